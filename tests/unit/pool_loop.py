@@ -7,13 +7,14 @@ run still has the policy of its version. A step of the trainer is a digest of wh
 import hashlib
 import json
 import random
+import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from dovetail.rollout.feed import Feed, Request
-from dovetail.rollout.journal import Answer, FinishedGroup, Journal
+from dovetail.rollout.feed import Feed
+from dovetail.rollout.journal import Answer, Journal
 from dovetail.rollout.pool import Pool
 from dovetail.weights.atomic import replace_file
 
@@ -25,14 +26,16 @@ def digest(*parts: object) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
-def token(policy: str, request: Request, position: int) -> int:
-    return int(digest(policy, request.group, request.sample, position)[:6], 16)
+def token(policy: str, group: int, sample: int, position: int) -> int:
+    return int(digest(policy, group, sample, position)[:6], 16)
 
 
 @dataclass
 class Running:
-    request: Request
+    group: int
+    sample: int
     length: int
+    future: "Future[Answer]" = field(default_factory=Future)
     ids: tuple[int, ...] = ()
     versions: tuple[tuple[int, int, int], ...] = ()
 
@@ -41,42 +44,38 @@ class Engines:
     """Run at most four samples; a turn decodes up to three tokens of each."""
 
     def __init__(self, log: Path) -> None:
-        self.waiting: list[Request] = []
-        self.running: list[Running] = []
+        self.waiting: list[Running] = []
         self.policy, self.version, self.log = "", 0, log
-        self.luck = random.Random(str(log))
+        self.luck, self.lock = random.Random(str(log)), threading.Lock()
+        threading.Thread(target=self._run, daemon=True).start()
 
-    def submit(self, request: Request) -> None:
-        self.waiting.append(request)
+    def submit(self, group: int, sample: int) -> "Future[Answer]":
         with open(self.log, "a") as log:
-            log.write(f"{request.group}\n")
+            log.write(f"{group}\n")
+        sampled = Running(group, sample, LENGTHS[int(digest(group, sample), 16) % len(LENGTHS)])
+        with self.lock:
+            self.waiting.append(sampled)
+        return sampled.future
 
-    def collect(self, seconds: float) -> list[tuple[Request, Answer]]:
-        time.sleep(seconds)
-        while self.waiting and len(self.running) < 4:
-            request = self.waiting.pop(0)
-            self.running.append(
-                Running(request, LENGTHS[int(digest(request.group, request.sample), 16) % len(LENGTHS)])
-            )
-        for sample in self.running:
-            start = len(sample.ids)
-            stop = min(sample.length, start + self.luck.randrange(4))
-            sample.ids += tuple(token(self.policy, sample.request, at) for at in range(start, stop))
-            sample.versions += ((self.version, start, stop),) if stop > start else ()
-        done = [sample for sample in self.running if len(sample.ids) == sample.length]
-        self.running = [sample for sample in self.running if sample not in done]
-        return [(s.request, Answer(s.request.sample, s.ids, (-0.5,) * s.length, s.versions, "stop")) for s in done]
+    def hold(self, policy: str, version: int) -> None:
+        with self.lock:
+            self.policy, self.version = policy, version
 
+    def _run(self) -> None:
+        while True:
+            time.sleep(0.0002)
+            with self.lock:
+                done = [sampled for sampled in self.waiting[:4] if self._decode(sampled)]
+                self.waiting = [sampled for sampled in self.waiting if sampled not in done]
+            for each in done:
+                each.future.set_result(Answer(each.sample, each.ids, (-0.5,) * each.length, each.versions, "stop"))
 
-def reward(_: int, answers: Sequence[Answer]) -> list[Answer]:
-    return [
-        replace(answer, reward=float(sum(answer.ids) % 2), rewards={"odd": 1.0, "none": None}) for answer in answers
-    ]
-
-
-def keep(group: FinishedGroup) -> bool:
-    """Every seventh has, as it were, equal rewards."""
-    return group.id % 7 != 5
+    def _decode(self, each: Running) -> bool:
+        start = len(each.ids)
+        stop = min(each.length, start + self.luck.randrange(4))
+        each.ids += tuple(token(self.policy, each.group, each.sample, at) for at in range(start, stop))
+        each.versions += ((self.version, start, stop),) if stop > start else ()
+        return stop == each.length
 
 
 @dataclass
@@ -85,7 +84,6 @@ class Checkpoint:
 
     policies: list[str]
     trained: list[list[int]]
-    cursor: int = 0
 
     @classmethod
     def load(cls, run: Path) -> "Checkpoint":
@@ -99,29 +97,20 @@ class Checkpoint:
 def train(run: Path, life: int) -> None:
     """To the end, from what an earlier start left in `run`. Checks every token that it trains on."""
     state, engines = Checkpoint.load(run), Engines(run / f"submitted-{life}")
-    feed = Feed(Pool(BATCH, SAMPLES, LAG, STEPS), Journal(run / "pool", "key"), engines, reward, keep)
-    assert feed.resume(len(state.trained), state.cursor) == []
-    while len(state.trained) < STEPS:
-        engines.policy, engines.version = state.policies[-1], len(state.trained)
-        feed.pool.pushed(engines.version)
-        feed.turn()
-        while (groups := feed.take()) is None:
-            feed.turn(0.0002)
+    feed = Feed(Pool(BATCH, SAMPLES, LAG, STEPS), Journal(run / "pool", "key"), engines.submit)
+    assert feed.resume(len(state.trained)) == []
+    for step in range(len(state.trained), STEPS):
+        engines.hold(state.policies[-1], step)
+        feed.pushed(step)
+        groups = feed.take()
         for group in groups:
             for answer in group.answers:
-                request = Request(group.id, answer.sample, 0, 0)
-                made = [
-                    token(state.policies[v], request, at)
-                    for v, start, stop in answer.versions
-                    for at in range(start, stop)
-                ]
-                assert tuple(made) == answer.ids, (
-                    f"group {group.id} was sampled by policies that this run does not have"
-                )
-        feed.turn()  # engines go on while the trainer trains
+                at = [state.policies[version] for version, start, stop in answer.versions for _ in range(start, stop)]
+                made = tuple(token(policy, group.id, answer.sample, i) for i, policy in enumerate(at))
+                assert made == answer.ids, f"group {group.id} was sampled by policies that this run does not have"
+        time.sleep(0.001)  # engines go on while the trainer trains
         state.policies.append(digest(state.policies[-1], [answer.ids for group in groups for answer in group.answers]))
         state.trained.append([group.id for group in groups])
-        state.cursor = feed.pool.cursor
         if len(state.trained) % SAVE_EVERY == 0:
             state.save(run)
-            feed.journal.forget(state.cursor)
+            feed.journal.forget(len(state.trained) * BATCH)

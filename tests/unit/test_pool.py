@@ -3,8 +3,10 @@
 import os
 import random
 import signal
+import threading
 import time
 import traceback
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -14,55 +16,45 @@ from dovetail.errors import MachineError
 from dovetail.rollout.feed import Feed
 from dovetail.rollout.journal import Answer, FinishedGroup, Journal
 from dovetail.rollout.pool import Pool
-from tests.unit import pool_loop
-from tests.unit.pool_loop import BATCH, STEPS, Checkpoint, Engines, keep, train
+from tests.unit.pool_loop import BATCH, STEPS, Checkpoint, Engines, train
 
 
-def drive(pool: Pool, luck: random.Random, dropping: float, restarts: float) -> tuple[list[list[int]], set[int]]:
-    """Groups of all steps, and dropped ones. Samples end in any order, pushes are late, and the run is killed at times."""
+def drive(pool: Pool, luck: random.Random, restarts: float) -> list[list[int]]:
+    """Groups of all steps. Samples end in any order, pushes are late, and the run is killed at times."""
     trained: list[list[int]] = []
     versions: dict[int, tuple[int, int]] = {}  # of tokens: oldest and newest
-    finished, dropped, running = dict[int, tuple[int, int]](), set[int](), list[int]()
-    saved = (0, 0)
+    finished, running, saved = dict[int, tuple[int, int]](), list[int](), 0
     while len(trained) < pool.steps:
-        for group in pool.admit():
-            running += [group] * pool.samples
+        running += [group for group in pool.admit() for _ in range(pool.samples)]
         if running and luck.random() < 0.9:  # its first or its last token
-            group = running[luck.randrange(min(len(running), 3))]
+            group = luck.choice(running[: pool.groups_per_step * pool.samples + 2])
             oldest, _ = versions.setdefault(group, (pool.version, pool.version))
             versions[group] = oldest, pool.version
             if luck.random() < 0.7:
                 running.remove(group)
                 if pool.finish(group):
                     finished[group] = versions.pop(group)
-                    if luck.random() < dropping:
-                        pool.drop(group)
-                        dropped.add(group)
-                    else:
-                        pool.ready(group)
+                    pool.ready(group)
         if pool.version == pool.step and (groups := pool.take()) is not None:
             assert all(len(trained) - pool.max_lag <= finished[group][0] for group in groups)
             assert all(finished[group][1] <= len(trained) for group in groups)
             trained.append(groups)
-            if luck.random() < 0.3:
-                saved = pool.step, pool.cursor
+            saved = pool.step if luck.random() < 0.3 else saved
         elif pool.version < pool.step and luck.random() < 0.5:
             pool.pushed(pool.step)
         if luck.random() < restarts:
-            trained, running, versions = trained[: saved[0]], [], {}
-            kept = {group: ages for group, ages in finished.items() if group not in dropped}
+            trained, running, versions = trained[:saved], [], {}
             pool = Pool(pool.groups_per_step, pool.samples, pool.max_lag, pool.steps)
-            assert pool.restore(*saved, kept, dropped) == [group for group in sorted(kept) if group >= saved[1]]
-    return trained, dropped
+            assert pool.restore(saved, finished) == [group for group in sorted(finished) if group >= pool.first]
+    return trained
 
 
 def test_no_lag_beyond_the_bound_and_no_group_left_out() -> None:
     for seed in range(300):
         luck = random.Random(seed)
         pool = Pool(luck.randint(1, 4), luck.randint(1, 3), luck.randint(0, 3), luck.randint(1, 8))
-        trained, dropped = drive(pool, luck, luck.choice((0.0, 0.3)), luck.choice((0.0, 0.05)))
-        done = [group for groups in trained for group in groups]
-        assert done == [group for group in range(done[-1] + 1) if group not in dropped], seed
+        trained = drive(pool, luck, luck.choice((0.0, 0.05)))
+        assert [group for groups in trained for group in groups] == list(range(pool.steps * pool.groups_per_step)), seed
 
 
 def test_without_lag_the_order_is_the_synchronous_one() -> None:
@@ -82,53 +74,52 @@ def test_without_lag_the_order_is_the_synchronous_one() -> None:
 
 def test_a_smaller_bound_samples_too_old_groups_anew() -> None:
     finished = {0: (0, 0), 1: (0, 1), 2: (0, 2), 4: (1, 2), 6: (2, 4)}
-    assert Pool(1, 1, 3, 9).restore(0, 0, finished) == [
+    assert Pool(1, 1, 3, 9).restore(0, finished) == [
         0,
         1,
         2,
         4,
     ]  # 6: version 4 comes after group 3, which runs again
     pool = Pool(1, 1, 1, 9)
-    assert pool.restore(0, 0, finished) == [0, 1]  # 2 would have the lag 2, 4 was sampled after it
+    assert pool.restore(0, finished) == [0, 1]  # 2 would have the lag 2, 4 was sampled after it
     assert pool.admit() == [] and pool.take() == [0] and pool.take() == [1]
+    pool.pushed(1)
+    assert pool.admit() == [2]
 
 
 def test_an_engine_that_holds_old_weights_is_reported(tmp_path: Path) -> None:
     engines = Engines(tmp_path / "log")
-    engines.policy = "x"
-    feed = Feed(Pool(1, 1, 1, 9), Journal(tmp_path / "pool", ""), engines, pool_loop.reward)
-
-    def step() -> None:
-        while feed.take() is None:
-            feed.turn()
-        feed.pool.pushed(feed.pool.step)
-
-    step()
-    step()
+    feed = Feed(Pool(1, 1, 1, 9), Journal(tmp_path / "pool", ""), engines.submit)
+    for step in range(2):
+        feed.pushed(step)
+        feed.take()
+    feed.pushed(2)
     with pytest.raises(
         MachineError, match=r"step 3: group 2 has tokens of versions 0 to 0; expected 1 to 2: an engine"
     ):
-        step()
+        feed.take()
+
+
+def test_what_an_engine_raises_is_raised_where_the_trainer_waits(tmp_path: Path) -> None:
+    future: Future[Answer] = Future()
+    feed = Feed(Pool(1, 1, 0, 9), Journal(tmp_path / "pool", ""), lambda *_: future)
+    feed.pushed(0)
+    threading.Timer(0.05, future.set_exception, [MachineError("no engine is left")]).start()
+    with pytest.raises(MachineError, match="no engine is left"):
+        feed.take()
 
 
 def test_a_saved_group_comes_back_as_it_was(tmp_path: Path) -> None:
     answers = (
-        Answer(
-            0,
-            (5, 6, 7),
-            (-0.1, -1e-300, -3.3333333333333335),
-            ((4, 0, 2), (5, 2, 3)),
-            "length",
-            0.1,
-            {"a": None, "b": 2.0},
-        ),
-        Answer(2, (9,), (-0.25,), ((5, 0, 1),), "stop", -1.0),
+        Answer(0, (5, 6, 7), (-0.1, -1e-300, -3.3333333333333335), ((4, 0, 2), (5, 2, 3)), "length"),
+        Answer(2, (9,), (-0.25,), ((5, 0, 1),), "stop"),
     )
     journal, group = Journal(tmp_path / "pool", "one"), FinishedGroup(12, answers)
     journal.save(group)
-    journal.save(FinishedGroup(13, ()))
+    journal.save(FinishedGroup(13, answers[1:]))
+    (tmp_path / "pool" / ".tmp-group_000000014.safetensors-0").write_text("cut")
     assert group.ages == (4, 5)
-    assert journal.load(0) == ({12: group, 13: FinishedGroup(13, ())}, [])
+    assert journal.load(0) == ({12: group, 13: FinishedGroup(13, answers[1:])}, [])
     assert journal.load(13)[0].keys() == {13}
     _, problems = Journal(tmp_path / "pool", "two").load(0)
     assert len(problems) == 2 and "of another run, or of other data or sampling" in problems[0]
@@ -139,7 +130,7 @@ def test_a_saved_group_comes_back_as_it_was(tmp_path: Path) -> None:
 def test_a_damaged_group_runs_again(tmp_path: Path) -> None:
     """One bit anywhere, or a cut: the file is refused, or what it holds is the same."""
     journal = Journal(tmp_path, "one")
-    group = FinishedGroup(3, (Answer(0, (5, 6), (-0.5, -0.25), ((1, 0, 2),), "stop", 1.0, {"a": 1.0}),))
+    group = FinishedGroup(3, (Answer(0, (5, 6), (-0.5, -0.25), ((1, 0, 2),), "stop"),))
     journal.save(group)
     (file,) = tmp_path.iterdir()
     whole, refused = file.read_bytes(), 0
@@ -189,13 +180,10 @@ def test_kills_lose_no_finished_group_and_train_none_twice(wanted: int, tmp_path
             ended = live(run, life, seconds)
             log = run / f"submitted-{life}"
             submitted = {int(line) for line in log.read_text().split()} if log.exists() else set()
-            assert not submitted & {group for group in kept if group >= saved.cursor}, (
-                "a finished group was sampled again"
-            )
+            trained = len(saved.trained) * BATCH
+            assert not submitted & {group for group in kept if group >= trained}, "a finished group was sampled again"
             if ended:
                 break
             kills += 1
-        done = [group for groups in Checkpoint.load(run).trained for group in groups]
-        expected = [group for group in range(2 * BATCH * STEPS) if keep(FinishedGroup(group, ()))]
-        assert done == expected[: BATCH * STEPS]
+        assert [group for groups in Checkpoint.load(run).trained for group in groups] == list(range(BATCH * STEPS))
         runs += 1

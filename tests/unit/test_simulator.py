@@ -165,8 +165,8 @@ def test_plan_compares_layouts_and_says_which_to_take(tmp_path: Path, capsys: py
     assert cells[0][1:3] == ["4", "4"] and all(int(row[1]) + int(row[2]) == 4 for row in cells[1:])
     speeds = [float(row[3].replace(",", "")) for row in cells]
     assert speeds[1] < speeds[2] < speeds[3]
-    take = f"take max_lag 4, trainer {cells[3][1]} and engines {cells[3][2]} of the 4 GPUs: {float(cells[3][4]):.2f} times the tokens/s"
-    assert advice == f"{take} of the fastest synchronous layout"
+    split, gain = f"trainer {cells[3][1]} and engines {cells[3][2]} of the 4 GPUs", cells[3][4]
+    assert advice == f"take max_lag 4, {split}: {gain} times the tokens/s of the fastest synchronous layout"
 
 
 def test_plan_reads_the_lengths_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,78 +1,58 @@
-"""Keeps engines fed with the groups that the pool admits, saves finished ones, and hands whole batches to the trainer.
+"""Keeps engines fed with the groups that the pool admits, saves finished ones, and hands whole steps to the trainer."""
 
-It holds no thread: its owner calls `turn`. docs/adr/025-the-asynchronous-loop.md says who does.
-"""
-
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
 
 from dovetail.errors import MachineError
 from dovetail.rollout.journal import Answer, FinishedGroup, Journal
 from dovetail.rollout.pool import Pool
 
-
-@dataclass(frozen=True)
-class Request:
-    """One sample of a group. (step, row) are the keys of its noise, those of a synchronous run."""
-
-    group: int
-    sample: int
-    step: int
-    row: int
-
-
-class Fleet(Protocol):
-    """Engines that take requests in order, at least as many as they can run, and know what each asks for."""
-
-    def submit(self, request: Request) -> None: ...
-
-    def collect(self, seconds: float) -> list[tuple[Request, Answer]]:
-        """Complete samples; waits at most so long for the first."""
-        ...
+Done = tuple[int, "Future[Answer]"]
 
 
 class Feed:
-    """reward: of all answers of a group, without those that have none. keep: whether a finished group trains."""
+    """submit: begin a sample (group, number) on an engine. A thread saves groups; all methods are of the trainer's thread."""
 
-    def __init__(
-        self,
-        pool: Pool,
-        journal: Journal,
-        fleet: Fleet,
-        reward: Callable[[int, Sequence[Answer]], Sequence[Answer]],
-        keep: Callable[[FinishedGroup], bool] = lambda group: bool(group.answers),
-    ) -> None:
-        self.pool, self.journal, self.fleet, self.reward, self.keep = pool, journal, fleet, reward, keep
+    def __init__(self, pool: Pool, journal: Journal, submit: Callable[[int, int], "Future[Answer]"]) -> None:
+        self.pool, self.journal, self.submit = pool, journal, submit
+        self._changed = threading.Condition()  # guards the pool and what follows
         self._running: dict[int, list[Answer]] = {}
         self._finished: dict[int, FinishedGroup] = {}
+        self._error: Exception | None = None
+        self._done: queue.SimpleQueue[Done | None] = queue.SimpleQueue()
+        threading.Thread(target=self._save_finished, name="feed", daemon=True).start()
 
-    def resume(self, step: int, cursor: int) -> list[str]:
-        """Go on after a checkpoint. Returns the problems of files of finished groups, which run again."""
-        saved, problems = self.journal.load(cursor)
-        trains = {number: group.ages for number, group in saved.items() if self.keep(group)}
-        kept = self.pool.restore(step, cursor, trains, saved.keys() - trains.keys())
+    def resume(self, step: int) -> list[str]:
+        """Go on after a checkpoint of `step`. Returns the problems of files of finished groups, which run again."""
+        saved, problems = self.journal.load(step * self.pool.groups_per_step)
+        kept = self.pool.restore(step, {number: group.ages for number, group in saved.items()})
         self._finished = {number: saved[number] for number in kept}
         return problems
 
-    def turn(self, seconds: float = 0.0) -> None:
-        """Submit what the pool admits, and take what is complete."""
-        for group in self.pool.admit():
-            self._running[group] = []
-            step, row = divmod(group, self.pool.groups_per_step)
-            for sample in range(self.pool.samples):
-                self.fleet.submit(Request(group, sample, step, row))
-        for request, answer in self.fleet.collect(seconds):
-            self._running[request.group].append(answer)
-            if self.pool.finish(request.group):
-                self._complete(request.group)
+    def pushed(self, version: int) -> None:
+        """All engines that sample hold `version`: begin what the pool admits."""
+        with self._changed:
+            self.pool.pushed(version)
+            for group in self.pool.admit():
+                self._running[group] = []
+                for sample in range(self.pool.samples):
+                    self.submit(group, sample).add_done_callback(partial(self._hand_over, group))
 
-    def take(self) -> list[FinishedGroup] | None:
-        """Begin a step: its groups. None: it has to wait. MachineError if an engine used a version that it should not have."""
-        step = self.pool.step
-        if (chosen := self.pool.take()) is None:
-            return None
-        groups = [self._finished.pop(number) for number in chosen]
+    def take(self) -> list[FinishedGroup]:
+        """Begin a step: its groups, once they are finished. Raises what an engine raised.
+
+        MachineError if an engine sampled with a version that it should not hold.
+        """
+        with self._changed:
+            step = self.pool.step
+            while (chosen := self.pool.take()) is None:
+                if self._error is not None:
+                    raise self._error
+                self._changed.wait()
+            groups = [self._finished.pop(number) for number in chosen]
         for group in groups:
             oldest, newest = group.ages
             if not step - self.pool.max_lag <= oldest <= newest <= step:
@@ -82,12 +62,33 @@ class Feed:
                 )
         return groups
 
-    def _complete(self, number: int) -> None:
-        answers = sorted(self._running.pop(number), key=lambda answer: answer.sample)
-        group = FinishedGroup(number, tuple(self.reward(number, answers)))
+    def close(self) -> None:
+        self._done.put(None)
+
+    def _hand_over(self, group: int, future: "Future[Answer]") -> None:
+        self._done.put((group, future))
+
+    def _save_finished(self) -> None:
+        while (done := self._done.get()) is not None:
+            number, future = done
+            if future.cancelled():
+                continue
+            try:
+                self._add(number, future.result())
+            except (MachineError, OSError) as error:  # for `take`
+                with self._changed:
+                    self._error = error
+                    self._changed.notify()
+
+    def _add(self, number: int, answer: Answer) -> None:
+        with self._changed:
+            self._running[number].append(answer)
+            if not self.pool.finish(number):
+                return
+            answers = self._running.pop(number)
+        group = FinishedGroup(number, tuple(sorted(answers, key=lambda each: each.sample)))
         self.journal.save(group)
-        if self.keep(group):
+        with self._changed:
             self._finished[number] = group
             self.pool.ready(number)
-        else:
-            self.pool.drop(number)
+            self._changed.notify()

@@ -1,23 +1,22 @@
 """Finished groups of an asynchronous run on disk, a file each: what a kill does not lose. Safetensors and JSON, with a checksum.
 
 A group is saved before it may train, and removed once every checkpoint of the run is later than the step that trained it.
-Which groups are trained is known from a checkpoint's step and cursor alone (`Pool.restore`), so that none trains twice.
+Which groups are trained follows from a checkpoint's step alone (`Pool.restore`), so that none trains twice.
 """
 
 import json
 import re
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from dovetail.jsonl import json_line
 from dovetail.weights.atomic import make_directory, replace_file
 from dovetail.weights.safe_paths import LEFTOVERS
 
@@ -27,20 +26,18 @@ Span = tuple[int, int, int]  # version, and the tokens that it sampled: start, e
 
 @dataclass(frozen=True)
 class Answer:
-    """A completion with its reward. rewards: the terms of a sum of several, by label."""
+    """One sample of a group."""
 
     sample: int
     ids: tuple[int, ...]
     log_probs: tuple[float, ...]
     versions: tuple[Span, ...]
-    finish: str
-    reward: float = 0.0
-    rewards: Mapping[str, float | None] = field(default_factory=dict)
+    finish: Literal["stop", "length"]
 
 
 @dataclass(frozen=True)
 class FinishedGroup:
-    """answers: those that have a reward, by sample."""
+    """answers: by sample."""
 
     id: int
     answers: tuple[Answer, ...]
@@ -69,29 +66,28 @@ class Journal:
             "log_probs": np.array([value for answer in answers for value in answer.log_probs], np.float64),
             "spans": np.array([len(answer.versions) for answer in answers], np.int64),
             "versions": np.array([span for answer in answers for span in answer.versions], np.int64).reshape(-1, 3),
-            "reward": np.array([answer.reward for answer in answers], np.float64),
         }
-        facts = json_line({"finish": [a.finish for a in answers], "rewards": [dict(a.rewards) for a in answers]})
+        facts = json.dumps({"finish": [answer.finish for answer in answers]})
         metadata = {"key": self.key, "facts": facts, "crc32": str(_checksum(arrays, facts))}
         replace_file(self._file(group.id), save(arrays, metadata))
 
-    def load(self, cursor: int) -> tuple[dict[int, FinishedGroup], list[str]]:
-        """Groups from `cursor` on, and the problems of files that cannot be used, whose groups run again."""
+    def load(self, first: int) -> tuple[dict[int, FinishedGroup], list[str]]:
+        """Groups from `first` on, and the problems of files that cannot be used, whose groups run again."""
         for debris in (path for pattern in LEFTOVERS for path in self.path.glob(pattern)):
             debris.unlink()
         groups, problems = dict[int, FinishedGroup](), list[str]()
         for number, file in self._files():
-            if number >= cursor:
+            if number >= first:
                 try:
                     groups[number] = self._read(number, file)
                 except (SafetensorError, ValueError, LookupError, TypeError, OSError) as error:
                     problems.append(f"{file}: {error}")
         return groups, problems
 
-    def forget(self, cursor: int) -> None:
-        """Groups below the cursor of the oldest checkpoint."""
+    def forget(self, first: int) -> None:
+        """Groups below `first`, which the oldest checkpoint has trained on."""
         for number, file in self._files():
-            if number < cursor:
+            if number < first:
                 file.unlink()
 
     def _file(self, group: int) -> Path:
@@ -122,8 +118,6 @@ class Journal:
                     log_probs=tuple(arrays["log_probs"][tokens].tolist()),
                     versions=tuple((v, start, end) for v, start, end in arrays["versions"][spans].tolist()),
                     finish=facts["finish"][i],
-                    reward=float(arrays["reward"][i]),
-                    rewards=facts["rewards"][i],
                 )
             )
         return FinishedGroup(number, tuple(answers))
