@@ -69,6 +69,7 @@ class Completion:
     log_probs: tuple[float, ...]
     finish: Literal["stop", "length"]
     routing: RoutingTrace | None = None  # of the prompt, too
+    versions: tuple[tuple[int, int, int], ...] = ()
 
 
 Watch = Callable[[int, int, int], None]  # samples done, of all, and their tokens
