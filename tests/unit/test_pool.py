@@ -25,7 +25,9 @@ def drive(pool: Pool, luck: random.Random, restarts: float) -> list[list[int]]:
     versions: dict[int, tuple[int, int]] = {}  # of tokens: oldest and newest
     finished, running, saved = dict[int, tuple[int, int]](), list[int](), 0
     while len(trained) < pool.steps:
-        running += [group for group in pool.admit() for _ in range(pool.samples)]
+        admitted = pool.admit()
+        assert not finished.keys() & admitted, "a finished group is sampled again"
+        running += [group for group in admitted for _ in range(pool.samples)]
         if running and luck.random() < 0.9:  # its first or its last token
             group = luck.choice(running[: pool.groups_per_step * pool.samples + 2])
             oldest, _ = versions.setdefault(group, (pool.version, pool.version))
