@@ -11,6 +11,7 @@ from dovetail.rollout.journal import Answer, FinishedGroup, Journal
 from dovetail.rollout.pool import Pool
 
 Done = tuple[int, "Future[Answer]"]
+Watch = Callable[[int, int, int], None]  # samples of the step that are complete, of all; tokens, unknown
 
 
 class Feed:
@@ -22,6 +23,7 @@ class Feed:
         self._running: dict[int, list[Answer]] = {}
         self._finished: dict[int, FinishedGroup] = {}
         self._error: Exception | None = None
+        self.watch: Watch | None = None
         self._done: queue.SimpleQueue[Done | None] = queue.SimpleQueue()
         threading.Thread(target=self._save_finished, name="feed", daemon=True).start()
 
@@ -51,6 +53,7 @@ class Feed:
             while (chosen := self.pool.take()) is None:
                 if self._error is not None:
                     raise self._error
+                self._show()
                 self._changed.wait()
             groups = [self._finished.pop(number) for number in chosen]
         for group in groups:
@@ -61,6 +64,13 @@ class Feed:
                     f"{max(0, step - self.pool.max_lag)} to {step}: an engine sampled with weights that it should not hold"
                 )
         return groups
+
+    def _show(self) -> None:
+        if self.watch is not None:
+            groups = range(self.pool.first, self.pool.first + self.pool.groups_per_step)
+            left = sum(self.pool.alive[group].left for group in groups)
+            total = len(groups) * self.pool.samples
+            self.watch(total - left, total, 0)
 
     def close(self) -> None:
         self._done.put(None)
@@ -83,6 +93,7 @@ class Feed:
     def _add(self, number: int, answer: Answer) -> None:
         with self._changed:
             self._running[number].append(answer)
+            self._changed.notify()
             if not self.pool.finish(number):
                 return
             answers = self._running.pop(number)
