@@ -11,7 +11,7 @@ from tests.commands.program import here, make_model, program, read_rows, refusal
 from tests.fault.processes import listens, waited
 from tests.tolerances import MODEL_FP32
 
-COMMANDS = ("train", "score", "generate", "convert", "inspect", "report", "rollouts", "import-config", "doctor")
+COMMANDS = ("train", "score", "generate", "convert", "inspect", "report", "rollouts", "plan", "import-config", "doctor")
 
 
 def cpu_seconds_of(*argv: str) -> tuple[float, int, str]:

@@ -17,10 +17,12 @@ MODULES = (
     "dovetail.cli.main",
     "dovetail.cli.report",
     "dovetail.cli.rollouts",
+    "dovetail.cli.plan",
+    "dovetail.rollout.pool",
 )
 
 
-COMMANDS = ("train", "score", "generate", "eval", "convert", "inspect", "report", "rollouts", "docs", "doctor")
+COMMANDS = ("train", "score", "generate", "eval", "convert", "inspect", "report", "rollouts", "plan", "docs", "doctor")
 NO_TORCH = f"""
 import importlib, sys
 from dovetail.cli.main import run_command

@@ -3,7 +3,6 @@
 import argparse
 import difflib
 import importlib
-import math
 from argparse import Action, ArgumentError, ArgumentParser
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import dovetail
+from dovetail.cli.values import COUNT, RATE, SECONDS, counts, decode_speeds, number, share, words
 from dovetail.errors import ConfigError, listing, quoted, short_words, shortened
 from dovetail.launch.process import put
 from dovetail.launch.progress import LIMITS
@@ -197,7 +197,7 @@ def _train(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--resume", metavar="auto|never|step=N", default="auto", type=_resume, help="go on from a checkpoint of run_dir"
     )
-    parser.add_argument("--restarts", metavar="N", default=0, type=_number(int), help="start again after a failure")
+    parser.add_argument("--restarts", metavar="N", default=0, type=number(int), help="start again after a failure")
     _add_compute(parser, dtype=None, engine=None)
 
 
@@ -205,7 +205,7 @@ def _score(parser: ArgumentParser) -> None:
     _add_rows(parser, data="ROWS.jsonl")
     parser.add_argument("--head", choices=["lm", "value"], default="lm", help="log-probs and entropies, or values")
     parser.add_argument(
-        "--temperature", type=_number(float, positive=True), default=1.0, metavar="X", help="divides the logits"
+        "--temperature", type=number(float, positive=True), default=1.0, metavar="X", help="divides the logits"
     )
     parser.add_argument("--tokens-per-batch", type=COUNT, default=16384, metavar="N", help="of a micro-batch")
 
@@ -225,7 +225,7 @@ def _eval(parser: ArgumentParser) -> None:
     parser.add_argument("--reward", action="append", metavar="NAME", help=reward)
     parser.add_argument("--reward-timeout-seconds", type=SECONDS, default=10.0, metavar="X", help="default: 10")
     metrics = "avg@K, pass@K, maj@K or module:function, with commas between; default: avg, pass and maj of all samples"
-    parser.add_argument("--metrics", type=_words, default=(), metavar="NAMES", help=metrics)
+    parser.add_argument("--metrics", type=words, default=(), metavar="NAMES", help=metrics)
     _add_sampling(parser, temperature=0.0)
     _add_compute(parser)
 
@@ -234,13 +234,13 @@ def _add_sampling(parser: ArgumentParser, temperature: float) -> None:
     parser.add_argument("--samples", type=COUNT, default=1, metavar="N", help="completions of each prompt")
     parser.add_argument("--max-new-tokens", type=COUNT, default=64, metavar="N", help="longest completion")
     parser.add_argument(
-        "--temperature", type=_number(float), default=temperature, metavar="X", help="0: always the likeliest token"
+        "--temperature", type=number(float), default=temperature, metavar="X", help="0: always the likeliest token"
     )
     parser.add_argument(
-        "--top-p", type=_share, default=1.0, metavar="X", help="sample from the smallest set with this mass"
+        "--top-p", type=share, default=1.0, metavar="X", help="sample from the smallest set with this mass"
     )
-    parser.add_argument("--top-k", type=_number(int), default=0, metavar="N", help="sample from the likeliest; 0: all")
-    parser.add_argument("--seed", type=_number(int), default=0, metavar="N", help="of the sampling noise")
+    parser.add_argument("--top-k", type=number(int), default=0, metavar="N", help="sample from the likeliest; 0: all")
+    parser.add_argument("--seed", type=number(int), default=0, metavar="N", help="of the sampling noise")
 
 
 def _convert(parser: ArgumentParser) -> None:
@@ -266,14 +266,33 @@ def _report(parser: ArgumentParser) -> None:
 
 
 def _rollouts(parser: ArgumentParser) -> None:
-    count = _number(int)
+    count = number(int)
     parser.add_argument("run", metavar="RUN", help="run_dir of a recipe")
     parser.add_argument("--step", type=count, metavar="N", help="default: the last, or all with --prompt or --search")
     parser.add_argument("--prompt", metavar="ID", help="one prompt, old and new")
     parser.add_argument("--search", metavar="TEXT", help="in prompts, completions and answers")
     parser.add_argument("--sort", choices=["best", "worst"], help="by reward; default: as they were written")
     parser.add_argument(
-        "--limit", type=_number(int, positive=True), default=8, metavar="N", help="samples that are shown"
+        "--limit", type=number(int, positive=True), default=8, metavar="N", help="samples that are shown"
+    )
+
+
+def _plan(parser: ArgumentParser) -> None:
+    lengths = "of responses: a run_dir, a JSON list, or MEAN:LONGEST"
+    parser.add_argument("--rollout", required=True, metavar="LENGTHS", help=lengths)
+    parser.add_argument("--gpus", required=True, type=COUNT, metavar="N", help="of trainer and engines together")
+    decode = "measured tokens a second of an engine by its running samples; it runs at most the last number"
+    parser.add_argument("--decode", required=True, type=decode_speeds, metavar="1:205,64:12850,...", help=decode)
+    train = "tokens a second that a GPU trains, prompts and all passes of a step included"
+    parser.add_argument("--train", required=True, type=RATE, metavar="X", help=train)
+    parser.add_argument("--engine-gpus", type=COUNT, default=1, metavar="N", help="of one engine")
+    parser.add_argument("--max-lag", type=counts, default=(1, 2, 4), metavar="1,2,4", help="versions; default: 1,2,4")
+    parser.add_argument("--prompts", type=COUNT, default=32, metavar="N", help="of a step")
+    parser.add_argument("--samples", type=COUNT, default=8, metavar="N", help="of a prompt")
+    parser.add_argument("--prompt-tokens", type=number(int), default=256, metavar="N", help="of a prompt")
+    parser.add_argument("--prefill", type=RATE, default=20000.0, metavar="X", help="tokens a second of an engine")
+    parser.add_argument(
+        "--push-seconds", type=number(float), default=1.0, metavar="X", help="of new weights to engines"
     )
 
 
@@ -290,26 +309,6 @@ def _import_config(parser: ArgumentParser) -> None:
     )
 
 
-def _number(kind: type[int] | type[float], *, positive: bool = False) -> Callable[[str], float]:
-    def read(text: str) -> float:
-        value = kind(text)
-        if isinstance(value, float) and not math.isfinite(value):
-            raise argparse.ArgumentTypeError(f"{shortened(text)} is not finite")
-        if value < 0 or (positive and value == 0):
-            raise argparse.ArgumentTypeError(f"{shortened(text)} is {'not more' if positive else 'less'} than 0")
-        return value
-
-    read.__name__ = "whole number" if kind is int else "number"  # for argparse's messages
-    return read
-
-
-def _share(text: str) -> float:
-    value = _number(float, positive=True)(text)
-    if value > 1:
-        raise argparse.ArgumentTypeError(f"{shortened(text)} is more than 1")
-    return value
-
-
 def _resume(text: str) -> str:
     kind, _, step = text.partition("=")
     if text not in ("auto", "never") and not (kind == "step" and step.isdecimal()):
@@ -317,12 +316,7 @@ def _resume(text: str) -> str:
     return text
 
 
-def _words(text: str) -> tuple[str, ...]:
-    return tuple(filter(None, text.split(",")))
-
-
 MODEL = "a directory, or name@revision on the hub"
-COUNT, SECONDS = _number(int, positive=True), _number(float, positive=True)
 COMMANDS: Mapping[str, Command] = {
     "train": Command(
         "train a model by RL or SFT, from an HF checkpoint to an HF checkpoint",
@@ -363,6 +357,12 @@ COMMANDS: Mapping[str, Command] = {
     ),
     "rollouts": Command(
         "show samples of a run with their rewards", _rollouts, "runs/first --sort worst", runs_on_ranks=False
+    ),
+    "plan": Command(
+        "say how many GPUs the trainer and the engines of an RL run take, synchronous or asynchronous",
+        _plan,
+        "--rollout 2000:16000 --gpus 8 --decode 1:205,64:12850,256:38000 --train 12000",
+        runs_on_ranks=False,
     ),
     "docs": Command("show a page of the documentation, or list the pages", _docs, "rewards", runs_on_ranks=False),
     "import-config": Command(

@@ -1,0 +1,98 @@
+"""`dovetail plan --rollout`: how many GPUs the trainer and the engines should have."""
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from dovetail.errors import ConfigError, DataError, quoted
+from dovetail.launch.process import put
+from dovetail.report.read import ROLLOUT, check_runs, read_samples, sample_files
+from dovetail.rollout.plan import Plan, best, compare
+from dovetail.rollout.simulator import Setup, lognormal
+
+LONGEST_TAIL = 100  # times the mean: what a log-normal distribution can have at its 99.9 % quantile
+COLUMNS = ("max_lag", "trainer", "engines", "tokens/s", "speedup", "step", "trainer idle", "engines idle", "mean lag")
+
+
+def run(args: argparse.Namespace) -> None:
+    if args.gpus < args.engine_gpus:
+        raise ConfigError(f"--engine-gpus {args.engine_gpus}: there are only --gpus {args.gpus}")
+    lengths = lengths_of(args.rollout)
+    setup = Setup(
+        engines=1,
+        max_running=args.decode[-1][0],
+        decode=args.decode,
+        prefill_tokens_per_second=args.prefill,
+        train_tokens_per_second=args.train,
+        push_ms=1000 * args.push_seconds,
+        groups_per_step=args.prompts,
+        samples=args.samples,
+        prompt_tokens=args.prompt_tokens,
+        max_lag=0,
+    )
+    plans = compare(setup, lengths, args.gpus, args.engine_gpus, args.max_lag)
+    tokens = [length for group in lengths for length in group]
+    mean = sum(tokens) / len(tokens)
+    put(f"{args.prompts} prompts x {args.samples} responses a step of {mean:,.0f} tokens, at most {max(tokens):,}\n\n")
+    put(table(plans, args.gpus))
+
+
+def lengths_of(given: str) -> list[list[int]]:
+    """Of responses, a list for each prompt, from a run's samples, a JSON list, or MEAN:LONGEST."""
+    path, (mean, colon, longest) = Path(given), given.partition(":")
+    if colon and mean.isdecimal() and longest.isdecimal():
+        if not 0 < int(mean) <= int(longest) <= LONGEST_TAIL * int(mean):
+            raise ConfigError(f"--rollout {given}: expected MEAN:LONGEST with LONGEST 1 to {LONGEST_TAIL} times MEAN")
+        return [[length] for length in lognormal(int(mean), int(longest))]
+    if path.is_file():
+        try:
+            lengths = json.loads(path.read_bytes())
+        except ValueError as error:
+            raise DataError(f"{path} is no JSON list of lengths: {error}") from error
+        if not isinstance(lengths, list) or not lengths or not all(type(n) is int and n > 0 for n in lengths):
+            raise DataError(f"{path}: expected a JSON list of lengths in tokens, such as [512, 2048]")
+        return [[length] for length in lengths]
+    if not path.exists():
+        raise ConfigError(f"--rollout {quoted(given)}: expected a run_dir, a JSON list of lengths, or MEAN:LONGEST")
+    check_runs([path])
+    groups: dict[str, list[int]] = {}
+    for file in sample_files(path):
+        for row in read_samples(file) if file.kind == ROLLOUT else ():
+            if row["tokens"]:
+                groups.setdefault(f"{file.step} {row['id']}", []).append(row["tokens"])
+    if not groups:
+        raise DataError(f"{path} has no samples yet; give another run, a JSON list of lengths, or MEAN:LONGEST")
+    return list(groups.values())
+
+
+def table(plans: Sequence[Plan], gpus: int) -> str:
+    synchronous = max(plan.speed for plan in plans if plan.max_lag == 0)
+    rows = [COLUMNS]
+    for plan in plans:
+        out, shared = plan.outcome, plan.trainer + plan.engines > gpus
+        rows.append(
+            (
+                "0, in turns" if shared else str(plan.max_lag),
+                str(plan.trainer),
+                str(plan.engines),
+                f"{plan.speed:,.0f}",
+                f"{plan.speed / synchronous:.2f} x",
+                f"{out.step_ms / 1000:,.1f} s",
+                f"{out.trainer_idle:.0%}",
+                f"{out.engine_idle:.0%}",
+                f"{out.mean_lag:.1f}",
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return "\n".join([*lines, "", advice(best(plans), gpus, synchronous)]) + "\n"
+
+
+def advice(plan: Plan, gpus: int, synchronous: float) -> str:
+    if plan.trainer + plan.engines > gpus:
+        return "take the synchronous loop with all GPUs in turns: none of these is faster by more than 3 %"
+    return (
+        f"take max_lag {plan.max_lag}, trainer {plan.trainer} and engines {plan.engines} of the {gpus} GPUs: "
+        f"{plan.speed / synchronous:.2f} times the tokens/s of the fastest synchronous layout"
+    )

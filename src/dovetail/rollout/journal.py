@@ -1,0 +1,130 @@
+"""Finished groups of an asynchronous run on disk, a file each: what a kill does not lose. Safetensors and JSON, with a checksum.
+
+A group is saved before it may train, and removed once every checkpoint of the run is later than the step that trained it.
+Which groups are trained follows from a checkpoint's step alone (`Pool.restore`), so that none trains twice.
+"""
+
+import json
+import re
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from dovetail.weights.atomic import make_directory, replace_file
+from dovetail.weights.safe_paths import LEFTOVERS
+
+NAME = re.compile(r"group_(\d{9,})\.safetensors")
+Span = tuple[int, int, int]  # version, and the tokens that it sampled: start, end
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One sample of a group."""
+
+    sample: int
+    ids: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    versions: tuple[Span, ...]
+    finish: Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class FinishedGroup:
+    """answers: by sample."""
+
+    id: int
+    answers: tuple[Answer, ...]
+
+    @property
+    def ages(self) -> tuple[int, int]:
+        """Versions of the oldest and the newest token."""
+        versions = [version for answer in self.answers for version, _, _ in answer.versions]
+        return min(versions), max(versions)
+
+
+class Journal:
+    """key: of what the samples depend on besides the policy (run, data, sampling); groups of another key are not loaded."""
+
+    def __init__(self, path: Path, key: str) -> None:
+        self.path, self.key = path, key
+        make_directory(path)
+
+    def save(self, group: FinishedGroup) -> None:
+        """On disk, whole, when it returns."""
+        answers = group.answers
+        arrays = {
+            "sample": np.array([answer.sample for answer in answers], np.int64),
+            "length": np.array([len(answer.ids) for answer in answers], np.int64),
+            "ids": np.array([token for answer in answers for token in answer.ids], np.int64),
+            "log_probs": np.array([value for answer in answers for value in answer.log_probs], np.float64),
+            "spans": np.array([len(answer.versions) for answer in answers], np.int64),
+            "versions": np.array([span for answer in answers for span in answer.versions], np.int64).reshape(-1, 3),
+        }
+        facts = json.dumps({"finish": [answer.finish for answer in answers]})
+        metadata = {"key": self.key, "facts": facts, "crc32": str(_checksum(arrays, facts))}
+        replace_file(self._file(group.id), save(arrays, metadata))
+
+    def load(self, first: int) -> tuple[dict[int, FinishedGroup], list[str]]:
+        """Groups from `first` on, and the problems of files that cannot be used, whose groups run again."""
+        for debris in (path for pattern in LEFTOVERS for path in self.path.glob(pattern)):
+            debris.unlink()
+        groups, problems = dict[int, FinishedGroup](), list[str]()
+        for number, file in self._files():
+            if number >= first:
+                try:
+                    groups[number] = self._read(number, file)
+                except (SafetensorError, ValueError, LookupError, TypeError, OSError) as error:
+                    problems.append(f"{file}: {error}")
+        return groups, problems
+
+    def forget(self, first: int) -> None:
+        """Groups below `first`, which the oldest checkpoint has trained on."""
+        for number, file in self._files():
+            if number < first:
+                file.unlink()
+
+    def _file(self, group: int) -> Path:
+        return self.path / f"group_{group:09}.safetensors"
+
+    def _files(self) -> list[tuple[int, Path]]:
+        found = ((NAME.fullmatch(file.name), file) for file in self.path.iterdir())
+        return sorted((int(name[1]), file) for name, file in found if name)
+
+    def _read(self, number: int, path: Path) -> FinishedGroup:
+        with safe_open(path, framework="numpy") as file:
+            metadata: Mapping[str, str] = file.metadata() or {}
+            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is no mapping
+        if metadata["key"] != self.key:
+            raise ValueError("it is of another run, or of other data or sampling")
+        if int(metadata["crc32"]) != _checksum(arrays, metadata["facts"]):
+            raise ValueError("its checksum does not fit: it has changed since it was written")
+        facts: Mapping[str, Any] = json.loads(metadata["facts"])
+        token, span, answers = 0, 0, list[Answer]()
+        for i, sample in enumerate(arrays["sample"].tolist()):
+            tokens = slice(token, token + int(arrays["length"][i]))
+            spans = slice(span, span + int(arrays["spans"][i]))
+            token, span = tokens.stop, spans.stop
+            answers.append(
+                Answer(
+                    sample=sample,
+                    ids=tuple(arrays["ids"][tokens].tolist()),
+                    log_probs=tuple(arrays["log_probs"][tokens].tolist()),
+                    versions=tuple((v, start, end) for v, start, end in arrays["versions"][spans].tolist()),
+                    finish=facts["finish"][i],
+                )
+            )
+        return FinishedGroup(number, tuple(answers))
+
+
+def _checksum(arrays: Mapping[str, NDArray[Any]], facts: str) -> int:
+    crc = zlib.crc32(facts.encode())
+    for name in sorted(arrays):
+        crc = zlib.crc32(arrays[name].tobytes(), crc)
+    return crc

@@ -1,0 +1,236 @@
+"""Engines, a trainer and a pool in simulated milliseconds: what GPUs yield under the rules of the real loop.
+
+An engine decodes all its running samples at one pace, the slower the more there are; prefills and pushes stop it. The trainer
+takes groups from `Pool`, trains for a time that follows from their tokens, and pushes its weights. Imports no torch.
+"""
+
+import heapq
+import random
+from bisect import bisect_left
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import exp, inf, log, sqrt
+from statistics import NormalDist
+from typing import NamedTuple
+
+from dovetail.rollout.pool import Pool
+
+DRAWN = 1000  # lengths of a log-normal distribution
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """decode: (running samples, tokens a second of one engine), rising in both.
+
+    train_tokens_per_second: of prompts and responses, all passes of a step. max_running: samples of one engine.
+    """
+
+    engines: int
+    max_running: int
+    decode: Sequence[tuple[int, float]]
+    prefill_tokens_per_second: float = inf
+    train_tokens_per_second: float
+    step_ms: float = 0.0  # of a step besides its tokens
+    push_ms: float = 0.0
+    groups_per_step: int
+    samples: int
+    prompt_tokens: int = 0
+    max_lag: int
+    steps: int = 12  # at least 2
+    warmup: int = 4  # steps that are not counted
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Shares are of the time of the counted steps; lags: tokens by lag, of all steps. batches: groups of each step."""
+
+    tokens_per_second: float  # of responses
+    step_ms: float
+    trainer_idle: float
+    engine_idle: float
+    lags: Mapping[int, int]
+    batches: Sequence[Sequence[int]]
+
+    @property
+    def mean_lag(self) -> float:
+        return sum(lag * tokens for lag, tokens in self.lags.items()) / max(1, sum(self.lags.values()))
+
+
+def lognormal(mean: float, longest: int) -> list[int]:
+    """Quantiles of a log-normal distribution of this mean, whose 99.9 % quantile is `longest`."""
+    z = NormalDist().inv_cdf(1 - 1 / DRAWN)
+    sigma = z - sqrt(max(0.0, z * z - 2 * log(longest / mean)))
+    mu = log(mean) - sigma * sigma / 2
+    quantiles = (NormalDist().inv_cdf((i + 0.5) / DRAWN) for i in range(DRAWN))
+    return [min(longest, max(1, round(exp(mu + sigma * quantile)))) for quantile in quantiles]
+
+
+def token_ms(decode: Sequence[tuple[int, float]], running: int) -> float:
+    """Milliseconds of one token of every running sample, linear in their number between the entries, and beyond."""
+    points = [(n, 1000 * n / speed) for n, speed in decode]
+    if len(points) == 1 or running <= points[0][0]:
+        return points[0][1]
+    at = min(bisect_left(points, (running, 0.0)), len(points) - 1)
+    (low, before), (high, after) = points[at - 1], points[at]
+    return before + (after - before) * (running - low) / (high - low)
+
+
+@dataclass
+class Engine:
+    """Samples that advance together. done: tokens that a sample has decoded which ran from the beginning.
+
+    pushes: (done, version) of each; the first is (0, 0).
+    """
+
+    decode: Sequence[tuple[int, float]]
+    now: float = 0.0
+    done: float = 0.0
+    stall: float = 0.0
+    busy: float = 0.0
+    running: list[tuple[float, float, int]] = field(
+        default_factory=list
+    )  # a heap of (done at its end, at its start, group)
+    pushes: list[tuple[float, int]] = field(default_factory=lambda: [(0.0, 0)])
+    paces: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def pace(self) -> float:
+        """Milliseconds of a token."""
+        count = len(self.running)
+        if count not in self.paces:
+            self.paces[count] = token_ms(self.decode, count)
+        return self.paces[count]
+
+    @property
+    def next_end(self) -> float:
+        return self.now + self.stall + (self.running[0][0] - self.done) * self.pace if self.running else inf
+
+    def advance(self, now: float) -> None:
+        stalled = min(self.stall, now - self.now)
+        self.stall -= stalled
+        if self.running:
+            self.busy += now - self.now - stalled
+            self.done += (now - self.now - stalled) / self.pace
+        self.now = now
+
+    def add(self, now: float, group: int, length: int, prefill_ms: float = 0.0) -> None:
+        self.advance(now)
+        self.stall += prefill_ms
+        heapq.heappush(self.running, (self.done + length, self.done, group))
+
+    def end(self) -> tuple[int, list[tuple[int, int]]]:
+        """At `next_end`: the group of the sample that ends, and (version, tokens) of its spans."""
+        self.advance(self.next_end)
+        self.done, start, group = heapq.heappop(self.running)
+        first = bisect_left(self.pushes, (start, inf)) - 1
+        marks = [(max(0, round(at - start)), version) for at, version in self.pushes[first:]]
+        ends = [*(at for at, _ in marks[1:]), round(self.done - start)]
+        return group, [(version, stop - at) for (at, version), stop in zip(marks, ends, strict=True) if stop > at]
+
+    def push(self, now: float, version: int, push_ms: float) -> None:
+        self.advance(now)
+        self.stall += push_ms
+        self.pushes.append((self.done, version))
+
+
+class Take(NamedTuple):
+    """The beginning of a step. busy: milliseconds of all engines so far."""
+
+    waiting_since: float
+    begun: float
+    tokens: int
+    busy: float
+
+
+class Simulation:
+    """lengths: of responses, a list for each of some prompts, whose groups draw from it."""
+
+    def __init__(self, setup: Setup, lengths: Sequence[Sequence[int]], seed: int = 0) -> None:
+        self.setup, self.lengths, self.seed = setup, lengths, seed
+        beyond = setup.steps + setup.max_lag + 1  # so that the last steps are as the others
+        self.pool = Pool(setup.groups_per_step, setup.samples, setup.max_lag, beyond)
+        self.engines = [Engine(setup.decode) for _ in range(setup.engines)]
+        self.queue = deque[tuple[int, int]]()  # samples that no engine has begun: group, length
+        self.cached = set[tuple[int, int]]()  # engines and groups whose prompt they hold
+        self.spans: dict[int, list[tuple[int, int]]] = {}
+        self.lags = Counter[int]()
+        self.batches: list[list[int]] = []
+        self.takes: list[Take] = []
+        self.now = 0.0
+
+    def group_lengths(self, group: int) -> list[int]:
+        draw = random.Random(f"{self.seed}/{group}")
+        return draw.choices(draw.choice(self.lengths), k=self.setup.samples)
+
+    def run(self) -> Outcome:
+        setup, waiting_since, trained, pushed = self.setup, 0.0, inf, inf
+        self._feed()
+        while True:
+            ending = min(self.engines, key=lambda engine: engine.next_end)
+            self.now = min(ending.next_end, trained, pushed)
+            assert self.now < inf, "nothing runs, and the trainer waits"
+            if self.now == pushed:
+                pushed, waiting_since = inf, self.now
+                self.pool.pushed(self.pool.step)
+                self._feed()
+            elif self.now == trained:
+                if self.pool.step == setup.steps:
+                    break
+                for engine in self.engines:
+                    engine.push(self.now, self.pool.step, setup.push_ms)
+                trained, pushed = inf, self.now + setup.push_ms
+                continue
+            else:
+                self._end(ending)
+            if trained == pushed == inf and (batch := self.pool.take()) is not None:
+                trained = self.now + self._begin(batch, waiting_since)
+            if pushed == inf:  # engines are paused
+                self._feed()
+        return self._outcome()
+
+    def _feed(self) -> None:
+        for group in self.pool.admit():
+            self.queue.extend((group, length) for length in self.group_lengths(group))
+        while self.queue:
+            index, engine = min(enumerate(self.engines), key=lambda pair: len(pair[1].running))
+            if len(engine.running) >= self.setup.max_running:
+                break
+            group, length = self.queue.popleft()
+            prefill = 0 if (index, group) in self.cached else self.setup.prompt_tokens
+            self.cached.add((index, group))
+            engine.add(self.now, group, length, 1000 * prefill / self.setup.prefill_tokens_per_second)
+
+    def _end(self, engine: Engine) -> None:
+        group, spans = engine.end()
+        self.spans.setdefault(group, []).extend(spans)
+        if self.pool.finish(group):
+            self.pool.ready(group)
+
+    def _begin(self, batch: Sequence[int], waiting_since: float) -> float:
+        """Milliseconds of the step."""
+        setup, tokens = self.setup, 0
+        for group in batch:
+            for version, count in self.spans.pop(group):
+                self.lags[len(self.batches) - version] += count
+                tokens += count
+        for engine in self.engines:
+            engine.advance(self.now)
+        self.takes.append(Take(waiting_since, self.now, tokens, sum(engine.busy for engine in self.engines)))
+        self.batches.append(list(batch))
+        whole = tokens + len(batch) * setup.samples * setup.prompt_tokens
+        return setup.step_ms + 1000 * whole / setup.train_tokens_per_second
+
+    def _outcome(self) -> Outcome:
+        """From the beginning of the first counted step to that of the last."""
+        counted = self.takes[min(self.setup.warmup, len(self.takes) - 2) :]
+        first, last = counted[0], counted[-1]
+        spent = last.begun - first.begun
+        return Outcome(
+            tokens_per_second=1000 * sum(take.tokens for take in counted[:-1]) / spent,
+            step_ms=spent / (len(counted) - 1),
+            trainer_idle=sum(take.begun - take.waiting_since for take in counted[1:]) / spent,
+            engine_idle=max(0.0, 1 - (last.busy - first.busy) / (spent * self.setup.engines)),
+            lags=dict(sorted(self.lags.items())),
+            batches=self.batches,
+        )
