@@ -140,9 +140,10 @@ def test_errors_say_what_the_server_says_without_the_key() -> None:
         "/fastapi": (422, f'engine {url}: /fastapi: HTTP 422: [{{"loc": ["body"], "msg": "Field required"}}]'),
         "/text": (500, f"engine {url}: /text: HTTP 500: boom"),
     }
-    with socket.socket() as unused, pytest.raises(EngineError, match="ConnectionRefusedError") as refused:
+    with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
-        Client(f"http://127.0.0.1:{unused.getsockname()[1]}").get("/health")
+        with pytest.raises(EngineError, match="ConnectionRefusedError") as refused:
+            Client(f"http://127.0.0.1:{unused.getsockname()[1]}").get("/health")
     assert refused.value.status is None
 
 
