@@ -52,6 +52,7 @@ class FakeEngine:
     log_probs: str = "processed_logprobs"
     transfer: str | None = "nccl"
     max_length: int = 256
+    vocabulary: int = VOCABULARY
     key: str | None = None
     incremental: bool = True
     dev_mode: bool = True
@@ -81,16 +82,18 @@ class FakeEngine:
             def answer(self, body: Any) -> None:
                 if fake.dead:
                     self.close_connection = True
-                    return None
+                    return
                 try:
                     if fake.key is not None and self.headers["authorization"] != f"Bearer {fake.key}":
                         raise Refused(401, "Unauthorized")
                     reply = fake.reply(self.path.partition("?")[0], body)
                 except Refused as error:
-                    return self.send(error.status, {"error": {"message": str(error), "code": error.status}})
+                    self.send(error.status, {"error": {"message": str(error), "code": error.status}})
+                    return
                 if isinstance(reply, dict):
-                    return self.send(200, reply)
-                self.stream(reply)
+                    self.send(200, reply)
+                else:
+                    self.stream(reply)
 
             def send(self, status: int, reply: Any) -> None:
                 text = json.dumps(reply).encode()
@@ -185,8 +188,11 @@ class FakeEngine:
         self.requests.append(body)
         if wrong := list(problems(body, schema, described)):
             raise Refused(422, "; ".join(wrong))
+        salt = body.get("cache_salt", "s")
+        if not 0 < len(salt) <= 128 or set(salt) & set("@/\\\0"):
+            raise Refused(400, f"Parameter 'cache_salt' has a character or a length that is not allowed: {salt!r}")
         prompt = body.get("token_ids") or body["input_ids"]
-        if max(prompt) >= VOCABULARY:
+        if max(prompt) >= self.vocabulary:
             raise Refused(400, f"Token id {max(prompt)} is out of vocabulary")
         asked = body["sampling_params"].get("max_tokens") or body["sampling_params"].get("max_new_tokens")
         if asked < 1 or len(prompt) + asked > self.max_length:
@@ -204,11 +210,11 @@ class FakeEngine:
                     spans.append({"version": version, "start": begun, "end": begun})
                 begun += len(ids)
                 spans[-1]["end"] = begun
-                content = [
+                content: list[dict[str, Any]] = [
                     {"token_id": token, "logprob": each, "rank": None, "top_logprobs": []}
                     for token, each in zip(ids, log_probs, strict=True)
                 ]
-                choice = {"index": 0, "finish_reason": finish, "stop_reason": None, "token_ids": ids}
+                choice: dict[str, Any] = {"index": 0, "finish_reason": finish, "stop_reason": None, "token_ids": ids}
                 choice |= {"logprobs": {"content": content}, "routed_experts": None, "sampling_mask": None}
                 choice["weight_versions"] = spans if finish else None
                 yield {"request_id": "r", "output_mode": "tokens", "choices": [choice], "usage": None}
@@ -245,9 +251,9 @@ class FakeEngine:
         drawn, log_probs, sent, finish = list[int](), list[float](), 0, None
         while finish is None:
             returned, kept = self.scores([*prompt, *drawn], params)
-            token = max(range(VOCABULARY), key=lambda i: kept[i])
+            token = max(range(self.vocabulary), key=lambda i: kept[i])
             if params["temperature"] > 0:
-                token = noise.choices(range(VOCABULARY), [math.exp(each) for each in kept])[0]
+                token = noise.choices(range(self.vocabulary), [math.exp(each) for each in kept])[0]
             drawn.append(token)
             log_probs.append(returned[token])
             if token in params.get("stop_token_ids", ()):
@@ -270,7 +276,7 @@ class FakeEngine:
         for token, bias in (params.get("logit_bias") or {}).items():
             drawn[int(token)] += bias
         kept = log_softmax(drawn)
-        if 0 < params.get("top_k", 0) < VOCABULARY:
+        if 0 < params.get("top_k", 0) < self.vocabulary:
             floor = sorted(kept, reverse=True)[params["top_k"] - 1]
             kept = log_softmax([each if each >= floor else -1e9 for each in kept])
         if self.log_probs == "raw_logprobs":

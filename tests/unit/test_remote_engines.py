@@ -45,7 +45,7 @@ def fleet(*fakes: FakeEngine, silence: float = 5.0) -> Iterator[tuple[Fleet, lis
 
 
 def request(params: SamplingParams, row: int = 0, sample: int = 0) -> Request:
-    return Request(ids=PROMPT, row=row, sample=sample, params=params, salt="run/7")
+    return Request(ids=PROMPT, row=row, sample=sample, params=params, salt="run-7")
 
 
 def expected_log_probs(reply: Reply, temperature: float = 1.0) -> list[float]:
@@ -84,7 +84,7 @@ def test_every_sampling_field_is_sent_and_known_to_the_server(kind: Any) -> None
     names = {"temperature": 0.0, "top_p": 0.9, "top_k": 3, "min_p": 0.1, "stop": ["x"], "stop_token_ids": [1], "n": 1}
     names |= {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "ignore_eos": True}
     assert names.items() <= sent.items()
-    assert fake.requests[0].get("cache_salt", fake.requests[0].get("extra_key")) == "run/7"
+    assert fake.requests[0].get("cache_salt", fake.requests[0].get("extra_key")) == "run-7"
     if kind == "vllm":
         assert sent["detokenize"] is True and sent["logprobs"] == 0 and sent["max_tokens"] == 4
 
@@ -210,6 +210,7 @@ def test_log_probs_that_training_does_not_compute_are_refused(kind: Any, mode: s
         server = probe(fake)
     fitting = {
         "raw": [Drawing(), Drawing(temperature=0.0), Drawing(top_p=0.9), Drawing(repetition_penalty=1.1)],
+        "penalized": [Drawing(), Drawing(top_p=0.9)],
         "processed": [Drawing(), Drawing(temperature=0.0, top_p=0.9), Drawing(temperature=0.5)],
         "tempered": [Drawing(), Drawing(top_p=0.9), Drawing(temperature=0.5), Drawing(temperature=0.5, top_k=5)],
     }

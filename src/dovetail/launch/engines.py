@@ -73,7 +73,8 @@ def running(
         yield {URLS: ",".join(urls)}
     except FileNotFoundError as error:
         raise ConfigError(
-            f"rollout.start: {error.filename} is no program here; give the one of the engine's environment as rollout.start.command"
+            f"rollout.start: {error.filename} is no program here; name the one of the engine's environment in "
+            "rollout.start.command"
         ) from error
     finally:
         _end(processes)

@@ -53,7 +53,7 @@ class Fleet:
     def __init__(
         self, replicas: Sequence[Replica], wire: Wire, *, silence: float, on_loss: Callable[[EngineError], None]
     ) -> None:
-        self.replicas, self._wire, self._silence, self._on_loss = replicas, wire, silence, on_loss
+        self.replicas, self._wire, self.silence, self._on_loss = replicas, wire, silence, on_loss
         self._lock = threading.Lock()
         self._homes: dict[int, Replica] = {}  # by row, of one salt
         self._salt = ""
@@ -90,23 +90,20 @@ class Fleet:
             finally:
                 with self._lock:
                     replica.busy -= 1
+            if self._is_whole(reply, request):  # the stream broke behind its last token
+                return reply
             if not self._wire.continues(request.params):
                 reply = Reply()
-            elif reply.ids and reply.ids[-1] in request.params.stop_ids:
-                reply.finish = "stop"
-            elif len(reply.ids) == request.params.max_new_tokens:
-                reply.finish = "length"
-            if reply.finish is not None:  # the stream broke behind its last token
-                return reply
             if replica.serves:
                 time.sleep(FIRST_WAIT * 2 ** (attempts - 1))
 
     def _read(self, replica: Replica, request: Request, reply: Reply) -> None:
         """Until the reply is whole. Tokens of a stream that breaks have the version that it began with."""
-        kept, version, spans = len(reply.ids), replica.version, ()
+        kept, version = len(reply.ids), replica.version
+        spans: Spans = ()
 
         def deadline() -> float:
-            return replica.heard + self._silence
+            return replica.heard + self.silence
 
         try:
             for part in self._wire.generate(replica.client, replica.server, request, reply.ids[:kept], deadline):
@@ -120,6 +117,14 @@ class Fleet:
         finally:
             known = ((version, 0, len(reply.ids) - kept),) if version is not None else ()
             reply.keep(tuple((number, kept + start, kept + end) for number, start, end in spans or known))
+
+    def _is_whole(self, reply: Reply, request: Request) -> bool:
+        if reply.finish is None and reply.ids and self._wire.continues(request.params):
+            if reply.ids[-1] in request.params.stop_ids:
+                reply.finish = "stop"
+            elif len(reply.ids) == request.params.max_new_tokens:
+                reply.finish = "length"
+        return reply.finish is not None
 
     def _take(self, request: Request) -> Replica:
         with self._lock:
@@ -141,7 +146,7 @@ class Fleet:
 
     def _judge(self, replica: Replica, error: EngineError) -> None:
         """Take it out of service if it is silent or not healthy."""
-        if time.monotonic() < replica.heard + self._silence:
+        if time.monotonic() < replica.heard + self.silence:
             try:
                 replica.client.get("/health", timeout=HEALTH_SECONDS)
                 return

@@ -116,10 +116,11 @@ class Client:
         """This thread's kept connection if the server has not closed it, else a new one."""
         kept: http.client.HTTPConnection | None = self._kept.__dict__.pop("connection", None)
         if kept is not None:
+            sock: Any = kept.sock
             waiting = select.poll()
-            waiting.register(kept.sock, select.POLLIN)  # nothing is due: it would be the end
+            waiting.register(sock, select.POLLIN)  # nothing is due: it would be the end
             if time.monotonic() - self._kept.since < IDLE_SECONDS and not waiting.poll(0):
-                kept.sock.deadline = deadline
+                sock.deadline = deadline
                 return kept
             kept.close()
         left = _left(deadline)

@@ -22,6 +22,7 @@ class Push(Protocol):
     """Puts weights into every replica and verifies them; an error for each that did not take them."""
 
     def push(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Sequence[EngineError | None]: ...
+    def close(self) -> None: ...
 
 
 class RemoteSampler:
@@ -51,6 +52,11 @@ class RemoteSampler:
                 pass
         self._agree({"problem": problem})
 
+    def close(self) -> None:
+        if self.fleet is not None and self.pusher is not None:
+            self.fleet.close()
+            self.pusher.close()
+
     def _push(self, fleet: Fleet, pusher: Push, stream: Iterator[tuple[str, Tensor]]) -> str:
         errors = pusher.push(stream, self.version)
         for replica, error in zip(fleet.replicas, errors, strict=True):
@@ -76,7 +82,7 @@ class RemoteSampler:
 
     def _draw(self, fleet: Fleet, prompts: Sequence[Prompt], params: SamplingParams) -> list[Reply]:
         """Ordered by prompt, then sample."""
-        salt = f"{self._run}/{self.version}"
+        salt = f"{self._run}-{self.version}"
         futures: list[Future[Reply]] = [
             fleet.submit(Request(ids=[*map(int, prompt.ids)], row=prompt.row, sample=sample, params=params, salt=salt))
             for prompt in prompts

@@ -17,7 +17,7 @@ PUSH_PATHS = (
 )  # fmt: skip
 STARTS: Mapping[LogProbs, str] = {
     "tempered": "without SGLANG_RETURN_ORIGINAL_LOGPROB",
-    "raw": "the environment variable SGLANG_RETURN_ORIGINAL_LOGPROB=1",
+    "penalized": "the environment variable SGLANG_RETURN_ORIGINAL_LOGPROB=1",
 }
 MOST_EVENTS = 16  # of a reply, if each repeats all tokens
 COLD = 0.5  # a temperature that shows which log-probs come back
@@ -44,6 +44,7 @@ class Sglang:
         if not info.get("is_generation", True):
             raise ConfigError(f"engine {client.url} serves {info['model_path']!r}, a model that does not generate")
         return Abilities(
+            kind="sglang",
             model=str(info["model_path"]),
             version=str(config.get("version", "unknown")),
             max_length=cards[0].get("max_model_len"),
@@ -136,4 +137,4 @@ def _log_probs(client: Client, token: int) -> LogProbs:
         body = {"input_ids": [token], "sampling_params": sampling, "return_logprob": True, "top_logprobs_num": 8}
         top = client.post(GENERATE, body)["meta_info"]["output_top_logprobs"][0]
         spread[temperature] = top[0][0] - top[-1][0]
-    return "tempered" if spread[COLD] > 1.5 * spread[1.0] else "raw"
+    return "tempered" if spread[COLD] > 1.5 * spread[1.0] else "penalized"

@@ -27,7 +27,7 @@ PUSH_PATHS = (
 MODES: Mapping[str, LogProbs] = {"raw_logprobs": "raw", "processed_logprobs": "processed"}
 STARTS: Mapping[LogProbs, str] = {kind: f"--logprobs-mode {mode}" for mode, kind in MODES.items()}
 DEV_MODE = "the environment variable VLLM_SERVER_DEV_MODE=1"
-TRANSFER = '--weight-transfer-config \'{"backend": "nccl"}\''
+TRANSFER = '--weight-transfer-config \'{"backend": "dovetail_nccl"}\' and the plugin dovetail-vllm'
 
 
 class Vllm:
@@ -58,6 +58,7 @@ class Vllm:
             raise ConfigError(f"engine {client.url} takes no weights; start it with {TRANSFER}")
         request = described["components"]["schemas"]["GenerateRequest"]["properties"]
         server = Abilities(
+            kind="vllm",
             model=card["id"],
             version=version,
             max_length=card.get("max_model_len"),

@@ -13,7 +13,7 @@ if TYPE_CHECKING:  # imports torch
 
 Spans = tuple[tuple[int, int, int], ...]  # (version of the weights, first token, behind the last)
 Finish = Literal["stop", "length"]
-LogProbs = Literal["processed", "tempered", "raw"]
+LogProbs = Literal["processed", "tempered", "penalized", "raw"]
 FINISHES: Mapping[object, Finish] = {"stop": "stop", "length": "length"}
 STREAMED = 32  # tokens of an event
 NO_BIAS = -100.0  # added to the logits of banned ids
@@ -50,10 +50,11 @@ class Part(NamedTuple):
 class Abilities:
     """Of a server as it was started.
 
-    log_probs: raw, before temperature, penalties and cuts; tempered, behind temperature and penalties; processed, behind
-    cuts, too. transfer: how it takes weights. incremental: an event holds its own tokens alone.
+    log_probs: raw, before penalties, temperature and cuts; penalized, behind the first; tempered, behind the second;
+    processed, behind all. transfer: how it takes weights. incremental: an event holds its own tokens alone.
     """
 
+    kind: Literal["vllm", "sglang"]
     model: str
     version: str
     max_length: int | None
@@ -106,7 +107,12 @@ def fitting_log_probs(drawing: Drawing) -> list[LogProbs]:
     """The kinds that are at the sampling temperature, before cuts and penalties, as training computes them."""
     plain, warm = drawing.repetition_penalty == 1, drawing.temperature not in (0, 1)
     cut = drawing.temperature > 0 and (drawing.top_p < 1 or drawing.top_k > 0 or drawing.min_p > 0)
-    fits: dict[LogProbs, bool] = {"processed": plain and not cut, "tempered": plain, "raw": not warm}
+    fits: dict[LogProbs, bool] = {
+        "processed": plain and not cut,
+        "tempered": plain,
+        "penalized": plain and not warm,
+        "raw": not warm,
+    }
     return [kind for kind, fit in fits.items() if fit]
 
 
