@@ -1,5 +1,6 @@
 """Several replicas of one inference server: a request goes on elsewhere when its replica is lost. Imports no torch."""
 
+import resource
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -57,7 +58,10 @@ class Fleet:
         self._lock = threading.Lock()
         self._homes: dict[int, Replica] = {}  # by row, of one salt
         self._salt = ""
-        self._threads = ThreadPoolExecutor(PER_REPLICA * len(replicas), thread_name_prefix="engines")
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]  # a thread has a connection
+        most = PER_REPLICA * len(replicas)
+        threads = most if files == resource.RLIM_INFINITY else min(most, max(1, files // 2))
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="engines")
 
     def submit(self, request: Request) -> "Future[Reply]":
         """EngineError if no replica is left, or if one refuses the request."""
