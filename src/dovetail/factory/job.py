@@ -12,11 +12,13 @@ from dovetail.checkpoint.retention import from_a_whole_step
 from dovetail.data.examples import load_preferences, load_prompts, load_sft
 from dovetail.factory.distillation import check_prompts, distillation_task
 from dovetail.factory.engine import EngineOptions, compile_kernels, make_engine
+from dovetail.factory.engines import WIRES, check_lengths
 from dovetail.factory.functions import advantage, fields_of, policy_loss, sft_loss
-from dovetail.factory.layouts import check_positions
+from dovetail.factory.layouts import Backend, check_positions
 from dovetail.factory.notes import missed_profiles, notes
 from dovetail.factory.parts import Engines, RunParts, same_keys
 from dovetail.factory.preferences import preference_task
+from dovetail.factory.remote import make_remote_sampler
 from dovetail.factory.rewards import make_rewards
 from dovetail.factory.rows import reads_answer
 from dovetail.factory.sampler import backend_layout, make_sampler
@@ -32,12 +34,16 @@ from dovetail.rl.losses import PolicyLoss, ValueLoss
 from dovetail.rl.reward_manager import FunctionReward, RewardManager
 from dovetail.rl.tasks import RLTask, SupervisedTask
 from dovetail.rollout.base import SamplingParams
+from dovetail.rollout.native import NativeSampler
+from dovetail.rollout.remote.sampler import RemoteSampler
+from dovetail.rollout.transformers import TransformersSampler
 from dovetail.run.directory import CRITIC, POLICY, Contents, RunDirectory
 from dovetail.run.paths import CHECKPOINTS
 from dovetail.run.resume import refuse_other
 from dovetail.run.state import model_fingerprint
 from dovetail.run.trainer import Task
 
+AnySampler = NativeSampler | TransformersSampler | RemoteSampler
 Example = TypeVar("Example")
 
 
@@ -172,23 +178,37 @@ class Builder(RunParts):
         keys |= {"first_row": first_row, "parts": self.parts, "progress": self.progress}
         return distillation_task(self.recipe, policy, teacher, rows, **keys), rows[-1], {POLICY: policy}
 
+    @property
+    def _backend(self) -> Backend:
+        """Of the sampler, if it is embedded."""
+        return "native" if self.recipe.rollout.backend == "native" else "transformers"
+
     def _sampler_mesh(self) -> Mesh:
-        """May refuse the layout, so before any weight is read."""
+        """Of the sampler: the policy's where servers sample. May refuse layout or servers, so before any weight is read."""
         rollout = self.recipe.rollout
-        folded = partial(backend_layout, self.source, backend=rollout.backend)
+        if rollout.backend in WIRES:
+            self.replicas = self._engines()
+            return self.mesh
+        folded = partial(backend_layout, self.source, backend=self._backend)
         return self._mesh(rollout.layout or LayoutSection(), "rollout.layout", folded)
 
     def _sampling(self, mesh: Mesh) -> dict[str, Any]:
         """Sampler, sampling parameters and decoder of a task."""
         recipe, rollout = self.recipe, self.recipe.rollout
         stops = stop_ids(self.source, self.tokenizer)
-        sampler = make_sampler(self.source, mesh, self.dtype, rollout.backend)
+        if rollout.backend in WIRES:
+            say = self.say or self.notes.append
+            remote = make_remote_sampler(self.source, recipe, mesh, self.dtype, self.replicas, say)
+            self.metrics.callback(remote.close)
+            sampler: AnySampler = remote
+        else:
+            sampler = make_sampler(self.source, mesh, self.dtype, self._backend)
         sampler.watch = self.progress.advance
         sampling = SamplingParams(
             **same_keys(rollout, SamplingParams),
             samples=rollout.samples_per_prompt,
             seed=recipe.trainer.seed,
-            stop_ids=stops,
+            stop_ids=() if rollout.ignore_eos else stops,
             trace=rollout.router_replay == "rollout" or (rollout.mismatch_metrics and rollout.backend == "native"),
             banned_ids=banned_ids(self.source, self.tokenizer, self.processor, stops),
         )
@@ -213,7 +233,9 @@ class Builder(RunParts):
         prompts, held_out, sets, fingerprint = self._rows(load)
         asked, key = [*prompts, *held_out, *chain(*sets.values())], "rollout.max_new_tokens"
         lengths = [len(prompt.ids) for prompt in asked]
-        check_positions(self.source.config, rollout.backend, lengths, rollout.max_new_tokens, key)
+        check_positions(self.source.config, self._backend, lengths, rollout.max_new_tokens, key)
+        with agreed(self.mesh):
+            check_lengths(self.replicas, max(lengths) + rollout.max_new_tokens)
         eval_sets = self._eval_sets(sets, run.say)
         policy = self._trained(self.source, self.mesh, POLICY, recipe.optim.lr)
         critic = self._trained(*critic_role, CRITIC, recipe.critic.lr or recipe.optim.lr) if critic_role else None

@@ -168,11 +168,6 @@ class Recipe(Section):
                         f"eval.sets: the set {each.name} has samples, temperature or metrics, but algorithm "
                         f"{self.algorithm.name} samples nothing; it evaluates the loss of a set's rows, so leave these keys out"
                     )
-        if self.trainer.offload_optimizer and self.optim.name != "adamw":
-            raise ValueError(
-                "trainer.offload_optimizer moves the moments of adamw, but optim has "
-                f"{self.optim.name or self.optim.function}; leave one of them out"
-            )
         if isinstance(self.algorithm, Distillation) and self.teacher.path is None:
             raise ValueError(
                 "teacher.path is missing: distillation learns from a teacher; give its directory or hub name"
@@ -184,6 +179,15 @@ class Recipe(Section):
             )
         if self.correction is not None:
             check_correction(self.correction, self.rollout)
+        return self
+
+    @model_validator(mode="after")
+    def _offloaded(self) -> Self:
+        if self.trainer.offload_optimizer and self.optim.name != "adamw":
+            raise ValueError(
+                "trainer.offload_optimizer moves the moments of adamw, but optim has "
+                f"{self.optim.name or self.optim.function}; leave one of them out"
+            )
         return self
 
     @model_validator(mode="after")
