@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeInt
 
 from dovetail.bounds import MAX_NEW_TOKENS, MAX_SAMPLES
+from dovetail.recipe.push import PushSection
 from dovetail.recipe.types import (
     OwnLayout,
     PositiveFloat,
@@ -27,3 +28,4 @@ class RolloutSection(Section):
         "none", "experts of the update: its own; those of the pass for old log-probs (R2); the sampler's (R3)"
     )
     mismatch_metrics: bool = key(False, "compare the policy's log-probs and routes with the sampler's; costs a pass")
+    push: PushSection = key(PushSection(), "weights to engines: vllm and sglang")
