@@ -80,7 +80,7 @@ def measure(way: str, engine: NativeEngine, session: Session) -> None:
     total = sum(tensor.nbytes for tensor in held)
     sums_of(held)
     sums = median([timed(device, lambda: sums_of(held)) for _ in range(ROUNDS)])
-    del held
+    held.clear()
     gather = median([timed(device, lambda: [None for _ in engine.weights(torch.bfloat16)]) for _ in range(3)])
     with tempfile.TemporaryDirectory() as folder, serving(way, session, Path(folder)) as client:
         options = PushSection(
