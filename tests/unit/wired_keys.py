@@ -144,6 +144,18 @@ TABLE = (
     Leaf("rollout.router_replay", "rollout", part("task.sampling.trace"), True),
     Leaf("rollout.mismatch_metrics", True, part("task.recipe.rollout.mismatch_metrics"), algorithm="grpo"),
     Leaf("rollout.mismatch_metrics", True, part("task.sampling.trace"), True, "grpo"),
+    *(
+        Leaf(f"rollout.push.{name}", value, part(f"task.recipe.rollout.push.{name}"))
+        for name, value in (
+            ("transport", "file"),
+            ("proof", "checker"),
+            ("directory", "FOLDER/pushes"),
+            ("address", "trainer"),
+            ("bucket_mb", 64),
+            ("kv", "recompute"),
+            ("timeout", 7.5),
+        )
+    ),
     Leaf("reward.name", "format", reward("runner.name")),
     Leaf("reward.options", {"pattern": "x"}, reward("runner.options")),
     Leaf("reward.timeout_seconds", 2.5, reward("runner.timeout")),
