@@ -34,7 +34,7 @@ from dovetail.rollout.remote.push import Pusher
 from dovetail.rollout.remote.sums import sums_of
 
 PLUGIN = Path(__file__).parents[1] / "plugins" / "dovetail-vllm"
-WARM, ROUNDS, STREAMS = 2, 5, 8
+WARM, STREAMS = 2, 8
 PROMPT, NEW = 128, 1024
 START_SECONDS = 400.0
 
@@ -62,6 +62,7 @@ def main() -> int:
     parser.add_argument("--vllm", type=Path, help="where install.sh unpacked vLLM")
     parser.add_argument("--python", default=sys.executable, help="of the server")
     parser.add_argument("--bucket-mb", type=int, default=1024)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--serve", default="", help="more arguments of vllm serve")
     add_options(parser, "push")
     given = parser.parse_args()
@@ -79,7 +80,7 @@ def measure(way: str, engine: NativeEngine, session: Session) -> None:
     held = [tensor.clone() for _, tensor in engine.weights(torch.bfloat16)]
     total = sum(tensor.nbytes for tensor in held)
     sums_of(held)
-    sums = median([timed(device, lambda: sums_of(held)) for _ in range(ROUNDS)])
+    sums = median([timed(device, lambda: sums_of(held)) for _ in range(session.given.rounds)])
     held.clear()
     gather = median([timed(device, lambda: [None for _ in engine.weights(torch.bfloat16)]) for _ in range(3)])
     with tempfile.TemporaryDirectory() as folder, serving(way, session, Path(folder)) as client:
@@ -93,7 +94,7 @@ def measure(way: str, engine: NativeEngine, session: Session) -> None:
         pusher = Pusher([client], options, kind="vllm", device=device)
         checked = way == "native"
         rounds = []
-        for version in range(1, 1 + (1 if checked else WARM + ROUNDS)):
+        for version in range(1, 1 + (1 if checked else WARM + session.given.rounds)):
             with generating(client) as times:
                 rounds.append(one_push(pusher, engine, version, client, times))
         row = {**rounds[-1], "rounds": rounds}
@@ -169,7 +170,7 @@ def generating(client: Client) -> Iterator[list[list[float]]]:
     over = threading.Event()
 
     def run(index: int) -> None:
-        sampling = {"max_tokens": NEW, "ignore_eos": True, "temperature": 1.0, "seed": index, "detokenize": False}
+        sampling = {"max_tokens": NEW, "ignore_eos": True, "temperature": 1.0, "detokenize": False}
         body = {
             "token_ids": list(range(10, 10 + PROMPT)),
             "model": "policy",

@@ -34,6 +34,7 @@ def recorded(package: Path) -> dict[str, Any]:
             for part in name.split("."):
                 node = next(n for n in body if isinstance(n, ast.ClassDef | ast.FunctionDef) and n.name == part)
                 body = node.body
+            assert isinstance(node, ast.FunctionDef)
             arguments = [a.arg for a in node.args.args]
             functions[name] = arguments + [a.arg for a in (node.args.vararg, node.args.kwarg) if a]
     calls = [n for n in ast.walk(ast.parse((package / ROUTER).read_text())) if isinstance(n, ast.Call) and n.args]

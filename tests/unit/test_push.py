@@ -128,12 +128,17 @@ def test_all_ranks_gather_to_the_end_whatever_happens(servers: Any, tmp_path: Pa
     gone = servers("file")
     made = pusher([gone], "file", tmp_path)
     gone.faults = {("/weight_info", 1): lambda _: (_ for _ in ()).throw(OSError("away"))}
-    seen = []
-    stream = ((name, seen.append(name) or tensor) for name, tensor in weights(1))
-    assert made.push(stream, 1)[0] is not None
+    seen: list[str] = []
+
+    def stream() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in weights(1):
+            seen.append(name)
+            yield name, tensor
+
+    assert made.push(stream(), 1)[0] is not None
     assert seen == list(WEIGHTS)
-    stream = ((name, seen.append(name) or tensor) for name, tensor in weights(1))
-    assert Pusher([], PushSection(), kind="vllm").push(stream, 1) == [] and len(seen) == 2 * len(WEIGHTS)
+    assert Pusher([], PushSection(), kind="vllm").push(stream(), 1) == []
+    assert len(seen) == 2 * len(WEIGHTS)
 
 
 def test_a_trainer_that_dies_in_a_push_leaves_a_server_that_takes_the_next(

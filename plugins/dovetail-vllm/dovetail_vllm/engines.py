@@ -132,10 +132,13 @@ class GroupEngine(VerifiedEngine):
         rank = init_info.rank_offset + parallel.data_parallel_index * parallel.world_size + parallel.rank
         store = dist.TCPStore(init_info.master_address, init_info.master_port, is_master=False, timeout=wait)
         if init_info.backend == "nccl":
+            from vllm.utils.nccl import unpinned_nccl_env
+
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timedelta(seconds=self.timeout + GRACE)
-            self.group = dist.ProcessGroupNCCL(store, rank, init_info.world_size, options)
-            self.group.allreduce([torch.ones(1, device=self.device)]).wait()  # connects
+            with unpinned_nccl_env():  # the trainer has none of the variables that vLLM may set for its own groups
+                self.group = dist.ProcessGroupNCCL(store, rank, init_info.world_size, options)
+                self.group.allreduce([torch.ones(1, device=self.device)]).wait()  # connects
             torch.accelerator.synchronize()
         else:
             self.group = dist.ProcessGroupGloo(store, rank, init_info.world_size, wait)
