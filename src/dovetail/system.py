@@ -89,8 +89,8 @@ def adopt_orphans() -> None:
     _prctl(_SET_CHILD_SUBREAPER, 1)
 
 
-def die_with_parent() -> None:
-    _prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+def die_with_parent(number: int = signal.SIGKILL) -> None:
+    _prctl(_SET_PARENT_DEATH_SIGNAL, number)
 
 
 def limit_memory(more: int) -> None:

@@ -110,7 +110,7 @@ def test_the_list_of_fields_is_that_of_the_installed_trl() -> None:
         ("trainer.run_name", "here trainer.loggers ([{name: wandb, run_name: NAME}])"),
         ("trainer.checkpoint_dir", "here run_dir"),
         ("trainer.resume", "--resume"),
-        ("rollout.engine", "the sampler is rollout.backend"),
+        ("rollout.engine", "did you mean rollout.engines?"),
         ("rollout.gpu_memory_utilization", "not needed: the embedded sampler chooses"),
         ("data.prompt_key", "here data.columns ({prompt: NAME})"),
         ("reward.weights", "did you mean reward.weight?"),

@@ -5,7 +5,7 @@ The parts that a run is built from are stand-ins that keep what they are given, 
 
 import ast
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence as Seq
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
@@ -23,7 +23,10 @@ from dovetail.factory.job import Builder, Job
 from dovetail.factory.sampler import backend_layout
 from dovetail.parallel.layout import Layout
 from dovetail.parallel.mesh import Mesh
-from dovetail.recipe.schema import known_keys, make_recipe
+from dovetail.recipe.schema import Recipe, known_keys, make_recipe
+from dovetail.rollout.remote.fleet import Replica
+from dovetail.rollout.remote.http import Client
+from dovetail.rollout.remote.wire import Abilities
 from dovetail.run.directory import RunDirectory
 from examples.quickstart.scratch import character_tokenizer
 from tests.unit.wired_keys import RANKS, TABLE
@@ -49,6 +52,8 @@ ALGORITHMS = (
     "rloo-import",
     "rloo-model",
     "rloo-server",
+    "grpo-engines",
+    "grpo-start",
     *PAIRED,
 )  # a reward of a kind each
 
@@ -72,6 +77,12 @@ def load_tokenizer(source: Any, *, trust_remote_code: bool) -> Any:
 
 def reward_runner(name: str | None, **given: Any) -> SimpleNamespace:
     return SimpleNamespace(name=name, close=lambda: None, **given)
+
+
+def connect(recipe: Recipe, urls: Seq[str], *_: object) -> list[Replica]:
+    """Engines that nobody asks."""
+    server = Abilities(kind="vllm", model="m", version="", max_length=None, log_probs="raw", transfer="dovetail_file")
+    return [Replica(Client(url), server) for url in urls] if recipe.rollout.engines else []
 
 
 def recipe_of(folder: Path, algorithm: str) -> dict[str, Any]:
@@ -136,6 +147,8 @@ def jobs(folder: Path) -> Iterator[dict[str, Job]]:
         "make_engine": make_engine,
         "make_sampler": make_sampler,
         "backend_layout": keep,
+        "connect": connect,
+        "started_engines": lambda: ("http://started:1",),
     }
     with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(folder)  # where a package named tensorboard is

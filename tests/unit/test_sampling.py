@@ -41,10 +41,17 @@ def chi_square(counts: np.ndarray, probabilities: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize(
-    ("top_k", "top_p", "kept", "freedom"),
-    [(0, 1.0, 12, 11), (6, 1.0, 6, 5), (0, 0.6, 3, 2), (6, 0.7, 3, 2), (100, 1.0, 12, 11)],
+    ("top_k", "top_p", "min_p", "kept", "freedom"),
+    [
+        (0, 1.0, 0.0, 12, 11),
+        (6, 1.0, 0.0, 6, 5),
+        (0, 0.6, 0.0, 3, 2),
+        (6, 0.7, 0.0, 3, 2),
+        (100, 1.0, 0.0, 12, 11),
+        (0, 1.0, 0.25, 3, 2),
+    ],
 )
-def test_draws_follow_the_distribution(top_k: int, top_p: float, kept: int, freedom: int) -> None:
+def test_draws_follow_the_distribution(top_k: int, top_p: float, min_p: float, kept: int, freedom: int) -> None:
     z = torch.randn(12, generator=torch.Generator().manual_seed(11)) * 1.5
     n, temperature = 40_000, 1.4
     p = (z.double() / temperature).softmax(-1)
@@ -52,7 +59,7 @@ def test_draws_follow_the_distribution(top_k: int, top_p: float, kept: int, free
     expected = torch.zeros_like(p)
     expected[by_weight[:kept]] = p[by_weight[:kept]]
     noise = torch.from_numpy(uniforms(1, 2, np.arange(n), np.zeros(n, np.int64), 3))
-    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     ids, log_probs = draw(z.expand(n, -1), noise, params)
     counts = torch.bincount(ids, minlength=12)
     assert counts[expected == 0].sum() == 0

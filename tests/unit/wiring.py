@@ -5,6 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dovetail.factory.engines import engine_start
+from dovetail.launch.engines import EngineStart
+
 SAME = object()  # the value itself arrives
 LAYOUT = {
     "tp": 2, "pp": 2, "cp": 2, "dp": 2, "ep": 2, "virtual_stages": 2, "cp_mode": "gather", "pp_split": (1, 2, 2, 3),
@@ -100,6 +103,22 @@ MODELS = ("policy", "critic", "reference", "sampler")
 def noted(words: str) -> Callable[[Any], Any]:
     """Whether the job's notes have these words."""
     return lambda job: words in str(job.notes)
+
+
+def fleet_urls(job: Any) -> list[str]:
+    return [replica.client.url for replica in job.task.sampler.fleet.replicas]
+
+
+def engines_of(job: Any) -> EngineStart:
+    """Those that the run starts."""
+    start = engine_start(job.recipe, ranks_on_gpus=True)
+    assert start is not None
+    return start
+
+
+def pushed(name: str) -> Callable[[Any], Any]:
+    """An option of pushes to engines."""
+    return lambda job: getattr(job.task.sampler.pusher.options, name)
 
 
 def first_prompt(job: Any) -> str:

@@ -146,8 +146,13 @@ def supervision_of(args: argparse.Namespace) -> Supervision:
         return Supervision()
     recipe = recipe_of(args)
     limits = {**LIMITS, **recipe.trainer.timeouts}
-    resume = ("--resume", "auto")
-    return Supervision(limits=limits, run_dir=Path(recipe.run_dir), restarts=args.restarts, resume=resume)
+    resume, engines = ("--resume", "auto"), None
+    if recipe.rollout.start is not None and not args.dry_run:
+        on_gpus = importlib.import_module("dovetail.cli.header").chosen_device(args.device) == "cuda"
+        engines = importlib.import_module("dovetail.factory.engines").engine_start(recipe, ranks_on_gpus=on_gpus)
+    return Supervision(
+        limits=limits, run_dir=Path(recipe.run_dir), restarts=args.restarts, resume=resume, engines=engines
+    )
 
 
 def _split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -61,7 +61,7 @@ def _dispatch(argv: Sequence[str], rank: RankProcess, *, watched: bool) -> int:
             return 0
     if args.command == "train" and rank.files is None and os.environ.get("RANK", "0") == "0" and not args.dry_run:
         tell(header(recipe_of(args), layout, args.device))
-    if given is None and (layout.num_ranks > 1 or supervision.restarts):
+    if given is None and (layout.num_ranks > 1 or supervision.restarts or supervision.engines):
         # -m alone would let ranks import from the working directory, which may be a model's
         safe_path = [] if os.getcwd() in map(os.path.abspath, sys.path) else ["-P"]
         return run_ranks([sys.executable, *safe_path, "-m", "dovetail", *argv], layout.num_ranks, supervision)

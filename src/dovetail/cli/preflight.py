@@ -19,7 +19,9 @@ from dovetail.cli.arguments import recipe_of
 from dovetail.cli.header import MOMENT_BYTES, TRAINED_BYTES, chosen_device, count_parameters, visible_gpus
 from dovetail.data.paths import data_files, hub_source
 from dovetail.errors import CheckpointError, ConfigError, LayoutError, UserError, listing
+from dovetail.factory.engines import connect
 from dovetail.factory.layouts import check_layout, max_positions, sampling_layout
+from dovetail.launch.engines import engine_key
 from dovetail.launch.process import complain
 from dovetail.parallel.layout import Layout
 from dovetail.recipe.algorithms import PPO, SFT, CriticFree, PolicyGradient
@@ -184,6 +186,8 @@ def _check_rl(recipe: Recipe, folder: Path, policy: Model | None, layout: Layout
         mistakes.of(_check_positions, policy, rollout.max_new_tokens, "rollout.max_new_tokens")
         if own is not None and rollout.backend == "native" and policy.config.get("model_type") in FAMILIES:
             mistakes.of(_named, "rollout", _check_sampler, policy.spec, own)
+    if rollout.engines:
+        mistakes.of(connect, recipe, rollout.engines, engine_key(), None if policy is None else policy.spec.vocab_size)
     for part in recipe.reward.labelled().values():
         if part.function is not None:
             mistakes.of(_check_function, "reward", part.function, folder)

@@ -11,11 +11,13 @@ from typing import TypeVar
 from dovetail.checkpoint.retention import from_a_whole_step
 from dovetail.data.examples import load_preferences, load_prompts, load_sft
 from dovetail.factory.engine import EngineOptions, compile_kernels, make_engine
+from dovetail.factory.engines import WIRES, check_lengths
 from dovetail.factory.functions import advantage, fields_of, policy_loss, sft_loss
-from dovetail.factory.layouts import check_positions
+from dovetail.factory.layouts import Backend, check_positions
 from dovetail.factory.notes import missed_profiles, notes
 from dovetail.factory.parts import Engines, RunParts, same_keys
 from dovetail.factory.preferences import preference_task
+from dovetail.factory.remote import make_remote_sampler
 from dovetail.factory.rewards import make_rewards
 from dovetail.factory.rows import reads_answer
 from dovetail.factory.sampler import backend_layout, make_sampler
@@ -29,12 +31,16 @@ from dovetail.rl.losses import PolicyLoss, ValueLoss
 from dovetail.rl.reward_manager import FunctionReward, RewardManager
 from dovetail.rl.tasks import RLTask, SupervisedTask
 from dovetail.rollout.base import SamplingParams
+from dovetail.rollout.native import NativeSampler
+from dovetail.rollout.remote.sampler import RemoteSampler
+from dovetail.rollout.transformers import TransformersSampler
 from dovetail.run.directory import CRITIC, POLICY, Contents, RunDirectory
 from dovetail.run.paths import CHECKPOINTS
 from dovetail.run.resume import refuse_other
 from dovetail.run.state import model_fingerprint
 from dovetail.run.trainer import Task
 
+AnySampler = NativeSampler | TransformersSampler | RemoteSampler
 Example = TypeVar("Example")
 
 
@@ -156,23 +162,33 @@ class Builder(RunParts):
         critic_role = self._role(recipe.critic, "critic") if isinstance(algorithm, PPO) else None
         wants_reference = algorithm.kl_coef > 0 or recipe.reference.path is not None
         reference_role = self._role(recipe.reference, "reference") if wants_reference else None
+        section = rollout.layout or LayoutSection()
         longest = self._budget - rollout.max_new_tokens  # meshes are known now
         limits = self._limits(longest, recipe.data.max_prompt_length)
-        section = rollout.layout or LayoutSection()
-        folded = partial(backend_layout, self.source, backend=rollout.backend)
-        sampler_mesh = self._mesh(section, "rollout.layout", folded)  # may refuse it, so before any weight is read
+        connected = (
+            self._engines() if rollout.backend in WIRES else None
+        )  # may refuse, as the next, before any weight is read
+        backend: Backend = "native" if rollout.backend == "native" else "transformers"
+        folded = partial(backend_layout, self.source, backend=backend)
+        sampler_mesh = self.mesh if connected is not None else self._mesh(section, "rollout.layout", folded)
         answers = reads_answer(recipe.reward)
         load = partial(load_prompts, tokenizer=self.tokenizer, limits=limits, answers=answers, processor=self.processor)
         prompts, held_out, sets, fingerprint = self._rows(load)
         asked, key = [*prompts, *held_out, *chain(*sets.values())], "rollout.max_new_tokens"
         lengths = [len(prompt.ids) for prompt in asked]
-        check_positions(self.source.config, rollout.backend, lengths, rollout.max_new_tokens, key)
+        check_positions(self.source.config, backend, lengths, rollout.max_new_tokens, key)
+        with agreed(self.mesh):
+            check_lengths(connected or (), max(lengths) + rollout.max_new_tokens)
         eval_sets = self._eval_sets(sets, run.say)
         policy = self._trained(self.source, self.mesh, POLICY, recipe.optim.lr)
         critic = self._trained(*critic_role, CRITIC, recipe.critic.lr or recipe.optim.lr) if critic_role else None
         stops = stop_ids(self.source, self.tokenizer)
         frozen = EngineOptions(master_dtype=self.dtype, tokens_per_batch=recipe.trainer.tokens_per_batch)
-        sampler = make_sampler(self.source, sampler_mesh, self.dtype, rollout.backend)
+        if connected is None:
+            sampler: AnySampler = make_sampler(self.source, sampler_mesh, self.dtype, backend)
+        else:
+            sampler = make_remote_sampler(self.source, recipe, sampler_mesh, self.dtype, connected, run.say)
+            self.metrics.callback(sampler.close)
         sampler.watch = self.progress.advance
         for reward in rewards.rewards.values():
             if isinstance(reward, FunctionReward) and reward.runner is not None:
@@ -190,7 +206,7 @@ class Builder(RunParts):
                 **same_keys(rollout, SamplingParams),
                 samples=rollout.samples_per_prompt,
                 seed=recipe.trainer.seed,
-                stop_ids=stops,
+                stop_ids=() if rollout.ignore_eos else stops,
                 trace=rollout.router_replay == "rollout" or (rollout.mismatch_metrics and rollout.backend == "native"),
                 banned_ids=banned_ids(self.source, self.tokenizer, self.processor, stops),
             ),

@@ -17,12 +17,14 @@ from dovetail.engine.native import NativeEngine
 from dovetail.engine.nonfinite import StepWatch
 from dovetail.errors import ConfigError, LayoutError
 from dovetail.factory.engine import EngineOptions, make_engine, make_mesh
+from dovetail.factory.engines import connect
 from dovetail.factory.layouts import check_layout
 from dovetail.factory.notes import check_experts, rows_line
 from dovetail.factory.rewards import own_metrics
 from dovetail.factory.rows import TEMPLATE, Parts, load_parts, read_template, with_epochs
 from dovetail.factory.sampler import longest_row
 from dovetail.factory.tokenizer import load_processor, load_tokenizer
+from dovetail.launch.engines import engine_key, started_engines
 from dovetail.launch.progress import Progress, collective_timeout
 from dovetail.optim.groups import ParamGroup
 from dovetail.optim.optimizer import OptimSettings
@@ -37,6 +39,7 @@ from dovetail.recipe.reward import RewardModelSection
 from dovetail.recipe.schema import CriticSection, Recipe, ReferenceSection
 from dovetail.recipe.types import LayoutSection
 from dovetail.rl.evaluation import EvalSet
+from dovetail.rollout.remote.fleet import Replica
 from dovetail.run.directory import POLICY
 from dovetail.run.resume import ROWS, Resumed, refuse_other
 from dovetail.run.state import refuse_other_models, rows_fingerprint
@@ -118,6 +121,20 @@ class RunParts:
         if self.resumed is not None:
             refuse_other("the rows of data.train", self.resumed.state.data, fingerprint, ROWS[data.overlong_rows])
         return rows, held_out, sets, fingerprint
+
+    def _engines(self) -> list[Replica]:
+        """Servers of the rollout, probed; on ranks but the first none, nor in a dry run of rollout.start. Collective."""
+        rollout, replicas = self.recipe.rollout, list[Replica]()
+        urls = rollout.engines or started_engines()
+        with agreed(self.mesh):
+            if not urls and not self.dry_run:
+                raise ConfigError(
+                    "rollout.start: engines are started by `dovetail train` without another launcher; start them yourself, and "
+                    "give their URLs as rollout.engines"
+                )
+            if self.mesh["world"].rank == 0:
+                replicas = connect(self.recipe, urls, engine_key(), self.source.spec.vocab_size)
+        return replicas
 
     def _role(self, section: CriticSection | ReferenceSection, name: str) -> tuple[Pretrained, Mesh]:
         """Source and mesh of another model. Collective."""

@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,6 +23,7 @@ from typing import NamedTuple
 from dovetail import system
 from dovetail.errors import MachineError
 from dovetail.jsonl import append
+from dovetail.launch.engines import EngineStart, running
 from dovetail.launch.hang import (
     DUMP_SIGNAL,
     PROFILE_SIGNAL,
@@ -52,6 +54,7 @@ class Supervision:
     run_dir: Path | None = None  # of events.jsonl
     restarts: int = 0
     resume: tuple[str, ...] = ()  # arguments from a restart on, once work had begun
+    engines: EngineStart | None = None  # live as long as all starts of the ranks together
 
 
 class ExitReport(NamedTuple):
@@ -63,12 +66,26 @@ class ExitReport(NamedTuple):
 def run_ranks(command: Sequence[str], ranks: int, supervision: Supervision) -> int:
     """Run `command` as that many local ranks; returns one exit code."""
     system.adopt_orphans()
-    stop, incidents = _Stop(), list[Incident]()
+    stop = _Stop()
     for number in STOP_CODES:
         signal.signal(number, stop.receive)
     signal.signal(PROFILE_SIGNAL, stop.pass_on)
+    engines = supervision.engines
+    with (
+        nullcontext({})
+        if engines is None
+        else running(engines, ranks, _free_port, lambda: stop.signal != 0) as variables
+    ):
+        return _start_all(command, ranks, supervision, stop, variables)
+
+
+def _start_all(
+    command: Sequence[str], ranks: int, supervision: Supervision, stop: "_Stop", variables: Mapping[str, str]
+) -> int:
+    """As often as restarts allow. variables: of the ranks' environment."""
+    incidents = list[Incident]()
     while True:
-        end = _start_once(command, ranks, supervision, stop)
+        end = _start_once(command, ranks, supervision, stop, variables)
         complain(end.text)
         if end.incident is None:
             return end.code
@@ -91,12 +108,14 @@ def run_ranks(command: Sequence[str], ranks: int, supervision: Supervision) -> i
         _record(supervision, "restart", end.incident)
 
 
-def _start_once(command: Sequence[str], ranks: int, supervision: Supervision, stop: "_Stop") -> ExitReport:
+def _start_once(
+    command: Sequence[str], ranks: int, supervision: Supervision, stop: "_Stop", variables: Mapping[str, str]
+) -> ExitReport:
     reader, writer = os.pipe()
     with tempfile.TemporaryDirectory(prefix="dovetail-watch-") as folder:
         job = stop.job = _Job(Path(folder), supervision.limits, stop)
         try:
-            shared = {**os.environ, "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+            shared = {**os.environ, **variables, "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
             shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), PIPE: str(reader), FOLDER: folder}
             shared.setdefault("OMP_NUM_THREADS", str(max(1, system.cores() // ranks)))
             shared.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # else every rank reports that a failed one disconnected

@@ -1,31 +1,87 @@
 """The section `rollout`."""
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, NonNegativeInt
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from dovetail.bounds import MAX_NEW_TOKENS, MAX_SAMPLES
 from dovetail.recipe.push import PushSection
 from dovetail.recipe.types import (
+    Listed,
+    NotStrict,
     OwnLayout,
     PositiveFloat,
     Section,
+    Share,
     key,
 )
+
+Texts = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Listed, NotStrict]
+EMBEDDED = ("native", "transformers")
+
+
+class StartSection(Section):
+    """Engines that run as long as the run does, on this machine, with GPUs that no rank uses."""
+
+    count: PositiveInt = key(1, "engines")
+    gpus_each: NonNegativeInt = key(1, "GPUs of each, which share its model by tensor parallelism; 0: a CPU")
+    command: Texts = key(
+        (), "empty: vllm serve, or python -m sglang.launch_server; else its words, such as ENV/bin/vllm serve"
+    )
+    args: Texts = key((), "more words, such as --gpu-memory-utilization 0.8")
+    timeout: PositiveFloat = key(1800.0, "seconds until they answer")
 
 
 class RolloutSection(Section):
     """How completions are sampled."""
 
-    backend: Literal["native", "transformers"] = key("native", "the embedded sampler, or the model's generate per rank")
+    backend: Literal["native", "transformers", "vllm", "sglang"] = key(
+        "native",
+        "the embedded sampler, the model's generate per rank, or engines of their own; vllm if engines are given",
+    )
+    engines: Texts = key((), "URLs of running vLLM or SGLang servers, such as http://127.0.0.1:8000")
+    start: StartSection | None = key(None, "servers to start, instead")
+    request_timeout: PositiveFloat = key(600.0, "seconds of silence after which an engine counts as lost")
+    push: PushSection = key(PushSection(), "weights to engines: vllm and sglang")
     layout: OwnLayout = key(None, "empty: tp 1, one sampler a rank")
     samples_per_prompt: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = key(8, "completions of each prompt")
     max_new_tokens: Annotated[int, Field(ge=1, le=MAX_NEW_TOKENS)] = key(64, "longest completion")
     temperature: PositiveFloat = key(1.0, "divides the logits, in sampling and in training")
     top_p: Annotated[float, Field(gt=0, le=1)] = key(1.0, "sample from the smallest set with this mass")
     top_k: NonNegativeInt = key(0, "sample from the k likeliest tokens; 0: all")
+    min_p: Share = key(0.0, "sample from tokens with this share of the likeliest one's probability; 0: all")
+    repetition_penalty: Annotated[float, Field(gt=0, le=2)] = key(
+        1.0, "of tokens that occurred; vllm and sglang; 1: none"
+    )
+    stop: Texts = key((), "strings that end a completion, and stay in it; vllm and sglang")
+    ignore_eos: bool = key(False, "sample max_new_tokens, whatever is drawn")
     router_replay: Literal["none", "trainer", "rollout"] = key(
         "none", "experts of the update: its own; those of the pass for old log-probs (R2); the sampler's (R3)"
     )
     mismatch_metrics: bool = key(False, "compare the policy's log-probs and routes with the sampler's; costs a pass")
-    push: PushSection = key(PushSection(), "weights to engines: vllm and sglang")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _implied_backend(cls, given: Any) -> Any:
+        if not isinstance(given, Mapping) or "backend" in given:
+            return given
+        return {**given, "backend": "vllm"} if given.get("engines") or given.get("start") is not None else given
+
+    @model_validator(mode="after")
+    def _of_backend(self) -> Self:
+        backend, embedded = self.backend, self.backend in EMBEDDED
+        if embedded and (self.engines or self.start is not None):
+            raise ValueError(
+                f"backend is {backend}, which runs inside the trainer; with engines or start set vllm or sglang"
+            )
+        if not embedded and bool(self.engines) == (self.start is not None):
+            raise ValueError(f"backend is {backend}: give engines (their URLs), or start (how many), one of the two")
+        if not embedded and self.layout is not None:
+            raise ValueError(f"layout is of the embedded sampler; {backend} is cut by its own flags (start.gpus_each)")
+        alien = {"repetition_penalty": self.repetition_penalty != 1, "stop": bool(self.stop)}
+        for name in [name for name, given in alien.items() if given and embedded]:
+            raise ValueError(f"{name}: the sampler {backend} has none; leave it out, or set backend to vllm or sglang")
+        if self.ignore_eos and self.stop:
+            raise ValueError("ignore_eos samples max_new_tokens, and stop ends earlier; leave one out")
+        return self

@@ -262,6 +262,7 @@ class RLTask:
                 temperature=each.temperature,
                 seed=zlib.crc32(f"{self.sampling.seed}/eval/{each.name}".encode()),
                 stop_ids=self.sampling.stop_ids,
+                stop=self.sampling.stop,
                 banned_ids=self.sampling.banned_ids,
             )
             where = f"the evaluation after step {step}{each.name and f' on {each.name}'}"

@@ -26,6 +26,9 @@ class SamplingParams:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0  # of engines of their own
+    stop: tuple[str, ...] = ()  # likewise
     seed: int = 0
     step: int = 0
     stop_ids: tuple[int, ...] = ()
@@ -40,6 +43,7 @@ class SamplingParams:
             "temperature": (heat, f"0 (the likeliest token), or {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}"),
             "top_p": (0 < self.top_p <= 1, "above 0 and at most 1 (which cuts nothing)"),
             "top_k": (self.top_k >= 0, "0 (which cuts nothing) or more"),
+            "min_p": (0 <= self.min_p <= 1, "0 (which cuts nothing) to 1"),
         }
         for name, (fits, range_) in expected.items():
             if not fits:
@@ -47,7 +51,7 @@ class SamplingParams:
 
     @property
     def cuts(self) -> bool:
-        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1)
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Completion:
-    """`ids` include the stop token. `log_probs` are at the sampling temperature (greedy: at 1), before top-p and top-k."""
+    """`ids` include the stop token. `log_probs` are at the sampling temperature (greedy: at 1), before cuts and penalties."""
 
     row: int
     sample: int
@@ -69,6 +73,7 @@ class Completion:
     log_probs: tuple[float, ...]
     finish: Literal["stop", "length"]
     routing: RoutingTrace | None = None  # of the prompt, too
+    versions: tuple[tuple[int, int, int], ...] = ()  # (version of the weights, first token, behind the last)
 
 
 Watch = Callable[[int, int, int], None]  # samples done, of all, and their tokens

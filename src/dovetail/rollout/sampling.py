@@ -84,8 +84,10 @@ def inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
     return block * BLOCK + (inside <= rest[:, None]).sum(-1)
 
 
-def cut(weights: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Zeros outside the `top_k` likeliest, then outside the fewest that hold `top_p`."""
+def cut(weights: Tensor, top_k: int, top_p: float, min_p: float = 0.0) -> Tensor:
+    """Zeros below `min_p` of the largest, outside the `top_k` likeliest, then outside the fewest that hold `top_p`."""
+    if min_p > 0:
+        weights = _at_least(weights, min_p * weights.amax(-1, keepdim=True))
     if 0 < top_k < weights.shape[1]:
         weights = _at_least(weights, weights.topk(top_k, sorted=True).values[:, -1:])
     if top_p < 1:
@@ -101,7 +103,7 @@ def _draw(z: Tensor, uniforms: Tensor, params: SamplingParams, banned: Tensor) -
     if params.temperature == 0:
         ids = allowed.argmax(-1)
     else:
-        ids = inverse_cdf(cut(weights, params.top_k, params.top_p), uniforms)
+        ids = inverse_cdf(cut(weights, params.top_k, params.top_p, params.min_p), uniforms)
     picked = (scaled.gather(1, ids[:, None]) - peak)[:, 0].to(torch.float64)
     log_total = _in_blocks(weights).sum(-1, dtype=torch.float64).sum(-1).log()
     if params.banned_ids:

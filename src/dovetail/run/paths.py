@@ -10,10 +10,11 @@ from dovetail.recipe.yaml import flat, read_mapping
 from dovetail.weights.safe_paths import LEFTOVERS, refuse_unwritable
 
 CONFIG, HF, CHECKPOINTS, EVENTS, LOCK = "config.yaml", "hf", "checkpoints", "events.jsonl", ".lock"
-BEFORE_CONFIG = frozenset({LOCK, EVENTS, "rollouts"})  # older than config.yaml
+BEFORE_CONFIG = frozenset({LOCK, EVENTS, "rollouts", "logs"})  # older than config.yaml
 # Keys of a recipe, or their beginnings, that change no number of a finished run.
 WITHOUT_EFFECT = (
-    "layout", "critic.layout", "reference.layout", "rollout.layout", "trainer.save_every", "trainer.save_on_stop",
+    "layout", "critic.layout", "reference.layout", "rollout.layout", "rollout.engines", "rollout.start",
+    "rollout.request_timeout", "trainer.save_every", "trainer.save_on_stop",
     "trainer.keep_last", "trainer.async_save", "trainer.loggers", "trainer.timeouts", "trainer.check_replicas_every",
     "trainer.max_skipped_steps", "trainer.activation_checkpointing", "trainer.offload_", "trainer.mlp_tile_tokens",
 )  # fmt: skip

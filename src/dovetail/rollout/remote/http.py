@@ -46,7 +46,8 @@ class Client:
         except ValueError as error:
             raise ConfigError(f"engine {shortened(url)!r}: {error}") from None
         self.url, self.timeout = url.rstrip("/"), timeout
-        self._secure, self._host, self._port, self._prefix = parts.scheme == "https", parts.hostname, port, parts.path
+        self._context = ssl.create_default_context() if parts.scheme == "https" else None
+        self._host, self._port, self._prefix = parts.hostname, port, parts.path.rstrip("/")
         self._key, self._kept = key, threading.local()
 
     def __repr__(self) -> str:
@@ -116,20 +117,18 @@ class Client:
         """This thread's kept connection if the server has not closed it, else a new one."""
         kept: http.client.HTTPConnection | None = self._kept.__dict__.pop("connection", None)
         if kept is not None:
+            sock: Any = kept.sock
             waiting = select.poll()
-            waiting.register(kept.sock, select.POLLIN)  # nothing is due: it would be the end
+            waiting.register(sock, select.POLLIN)  # nothing is due: it would be the end
             if time.monotonic() - self._kept.since < IDLE_SECONDS and not waiting.poll(0):
-                kept.sock.deadline = deadline
+                sock.deadline = deadline
                 return kept
             kept.close()
         left = _left(deadline)
-        if self._secure:
-            context = ssl.create_default_context()
-            new: http.client.HTTPConnection = http.client.HTTPSConnection(
-                self._host, self._port, timeout=left, context=context
-            )
-        else:
+        if self._context is None:
             new = http.client.HTTPConnection(self._host, self._port, timeout=left)
+        else:
+            new = http.client.HTTPSConnection(self._host, self._port, timeout=left, context=self._context)
         new.connect()
         new.sock = _TimedSocket(new.sock, deadline)
         return new

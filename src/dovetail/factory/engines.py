@@ -1,0 +1,133 @@
+"""Inference servers of a run: how they are started, and whether they are what it needs. Imports no torch."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dovetail.errors import ConfigError, listing
+from dovetail.launch.engines import KEY, EngineStart
+from dovetail.rollout.remote.fleet import Replica
+from dovetail.rollout.remote.http import Client, EngineError
+from dovetail.rollout.remote.sglang import Sglang
+from dovetail.rollout.remote.vllm import DEV_MODE, STARTS, Vllm
+from dovetail.rollout.remote.wire import Drawing, Wire, check_log_probs, fitting_log_probs
+from dovetail.weights.config_file import pinned
+
+if TYPE_CHECKING:
+    from dovetail.recipe.push import PushSection
+    from dovetail.recipe.rollout import RolloutSection
+    from dovetail.recipe.schema import Recipe
+
+WIRES: Mapping[str, Wire] = {"vllm": Vllm(), "sglang": Sglang()}
+TRANSFERS: Mapping[str | None, Mapping[str, str]] = {  # by vLLM's back end
+    **{f"dovetail_{transport}": {"transport": transport, "proof": "plugin"} for transport in ("nccl", "ipc", "file")},
+    "nccl": {"transport": "nccl", "proof": "checker"},
+}
+PROBE_SECONDS = 60.0  # of a request before the run
+
+
+def connect(recipe: "Recipe", urls: Sequence[str], key: str | None, vocab_size: int | None) -> list[Replica]:
+    """The servers, each probed. ConfigError for all that lack something."""
+    rollout, replicas, problems = recipe.rollout, list[Replica](), list[str]()
+    wire, longest = WIRES[rollout.backend], rollout.max_new_tokens
+    for url in dict.fromkeys(urls):
+        try:
+            client = Client(url, key=key, timeout=PROBE_SECONDS)
+            server = wire.probe(client, vocab_size)
+            check_log_probs(url, server, wire, drawings(recipe))
+        except EngineError as error:
+            hint = f"; set the environment variable {KEY} to its key" if error.status == 401 else ""
+            problems.append(f"{error}{hint}")
+            continue
+        except ConfigError as error:
+            problems.append(str(error))
+            continue
+        replicas.append(Replica(client, server))
+        if server.max_length is not None and longest >= server.max_length:
+            problems.append(_too_short(replicas[-1], longest, "rollout.max_new_tokens"))
+    if problems:
+        raise ConfigError(
+            problems[0] if len(problems) == 1 else f"{len(problems)} of the engines:\n{listing(problems)}"
+        )
+    return replicas
+
+
+def check_lengths(replicas: Sequence[Replica], longest: int) -> None:
+    """ConfigError for prompts that leave no room. longest: of prompt and completion together."""
+    for replica in replicas:
+        if replica.server.max_length is not None and longest > replica.server.max_length:
+            raise ConfigError(_too_short(replica, longest, "the longest prompt with rollout.max_new_tokens"))
+
+
+def drawings(recipe: "Recipe") -> list[Drawing]:
+    """What the run and its evaluations sample with."""
+    rollout = {name: value for name, value in recipe.rollout if name in Drawing.__dataclass_fields__}
+    return [Drawing(**rollout), *(Drawing(temperature=each.temperature) for each in recipe.eval.sets)]
+
+
+def push_settings(rollout: "RolloutSection", replicas: Sequence[Replica]) -> "PushSection":
+    """How weights go to the servers. Without transport and proof in the recipe: as the servers were started for."""
+    push, chosen = rollout.push, bool(rollout.push.model_fields_set & {"transport", "proof"})
+    if rollout.backend == "sglang":
+        return push if chosen else push.model_copy(update={"transport": "file"})
+    takes = {replica.server.transfer: replica.client.url for replica in replicas}
+    if not chosen and len(takes) == 1 and (settings := TRANSFERS.get(next(iter(takes)))):
+        push = push.model_copy(update=settings)
+    wanted = transfer_backend(push)
+    for backend, url in takes.items():
+        if backend != wanted:
+            raise ConfigError(
+                f"engine {url} takes weights by its back end {backend!r}, but rollout.push has transport={push.transport} and "
+                f"proof={push.proof}, which is {wanted!r}; start it with --weight-transfer-config "
+                f"'{json.dumps({'backend': wanted})}', or leave both keys out"
+            )
+    return push
+
+
+def transfer_backend(push: "PushSection") -> str:
+    """vLLM's name of it."""
+    return f"dovetail_{push.transport}" if push.proof == "plugin" else push.transport
+
+
+def engine_start(recipe: "Recipe", *, ranks_on_gpus: bool) -> EngineStart | None:
+    """The servers of rollout.start, as children of the supervisor."""
+    start, rollout = recipe.rollout.start, recipe.rollout
+    if start is None:
+        return None
+    sglang = rollout.backend == "sglang"
+    named = pinned(recipe.model.path)
+    model, revision = (recipe.model.path, []) if named is None else (named[0], ["--revision", named[1]])
+    program = start.command or (("python", "-m", "sglang.launch_server") if sglang else ("vllm", "serve"))
+    given = ["--model-path", model, "--incremental-streaming-output"] if sglang else [model, *_vllm_flags(recipe)]
+    cut = ["--tp-size" if sglang else "--tensor-parallel-size", str(start.gpus_each)] if start.gpus_each > 1 else []
+    name, _, value = DEV_MODE.rpartition(" ")[2].partition("=")
+    return EngineStart(
+        commands=[[*program, *given, *revision, "--host", "127.0.0.1", "--port", "PORT", *cut, *start.args]]
+        * start.count,
+        gpus_each=start.gpus_each,
+        ranks_on_gpus=ranks_on_gpus,
+        logs=Path(recipe.run_dir) / "logs",
+        timeout=start.timeout,
+        environment={} if sglang else {name: value},
+    )
+
+
+def _vllm_flags(recipe: "Recipe") -> list[str]:
+    fits = [kind for kind in STARTS if all(kind in fitting_log_probs(each) for each in drawings(recipe))]
+    mode = STARTS[fits[-1]].split() if fits else []  # else the check of what it gives says why
+    return [
+        "--enable-scale-out",
+        "--weight-transfer-config",
+        json.dumps({"backend": transfer_backend(recipe.rollout.push)}),
+        *mode,
+    ]
+
+
+def _too_short(replica: Replica, longest: int, what: str) -> str:
+    url, server = replica.client.url, replica.server
+    return (
+        f"engine {url} takes {server.max_length:,} tokens of prompt and completion together, but {what} "
+        f"{'is' if what.startswith('rollout') else 'has'} {longest:,}; start it with a larger --max-model-len, or lower "
+        "rollout.max_new_tokens"
+    )

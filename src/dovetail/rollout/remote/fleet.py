@@ -1,0 +1,162 @@
+"""Several replicas of one inference server: a request goes on elsewhere when its replica is lost. Imports no torch."""
+
+import resource
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from dovetail.rollout.remote.http import Client, EngineError
+from dovetail.rollout.remote.wire import Abilities, Finish, Request, Spans, Wire
+
+PER_REPLICA = 256  # requests in flight
+MOST_IMBALANCE = 16  # requests that a replica may have more than another, to keep a prompt's samples together
+HEALTH_SECONDS = 10.0
+ATTEMPTS, FIRST_WAIT = 6, 0.25  # without a token in between; seconds, doubled each time
+PASSING = frozenset({408, 409, 425, 429, 500, 502, 503, 504})  # statuses of a server, not of a request
+
+
+@dataclass
+class Reply:
+    """Tokens received so far. versions: of the weights, as far as a server or the last push says."""
+
+    ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    versions: Spans = ()
+    finish: Finish | None = None
+
+    def keep(self, versions: Spans) -> None:
+        """Append spans, joined where the version is the same."""
+        for version, start, end in versions:
+            if self.versions and self.versions[-1][0] == version:
+                start, self.versions = self.versions[-1][1], self.versions[:-1]
+            if end > start:
+                self.versions = (*self.versions, (version, start, end))
+
+
+class Replica:
+    def __init__(self, client: Client, server: Abilities) -> None:
+        self.client, self.server = client, server
+        self.version: int | None = None  # of the last push
+        self.problem: EngineError | None = EngineError(client.url, "/", None, "no weights were pushed to it")
+        self.busy = 0  # requests
+        self.heard = 0.0  # when it last answered any
+
+    @property
+    def serves(self) -> bool:
+        return self.problem is None
+
+
+class Fleet:
+    """Draws samples, each as one request, on the replica with the fewest. silence: seconds until a replica is lost."""
+
+    def __init__(
+        self, replicas: Sequence[Replica], wire: Wire, *, silence: float, on_loss: Callable[[EngineError], None]
+    ) -> None:
+        self.replicas, self._wire, self.silence, self._on_loss = replicas, wire, silence, on_loss
+        self._lock = threading.Lock()
+        self._homes: dict[int, Replica] = {}  # by row, of one salt
+        self._salt = ""
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]  # a thread has a connection
+        most = PER_REPLICA * len(replicas)
+        threads = most if files == resource.RLIM_INFINITY else min(most, max(1, files // 2))
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="engines")
+
+    def submit(self, request: Request) -> "Future[Reply]":
+        """EngineError if no replica is left, or if one refuses the request."""
+        return self._threads.submit(self._draw, request)
+
+    def pushed(self, replica: Replica, version: int, problem: EngineError | None) -> None:
+        """After a push: with a problem the replica serves nothing until the next one."""
+        with self._lock:
+            replica.version, replica.problem = version, problem
+        if problem is not None:
+            self._on_loss(problem)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _draw(self, request: Request) -> Reply:
+        reply, attempts = Reply(), 0
+        while True:
+            replica, kept = self._take(request), len(reply.ids)
+            try:
+                self._read(replica, request, reply)
+                return reply
+            except EngineError as error:
+                if error.status is not None and error.status not in PASSING:
+                    raise
+                attempts = 1 if len(reply.ids) > kept else attempts + 1
+                self._judge(replica, error)
+                if attempts == ATTEMPTS:
+                    raise
+            finally:
+                with self._lock:
+                    replica.busy -= 1
+            if self._is_whole(reply, request):  # the stream broke behind its last token
+                return reply
+            if not self._wire.continues(request.params):
+                reply = Reply()
+            if replica.serves:
+                time.sleep(FIRST_WAIT * 2 ** (attempts - 1))
+
+    def _read(self, replica: Replica, request: Request, reply: Reply) -> None:
+        """Until the reply is whole. Tokens of a stream that breaks have the version that it began with."""
+        kept, version = len(reply.ids), replica.version
+        spans: Spans = ()
+
+        def deadline() -> float:
+            return replica.heard + self.silence
+
+        try:
+            for part in self._wire.generate(replica.client, replica.server, request, reply.ids[:kept], deadline):
+                replica.heard = time.monotonic()
+                reply.ids += part.ids
+                reply.log_probs += part.log_probs
+                if part.finish is not None:
+                    reply.finish, spans = part.finish, part.versions
+            if reply.finish is None or len(reply.ids) == 0:
+                raise EngineError(replica.client.url, "generate", None, "the reply ended without a finish or a token")
+        finally:
+            known = ((version, 0, len(reply.ids) - kept),) if version is not None else ()
+            reply.keep(tuple((number, kept + start, kept + end) for number, start, end in spans or known))
+
+    def _is_whole(self, reply: Reply, request: Request) -> bool:
+        if reply.finish is None and reply.ids and self._wire.continues(request.params):
+            if reply.ids[-1] in request.params.stop_ids:
+                reply.finish = "stop"
+            elif len(reply.ids) == request.params.max_new_tokens:
+                reply.finish = "length"
+        return reply.finish is not None
+
+    def _take(self, request: Request) -> Replica:
+        with self._lock:
+            alive = [replica for replica in self.replicas if replica.serves]
+            if not alive:
+                problems = "; ".join(str(replica.problem) for replica in self.replicas)
+                raise EngineError(self.replicas[0].client.url, "generate", None, f"no engine is left: {problems}")
+            if request.salt != self._salt:
+                self._homes, self._salt = {}, request.salt
+            least = min(alive, key=lambda replica: replica.busy)
+            home = self._homes.setdefault(request.row, least)
+            if not home.serves:
+                home = self._homes[request.row] = least
+            replica = home if home.busy < least.busy + MOST_IMBALANCE else least
+            if not replica.busy:
+                replica.heard = time.monotonic()
+            replica.busy += 1
+            return replica
+
+    def _judge(self, replica: Replica, error: EngineError) -> None:
+        """Take it out of service if it is silent or not healthy."""
+        if time.monotonic() < replica.heard + self.silence:
+            try:
+                replica.client.get("/health", timeout=HEALTH_SECONDS)
+                return
+            except EngineError as unhealthy:
+                error = EngineError(error.url, error.path, error.status, f"{error.message} (then {unhealthy.message})")
+        with self._lock:
+            first, replica.problem = replica.serves, replica.problem or error
+        if first:
+            self._on_loss(error)

@@ -1,0 +1,140 @@
+"""SGLang's server, written to the message classes of 0.5.10.post1 and run against a stand-in alone. Imports no torch."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from dovetail.errors import ConfigError
+from dovetail.rollout.remote.http import Client, EngineError
+from dovetail.rollout.remote.wire import FINISHES, NO_BIAS, STREAMED, Abilities, LogProbs, Part, Request, Spans
+
+if TYPE_CHECKING:
+    from dovetail.rollout.base import SamplingParams
+
+GENERATE = "/generate"
+PUSH_PATHS = (
+    "/model_info", "/server_info", "/pause_generation", "/continue_generation", "/flush_cache",
+    "/update_weights_from_disk",
+)  # fmt: skip
+STARTS: Mapping[LogProbs, str] = {
+    "tempered": "without SGLANG_RETURN_ORIGINAL_LOGPROB",
+    "penalized": "the environment variable SGLANG_RETURN_ORIGINAL_LOGPROB=1",
+}
+MOST_EVENTS = 16  # of a reply, if each repeats all tokens
+COLD = 0.5  # a temperature that shows which log-probs come back
+
+
+class Sglang:
+    """Implements `Wire`."""
+
+    @property
+    def starts(self) -> Mapping[LogProbs, str]:
+        return STARTS
+
+    def probe(self, client: Client, vocab_size: int | None) -> Abilities:
+        paths = client.get("/openapi.json").get("paths", {})
+        if missing := [path for path in (GENERATE, *PUSH_PATHS) if path not in paths]:
+            other = (
+                "; it looks like vLLM, which rollout.backend=vllm is for" if "/inference/v1/generate" in paths else ""
+            )
+            raise ConfigError(
+                f"engine {client.url} has no {', '.join(missing)}, which SGLang 0.5.10 and newer have{other}"
+            )
+        info, config = client.get("/model_info"), client.get("/server_info")
+        cards = client.get("/v1/models").get("data") or [{}]
+        if not info.get("is_generation", True):
+            raise ConfigError(f"engine {client.url} serves {info['model_path']!r}, a model that does not generate")
+        return Abilities(
+            kind="sglang",
+            model=str(info["model_path"]),
+            version=str(config.get("version", "unknown")),
+            max_length=cards[0].get("max_model_len"),
+            log_probs=_log_probs(client, 0 if vocab_size is None else vocab_size - 1),
+            incremental=bool(config.get("incremental_streaming_output")),
+        )
+
+    def generate(
+        self,
+        client: Client,
+        server: Abilities,
+        request: Request,
+        received: Sequence[int],
+        deadline: Callable[[], float],
+    ) -> Iterator[Part]:
+        drawn, spans = 0, list[tuple[int, int, int]]()
+        for event in client.stream(GENERATE, generate_body(server, request, received), deadline):
+            meta = event["meta_info"]
+            fresh = int(meta["completion_tokens"]) - drawn
+            entries = meta["output_token_logprobs"][-fresh:] if fresh else []
+            ids = event["output_ids"][-fresh:] if fresh else []
+            if len(ids) != fresh or [entry[1] for entry in entries] != ids:
+                raise EngineError(client.url, GENERATE, None, f"log-probs of other tokens than {ids}")
+            finish = (meta["finish_reason"] or {}).get("type")
+            if finish is not None and finish not in FINISHES:
+                message = meta["finish_reason"].get("message", "")
+                raise EngineError(client.url, GENERATE, None, f"the request ended with {finish!r}: {message}")
+            if str(meta.get("weight_version", "")).isdigit() and fresh:
+                spans.append((int(meta["weight_version"]), drawn, drawn + fresh))
+            drawn += fresh
+            yield Part(
+                ids, [entry[0] for entry in entries], FINISHES.get(finish), _whole(spans, drawn) if finish else ()
+            )
+
+    def continues(self, params: "SamplingParams") -> bool:
+        """Its repetition penalty may count the tokens of a reply alone."""
+        return not params.stop and params.repetition_penalty == 1
+
+
+def generate_body(server: Abilities, request: Request, received: Sequence[int]) -> dict[str, Any]:
+    params = request.params
+    left = params.max_new_tokens - len(received)
+    sampling = {
+        "n": 1,
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": params.top_k or -1,
+        "min_p": params.min_p,
+        "repetition_penalty": params.repetition_penalty,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "sampling_seed": request.seed(len(received)),
+        "stop": list(params.stop),
+        "stop_token_ids": list(params.stop_ids),
+        "ignore_eos": True,
+        "no_stop_trim": True,
+        "max_new_tokens": left,
+        "min_new_tokens": 0,
+        "stream_interval": STREAMED if server.incremental else max(STREAMED, -(-left // MOST_EVENTS)),
+    }
+    if params.banned_ids:
+        sampling["logit_bias"] = {str(banned): NO_BIAS for banned in params.banned_ids}
+    return {
+        "input_ids": [*request.ids, *received],
+        "sampling_params": sampling,
+        "return_logprob": True,
+        "logprob_start_len": -1,
+        "top_logprobs_num": 0,
+        "extra_key": request.salt,
+        "stream": True,
+    }
+
+
+def _whole(spans: Sequence[tuple[int, int, int]], length: int) -> Spans:
+    """Joined where versions are equal; empty unless they cover the reply."""
+    joined = list[tuple[int, int, int]]()
+    for version, start, end in spans:
+        if joined and joined[-1][0] == version and joined[-1][2] == start:
+            joined[-1] = (version, joined[-1][1], end)
+        else:
+            joined.append((version, start, end))
+    return tuple(joined) if sum(end - start for _, start, end in joined) == length else ()
+
+
+def _log_probs(client: Client, token: int) -> LogProbs:
+    """By the likeliest tokens at two temperatures: before it, their log-probs are the same."""
+    spread = dict[float, float]()
+    for temperature in (1.0, COLD):
+        sampling = {"max_new_tokens": 1, "temperature": temperature, "top_k": -1, "top_p": 1.0, "ignore_eos": True}
+        body = {"input_ids": [token], "sampling_params": sampling, "return_logprob": True, "top_logprobs_num": 8}
+        top = client.post(GENERATE, body)["meta_info"]["output_top_logprobs"][0]
+        spread[temperature] = top[0][0] - top[-1][0]
+    return "tempered" if spread[COLD] > 1.5 * spread[1.0] else "penalized"

@@ -1,0 +1,162 @@
+"""vLLM's server: token ids in, token ids and log-probs out. Written to vLLM 0.33.0. Imports no torch."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from dovetail.errors import ConfigError
+from dovetail.rollout.remote.http import Client, EngineError
+from dovetail.rollout.remote.wire import (
+    FINISHES,
+    NO_BIAS,
+    STREAMED,
+    Abilities,
+    LogProbs,
+    Part,
+    Request,
+    pushed_spans,
+)
+
+if TYPE_CHECKING:
+    from dovetail.rollout.base import SamplingParams
+
+GENERATE = "/inference/v1/generate"
+PUSH_PATHS = (
+    "/pause", "/resume", "/is_paused", "/get_world_size", "/init_weight_transfer_engine", "/start_weight_update",
+    "/update_weights", "/finish_weight_update", "/server_info",
+)  # fmt: skip
+MODES: Mapping[str, LogProbs] = {"raw_logprobs": "raw", "processed_logprobs": "processed"}
+STARTS: Mapping[LogProbs, str] = {kind: f"--logprobs-mode {mode}" for mode, kind in MODES.items()}
+DEV_MODE = "the environment variable VLLM_SERVER_DEV_MODE=1"
+TRANSFER = '--weight-transfer-config \'{"backend": "dovetail_nccl"}\' and the plugin dovetail-vllm'
+
+
+class Vllm:
+    """Implements `Wire`."""
+
+    @property
+    def starts(self) -> Mapping[LogProbs, str]:
+        return STARTS
+
+    def probe(self, client: Client, vocab_size: int | None) -> Abilities:
+        described = client.get("/openapi.json")
+        paths = described.get("paths", {})
+        if GENERATE not in paths:
+            other = "; it looks like SGLang, which rollout.backend=sglang is for" if "/generate" in paths else ""
+            raise ConfigError(f"engine {client.url} has no {GENERATE}, which vLLM 0.26 and newer have{other}")
+        version = str(client.get("/version").get("version", "unknown"))
+        if missing := [path for path in PUSH_PATHS if path not in paths]:
+            raise ConfigError(
+                f"engine {client.url} (vLLM {version}) has no {', '.join(missing)}, so that no weights can be pushed to "
+                f"it; start it with {DEV_MODE}"
+            )
+        card = _first_model(client)
+        config = client.get("/server_info?config_format=json")["vllm_config"]
+        mode, transfer = config["model_config"]["logprobs_mode"], config.get("weight_transfer_config")
+        if mode not in MODES:
+            raise ConfigError(f"engine {client.url} gives {mode}; start it with {STARTS['processed']}")
+        if not transfer:
+            raise ConfigError(f"engine {client.url} takes no weights; start it with {TRANSFER}")
+        request = described["components"]["schemas"]["GenerateRequest"]["properties"]
+        server = Abilities(
+            kind="vllm",
+            model=card["id"],
+            version=version,
+            max_length=card.get("max_model_len"),
+            log_probs=MODES[mode],
+            transfer=transfer["backend"],
+            fields=frozenset(request["sampling_params"]["properties"]),
+        )
+        if not client.get("/is_paused").get("is_paused"):  # else its last trainer ended in a push; ours comes first
+            _check_generation(client, server, vocab_size)
+        return server
+
+    def generate(
+        self,
+        client: Client,
+        server: Abilities,
+        request: Request,
+        received: Sequence[int],
+        deadline: Callable[[], float],
+    ) -> Iterator[Part]:
+        drawn = 0
+        for event in client.stream(GENERATE, generate_body(server, request, received), deadline):
+            for choice in event["choices"]:
+                ids, content = choice["token_ids"] or [], (choice["logprobs"] or {}).get("content") or []
+                if [each["token_id"] for each in content] != ids:
+                    raise EngineError(client.url, GENERATE, None, f"log-probs of other tokens than {ids}")
+                finish, drawn = choice["finish_reason"], drawn + len(ids)
+                if finish is not None and finish not in FINISHES:
+                    raise EngineError(client.url, GENERATE, None, f"the request ended with {finish!r}")
+                versions = pushed_spans(choice.get("weight_versions"), drawn, client.url) if finish else ()
+                yield Part(ids, [each["logprob"] for each in content], FINISHES.get(finish), versions)
+
+    def continues(self, params: "SamplingParams") -> bool:
+        return not params.stop  # a string may have begun in the tokens that are then the prompt
+
+
+def generate_body(server: Abilities, request: Request, received: Sequence[int]) -> dict[str, Any]:
+    """Every sampling field is sent: those left out come from the model's generation_config.json."""
+    params = request.params
+    sampling = {
+        "n": 1,
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": params.top_k,
+        "min_p": params.min_p,
+        "repetition_penalty": params.repetition_penalty,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "seed": request.seed(len(received)),
+        "stop": list(params.stop),
+        "stop_token_ids": list(params.stop_ids),
+        "ignore_eos": True,  # it stops at stop_token_ids alone
+        "max_tokens": params.max_new_tokens - len(received),
+        "min_tokens": 0,
+        "logprobs": 0,  # of the sampled token
+        "detokenize": bool(params.stop),
+        "stream_interval": STREAMED,
+    }
+    if params.banned_ids:
+        sampling["logit_bias"] = {str(banned): NO_BIAS for banned in params.banned_ids}
+    if "stream_interval" not in server.fields:
+        del sampling["stream_interval"]
+    return {
+        "model": server.model,
+        "token_ids": [*request.ids, *received],
+        "sampling_params": sampling,
+        "cache_salt": request.salt,
+        "stream": True,
+    }
+
+
+def _first_model(client: Client) -> dict[str, Any]:
+    cards = client.get("/v1/models").get("data") or [{}]
+    if "id" not in cards[0]:
+        raise ConfigError(f"engine {client.url} serves no model")
+    card: dict[str, Any] = cards[0]
+    return card
+
+
+def _check_generation(client: Client, server: Abilities, vocab_size: int | None) -> None:
+    """One token behind the last id of the vocabulary, and none behind the id after it."""
+    last = 0 if vocab_size is None else vocab_size - 1
+    for token, known in ((last, True), (last + 1, False)) if vocab_size is not None else ((last, True),):
+        sampling = {"max_tokens": 1, "temperature": 0.0, "logprobs": 0, "detokenize": False}
+        body = {"model": server.model, "token_ids": [token], "sampling_params": sampling}
+        try:
+            client.post(GENERATE, body)
+        except EngineError as error:
+            if error.status == 403:
+                raise ConfigError(f"engine {client.url}: {error.message}; start it with --enable-scale-out") from None
+            if error.status != 400 or (known and "vocab" not in error.message):
+                raise
+            if not known:
+                return
+            size = f"fewer than {vocab_size:,} token ids"
+        else:
+            if known:
+                continue
+            size = f"more than {vocab_size:,} token ids"
+        raise ConfigError(
+            f"engine {client.url} serves {server.model!r}, a model with {size}, which the policy has; serve the policy's model"
+        )

@@ -1,0 +1,88 @@
+"""A run whose samples come from a server: a stand-in with vLLM's wire, whose model takes the run's weights in place."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from dovetail.factory import remote
+from dovetail.rollout.remote.http import EngineError
+from tests.commands.program import here, read_rows, write_recipe, write_rows
+from tests.remote.fake_engine import FakeEngine
+from tests.tolerances import SAME_POLICY_FP32
+
+
+@pytest.fixture
+def recipe(model: Path, tmp_path: Path) -> Path:
+    rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": "ab", "answer": "c"}, {"prompt": "hi", "answer": "h"}])
+    (tmp_path / "mine.py").write_text(
+        "def length(data_source, solution_str, ground_truth):\n    return len(solution_str)\n"
+    )
+    return write_recipe(
+        tmp_path / "r.yaml",
+        model,
+        rows,
+        algorithm={"name": "grpo"},
+        reward={"import": "mine:length"},
+        rollout={"mismatch_metrics": True, "temperature": 0.9},
+        trainer={"steps": 2},
+    )
+
+
+@contextmanager
+def served(model: Path, **more: Any) -> Iterator[FakeEngine]:
+    """Another implementation of the model, served."""
+    brain: Any = AutoModelForCausalLM.from_pretrained(model).eval()
+
+    @torch.no_grad()
+    def logits(ids: Sequence[int]) -> list[float]:
+        scores: list[float] = brain(torch.tensor([list(ids)])).logits[0, -1].tolist()
+        return scores
+
+    class InPlace:
+        def __init__(self, clients: Sequence[object], push: object, **given: object) -> None:
+            self.count = len(clients)
+
+        def push(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> list[EngineError | None]:
+            brain.load_state_dict({name: tensor.clone() for name, tensor in weights}, strict=False)
+            fake.version = str(version)
+            return [None] * self.count
+
+        def close(self) -> None:
+            pass
+
+    fake = FakeEngine(logits=logits, vocabulary=brain.config.vocab_size, **more)
+    with fake, mock.patch.object(remote, "Pusher", InPlace):
+        yield fake
+
+
+def test_a_run_trains_on_what_a_server_samples_with_its_weights(
+    model: Path, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DOVETAIL_ENGINE_KEY", "sk-quite-secret")
+    with served(model, key="sk-quite-secret") as fake:
+        done = here("train", recipe, f"rollout.engines={fake.url}")
+        assert done.code == 0, done
+        rows = read_rows(tmp_path / "run" / "metrics.jsonl")
+        assert len(rows) == 2 and all(row["mismatch_mean"] < SAME_POLICY_FP32 for row in rows)
+        assert fake.version == "2"
+        for file in (path for path in (tmp_path / "run").rglob("*") if path.is_file()):
+            assert b"quite-secret" not in file.read_bytes(), file
+        monkeypatch.delenv("DOVETAIL_ENGINE_KEY")
+        refused = here("train", recipe, f"rollout.engines={fake.url}", f"run_dir={tmp_path / 'other'}")
+    assert refused.code == 2 and "set the environment variable DOVETAIL_ENGINE_KEY to its key" in str(refused)
+    assert not (tmp_path / "other").exists()
+
+
+def test_all_that_engines_lack_is_told_before_the_run(model: Path, recipe: Path, tmp_path: Path) -> None:
+    with served(model, log_probs="raw_logprobs") as cold, served(model, max_length=4) as short:
+        refused = here("train", recipe, f"rollout.engines=[{cold.url},{short.url},http://127.0.0.1:9]")
+    assert refused.code == 2 and "3 of the engines" in str(refused)
+    assert "start it with --logprobs-mode processed_logprobs" in str(refused)
+    assert "takes 4 tokens of prompt and completion together" in str(refused) and "ConnectionRefused" in str(refused)
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,106 @@
+"""The sampler of engines out of process, over two ranks: the first one talks, all get its samples and its errors."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dovetail.errors import MachineError, ModelError
+from dovetail.factory.engine import make_mesh
+from dovetail.parallel.layout import Layout
+from dovetail.rollout.base import Prompt, SamplingParams
+from dovetail.rollout.remote.fleet import Fleet, Replica
+from dovetail.rollout.remote.http import Client, EngineError
+from dovetail.rollout.remote.sampler import RemoteSampler
+from dovetail.rollout.remote.vllm import Vllm
+from tests.harness import run
+from tests.remote.fake_engine import VOCABULARY, FakeEngine
+
+
+class ScriptedPusher:
+    """Takes the first tensor, then does as told: an error's text for each replica that does not take them."""
+
+    def __init__(self, fakes: list[FakeEngine], script: list[list[str | None]]) -> None:
+        self.fakes, self.script = fakes, script
+
+    def push(self, weights: Iterable[tuple[str, Tensor]], version: int) -> list[EngineError | None]:
+        next(iter(weights))
+        errors: list[EngineError | None] = []
+        for fake, text in zip(self.fakes, self.script.pop(0), strict=True):
+            errors.append(None if text is None else EngineError(fake.url, "/update_weights", 500, text))
+            fake.version = str(version) if text is None else fake.version
+        return errors
+
+    def close(self) -> None:
+        pass
+
+
+def body() -> dict[str, Any]:
+    fakes, losses, seen = [FakeEngine(), FakeEngine()], list[str](), dict[str, Any]()
+    mesh = make_mesh(Layout(dp=2), torch.device("cpu"))
+
+    def weights() -> Iterator[tuple[str, Tensor]]:
+        for i in range(3):
+            seen["tensors"] = i + 1
+            yield f"w{i}", torch.zeros(2)
+
+    with ExitStack() as stack:
+        fleet = pusher = None
+        if mesh["world"].rank == 0:
+            for fake in fakes:
+                stack.enter_context(fake)
+            clients = [Client(fake.url, timeout=5.0) for fake in fakes]
+            replicas = [Replica(client, Vllm().probe(client, VOCABULARY)) for client in clients]
+            fleet = Fleet(replicas, Vllm(), silence=5.0, on_loss=lambda error: losses.append(str(error)))
+            pusher = ScriptedPusher(fakes, [[None, None], [None, "a wrong sum"], ["gone", "gone, too"], [None, None]])
+        sampler = RemoteSampler(mesh, torch.float32, VOCABULARY, fleet, pusher)
+        prompts, params = (
+            [Prompt(4, [1, 2]), Prompt(9, [3])],
+            SamplingParams(samples=3, max_new_tokens=5, stop_ids=(7,)),
+        )
+        sampler.refill(weights())
+        seen["first"] = [vars(completion) for completion in sampler.sample(prompts, params)]
+        sampler.refill(weights())
+        asked = len(fakes[1].requests)
+        seen["second"] = [completion.versions for completion in sampler.sample(prompts, params)]
+        seen["unused"] = len(fakes[1].requests) == asked
+        seen["errors"] = []
+
+        def foreign() -> None:
+            sampler.refill(weights())
+            fakes[0].version = fakes[1].version = "77"
+            sampler.sample(prompts, params)
+
+        for wrong in (lambda: sampler.refill(weights()), foreign, lambda: sampler.sample([Prompt(0, [1], {})], params)):
+            with pytest.raises((MachineError, ModelError)) as error:
+                wrong()
+            seen["errors"].append(str(error.value))
+        sampler.close()
+    return {**seen, "losses": losses}
+
+
+def test_all_ranks_get_the_first_one_s_samples_and_errors() -> None:
+    first, second = run(2, body)
+    assert (
+        first["first"] == second["first"]
+        and first["second"] == second["second"]
+        and first["errors"] == second["errors"]
+    )
+    samples = first["first"]
+    assert [(each["row"], each["sample"]) for each in samples] == [(row, i) for row in (4, 9) for i in range(3)]
+    for each in samples:
+        ids = each["ids"]
+        assert len(ids) == len(each["log_probs"]) and each["versions"] == ((1, 0, len(ids)),)
+        assert each["finish"] == ("stop" if ids[-1] == 7 else "length") and len(ids) == (
+            5 if ids[-1] != 7 else len(ids)
+        )
+    assert len({each["ids"] for each in samples}) > 3
+    assert all(version == 2 for spans in first["second"] for version, _, _ in spans)
+    assert first["tensors"] == second["tensors"] == 3, "a stream was not read to its end"
+    assert first["unused"] and first["losses"][0].endswith("a wrong sum")
+    lost, foreign, media = first["errors"]
+    assert "gone; " in lost and "gone, too" in lost
+    assert "weights of version 77, but this run pushed 4" in foreign and "no images" in media

@@ -1,0 +1,155 @@
+"""Inference servers as children of the supervisor, and what a recipe may say of them."""
+
+import itertools
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dovetail.errors import ConfigError
+from dovetail.factory.engines import engine_start, push_settings
+from dovetail.launch.engines import URLS, EngineStart, running
+from dovetail.recipe.schema import Recipe, make_recipe
+from dovetail.rollout.remote.fleet import Replica
+from dovetail.rollout.remote.http import Client
+from dovetail.rollout.remote.wire import Abilities
+
+SERVER = """
+import http.server, os, sys
+if "wrong" in sys.argv:
+    sys.exit("unknown flag, and a key " + os.environ["SOME_API_KEY"])
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+print("GPUs", os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ["MARK"], flush=True)
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+def start_of(folder: Path, *words: str, count: int = 1, gpus_each: int = 0, timeout: float = 20.0) -> EngineStart:
+    (folder / "server.py").write_text(SERVER)
+    return EngineStart(
+        commands=[[sys.executable, str(folder / "server.py"), *words]] * count,
+        gpus_each=gpus_each,
+        ranks_on_gpus=True,
+        logs=folder / "logs",
+        timeout=timeout,
+        environment={"MARK": "m", "SOME_API_KEY": "sk-quite-secret"},
+    )
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def test_engines_answer_before_the_ranks_start_and_end_with_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5,6,7")
+    with running(start_of(tmp_path, "PORT", count=3), 1, free_port, lambda: False) as variables:
+        urls = variables[URLS].split(",")
+        assert len(set(urls)) == 3 and all(Client(url).get("/health") == {} for url in urls)
+    for url in urls:
+        with socket.socket() as closed:
+            assert closed.connect_ex(("127.0.0.1", int(url.rpartition(":")[2]))) != 0
+    with running(start_of(tmp_path, "PORT", count=1, gpus_each=2), 2, free_port, lambda: False):
+        assert (tmp_path / "logs" / "engine-0.log").read_text().startswith("GPUs 6,7 m\n")
+    with pytest.raises(ConfigError, match="2 engines of 2 GPUs and 1 ranks need 5 GPUs, there are 4"):
+        with running(start_of(tmp_path, "PORT", count=2, gpus_each=2), 1, free_port, lambda: False):
+            pass
+
+
+def test_an_engine_that_does_not_start_is_told_with_its_last_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SOME_API_KEY", "sk-quite-secret")
+    with pytest.raises(
+        ConfigError, match=r"engine 0 ended with code 1; its last lines:\n  unknown flag, and a key \*\*\*"
+    ):
+        with running(start_of(tmp_path, "wrong"), 1, free_port, lambda: False):
+            pass
+    busy, begun = free_port(), time.monotonic()
+    with pytest.raises(ConfigError, match=r"did not answer within rollout.start.timeout=0.3 s"):
+        with running(start_of(tmp_path, str(busy), timeout=0.3), 1, free_port, lambda: False):
+            pass
+    missing = EngineStart(
+        commands=[["no-such-vllm"]], gpus_each=0, ranks_on_gpus=False, logs=tmp_path / "logs", timeout=1.0
+    )
+    with pytest.raises(ConfigError, match=r"no-such-vllm is no program here; name .* rollout.start.command"):
+        with running(missing, 1, free_port, lambda: False):
+            pass
+    stops = itertools.chain([False], itertools.repeat(True))
+    with running(start_of(tmp_path, str(busy)), 1, free_port, lambda: next(stops)):
+        assert time.monotonic() - begun < 20
+    assert "DOVETAIL_ENGINES" not in os.environ
+
+
+def recipe(rollout: Mapping[str, Any], **more: Any) -> Recipe:
+    return make_recipe({"model": {"path": "."}, "data": {"train": "t"}, "run_dir": "run", "rollout": rollout, **more})
+
+
+def test_the_command_of_an_engine() -> None:
+    rollout = {"start": {"count": 2, "gpus_each": 4, "args": ["--max-model-len", "4096"]}, "temperature": 0.7}
+    start = engine_start(recipe(rollout), ranks_on_gpus=True)
+    assert start is not None and len(start.commands) == 2 and start.logs == Path("run/logs")
+    assert start.commands[0] == [
+        "vllm", "serve", ".", "--enable-scale-out", "--weight-transfer-config", '{"backend": "dovetail_nccl"}',
+        "--logprobs-mode", "processed_logprobs", "--host", "127.0.0.1", "--port", "PORT", "--tensor-parallel-size", "4",
+        "--max-model-len", "4096",
+    ]  # fmt: skip
+    assert start.environment == {"VLLM_SERVER_DEV_MODE": "1"}
+    rollout = {"start": {"command": ["env/bin/vllm", "serve"]}, "top_p": 0.9, "push": {"transport": "file"}}
+    start = engine_start(recipe(rollout), ranks_on_gpus=True)
+    assert (
+        start is not None and start.commands[0][:2] == ["env/bin/vllm", "serve"] and "raw_logprobs" in start.commands[0]
+    )
+    assert json.dumps({"backend": "dovetail_file"}) in start.commands[0]
+    start = engine_start(recipe({"backend": "sglang", "start": {}}), ranks_on_gpus=True)
+    assert start is not None and start.commands[0][:5] == ["python", "-m", "sglang.launch_server", "--model-path", "."]
+    assert engine_start(recipe({}), ranks_on_gpus=True) is None
+
+
+def test_weights_go_as_the_engine_was_started_for() -> None:
+    def settings(transfer: str, push: Mapping[str, Any], backend: str = "vllm") -> tuple[str, str]:
+        server = Abilities(kind="vllm", model="m", version="1", max_length=None, log_probs="raw", transfer=transfer)
+        chosen = recipe({"engines": "http://h:1", "backend": backend, "push": push}).rollout
+        found = push_settings(chosen, [Replica(Client("http://h:1"), server)])
+        return found.transport, found.proof
+
+    assert settings("dovetail_nccl", {}) == ("nccl", "plugin")
+    assert settings("dovetail_file", {}) == ("file", "plugin") == settings("dovetail_file", {"transport": "file"})
+    assert settings("nccl", {"timeout": 3.0}) == ("nccl", "checker")
+    assert settings("", {}, "sglang") == ("file", "plugin")
+    with pytest.raises(
+        ConfigError, match=r"by its back end 'nccl', but rollout.push has transport=nccl and proof=plugin"
+    ):
+        settings("nccl", {"proof": "plugin"})
+
+
+def test_what_a_recipe_may_say_of_engines() -> None:
+    assert recipe({"engines": "http://h:1"}).rollout.backend == "vllm" == recipe({"start": {}}).rollout.backend
+    wrong = {
+        "runs inside the trainer; with engines or start set vllm or sglang": {
+            "backend": "native",
+            "engines": ["http://h:1"],
+        },
+        "give engines .*, or start": {"backend": "vllm"},
+        "or start .*, one of the two": {"backend": "sglang", "engines": ["http://h:1"], "start": {}},
+        "layout is of the embedded sampler": {"engines": ["http://h:1"], "layout": {"tp": 2}},
+        "repetition_penalty: the sampler native has none": {"repetition_penalty": 1.1},
+        "stop: the sampler transformers has none": {"backend": "transformers", "stop": "END"},
+        "ignore_eos samples max_new_tokens": {"engines": ["http://h:1"], "stop": "END", "ignore_eos": True},
+        "returns no routes": {"engines": ["http://h:1"], "router_replay": "rollout"},
+    }
+    for message, rollout in wrong.items():
+        with pytest.raises(ConfigError, match=message):
+            recipe(rollout)

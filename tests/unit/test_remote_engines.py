@@ -1,0 +1,253 @@
+"""Requests to vLLM and SGLang, checked against the servers' own descriptions, and what becomes of a lost replica."""
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from dovetail.errors import ConfigError
+from dovetail.rollout.base import SamplingParams
+from dovetail.rollout.remote.fleet import Fleet, Replica, Reply
+from dovetail.rollout.remote.http import Client, EngineError
+from dovetail.rollout.remote.sglang import Sglang
+from dovetail.rollout.remote.vllm import Vllm
+from dovetail.rollout.remote.wire import Drawing, Request, Wire, check_log_probs
+from tests.remote.fake_engine import VOCABULARY, FakeEngine, hashed_logits, log_softmax
+from tests.tolerances import OP_FP64
+
+WIRES: dict[str, Wire] = {"vllm": Vllm(), "sglang": Sglang()}
+PROMPT = [3, 1, 4, 1, 5]
+KINDS = pytest.mark.parametrize("kind", ["vllm", "sglang"])
+
+
+def probe(fake: FakeEngine, vocab_size: int | None = VOCABULARY) -> Any:
+    return WIRES[fake.kind].probe(Client(fake.url, key=fake.key, timeout=5.0), vocab_size)
+
+
+@contextmanager
+def fleet(*fakes: FakeEngine, silence: float = 5.0) -> Iterator[tuple[Fleet, list[EngineError]]]:
+    """Of running stand-ins that have weights of version 7."""
+    losses: list[EngineError] = []
+    with ExitStack() as stack:
+        for fake in fakes:
+            stack.enter_context(fake)
+        replicas = [Replica(Client(fake.url, key=fake.key, timeout=5.0), probe(fake)) for fake in fakes]
+        made = Fleet(replicas, WIRES[fakes[0].kind], silence=silence, on_loss=losses.append)
+        for fake, replica in zip(fakes, replicas, strict=True):
+            fake.version = "7"
+            fake.requests.clear()
+            made.pushed(replica, 7, None)
+        yield made, losses
+        made.close()
+
+
+def request(params: SamplingParams, row: int = 0, sample: int = 0) -> Request:
+    return Request(ids=PROMPT, row=row, sample=sample, params=params, salt="run-7")
+
+
+def expected_log_probs(reply: Reply, temperature: float = 1.0) -> list[float]:
+    scores = []
+    for i, token in enumerate(reply.ids):
+        z = hashed_logits([*PROMPT, *reply.ids[:i]])
+        scores.append(log_softmax([each / temperature for each in z])[token])
+    return scores
+
+
+@KINDS
+def test_a_sample_has_the_ids_and_log_probs_of_the_server_and_stops_where_asked(kind: Any) -> None:
+    params = SamplingParams(max_new_tokens=80, temperature=0.7, seed=5, step=2, banned_ids=(2, 9))
+    with fleet(FakeEngine(kind, stream_interval=7)) as (engines, _):
+        whole, other, again = (engines.submit(request(params, sample=i)).result() for i in (0, 1, 0))
+        stop = whole.ids[20]
+        ended = engines.submit(request(replace(params, stop_ids=(stop,)))).result()
+    assert len(whole.ids) == 80 and whole.finish == "length" and whole.versions == ((7, 0, 80),)
+    assert whole.ids == again.ids != other.ids and not {2, 9} & {*whole.ids, *other.ids}
+    if kind == "sglang":  # vLLM's are of the tokens that were not banned, which the policy hardly draws
+        assert whole.log_probs == pytest.approx(expected_log_probs(whole, 0.7), abs=OP_FP64)
+    first = whole.ids.index(stop)
+    assert ended.ids == whole.ids[: first + 1] and ended.finish == "stop"
+
+
+@KINDS
+def test_every_sampling_field_is_sent_and_known_to_the_server(kind: Any) -> None:
+    """The stand-in refuses fields that the server's description does not have."""
+    params = SamplingParams(
+        max_new_tokens=4, temperature=0.0, top_p=0.9, top_k=3, min_p=0.1, stop_ids=(1,), stop=("x",)
+    )
+    fake = FakeEngine(kind)
+    with fleet(fake) as (engines, _):
+        engines.submit(request(params)).result()
+    sent = fake.requests[0]["sampling_params"]
+    names = {"temperature": 0.0, "top_p": 0.9, "top_k": 3, "min_p": 0.1, "stop": ["x"], "stop_token_ids": [1], "n": 1}
+    names |= {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "ignore_eos": True}
+    assert names.items() <= sent.items()
+    assert fake.requests[0].get("cache_salt", fake.requests[0].get("extra_key")) == "run-7"
+    if kind == "vllm":
+        assert sent["detokenize"] is True and sent["logprobs"] == 0 and sent["max_tokens"] == 4
+
+
+@KINDS
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_dead_replica_s_samples_go_on_elsewhere_with_their_tokens(kind: Any, temperature: float) -> None:
+    params = SamplingParams(max_new_tokens=60, temperature=temperature)
+    dying, other = FakeEngine(kind, stream_interval=4, dies_after=22), FakeEngine(kind, stream_interval=4)
+    with fleet(dying, other) as (engines, losses):
+        futures = [engines.submit(request(params, row=i)) for i in range(6)]
+        replies = [future.result(20) for future in futures]
+    assert len(losses) == 1 and losses[0].url == dying.url
+    for reply in replies:
+        assert len(reply.ids) == 60 and reply.versions == ((7, 0, 60),) and reply.finish == "length"
+        assert reply.log_probs == pytest.approx(expected_log_probs(reply), abs=OP_FP64)
+    asked = [each.get("token_ids") or each["input_ids"] for each in other.requests]
+    continued = [ids for ids in asked if len(ids) > len(PROMPT)]
+    assert continued and all(
+        ids[len(PROMPT) :] in [reply.ids[: len(ids) - len(PROMPT)] for reply in replies] for ids in continued
+    )
+    if temperature == 0:
+        assert len({tuple(reply.ids) for reply in replies}) == 1
+
+
+def test_a_stop_string_may_span_replicas_so_its_sample_begins_anew() -> None:
+    params = SamplingParams(max_new_tokens=30, temperature=0.0, stop=("end",))
+    dying, other = FakeEngine(stream_interval=4, dies_after=10), FakeEngine()
+    with fleet(dying, other) as (engines, _):
+        replies = [engines.submit(request(params, row=i)).result(20) for i in range(2)]
+    assert [len(reply.ids) for reply in replies] == [30, 30]
+    assert all(each["token_ids"] == PROMPT for each in other.requests)
+
+
+def test_silence_loses_a_replica_and_nothing_is_lost_with_it() -> None:
+    params = SamplingParams(max_new_tokens=20, temperature=0.0)
+    with fleet(FakeEngine(stream_interval=2, stalls_after=6), FakeEngine(), silence=0.4) as (engines, losses):
+        replies = [engines.submit(request(params, row=i)).result(20) for i in range(2)]
+        assert not engines.replicas[0].serves and engines.replicas[1].serves
+    assert "no whole answer" in str(losses[0]) and replies[0].ids == replies[1].ids and len(replies[0].ids) == 20
+
+
+def test_a_busy_replica_is_asked_again_and_a_wrong_request_is_not() -> None:
+    fake = FakeEngine()
+    with fleet(fake) as (engines, losses):
+        fake.failures = 3
+        assert len(engines.submit(request(SamplingParams(max_new_tokens=5))).result(20).ids) == 5
+        with pytest.raises(EngineError, match="HTTP 400: 500 tokens behind 5"):
+            engines.submit(request(SamplingParams(max_new_tokens=500))).result(20)
+        assert not losses and engines.replicas[0].serves
+
+
+def test_a_replica_serves_only_after_a_push_that_it_took() -> None:
+    fakes = FakeEngine(), FakeEngine()
+    with fleet(*fakes) as (engines, losses):
+        first = engines.replicas[0]
+        engines.pushed(first, 8, EngineError(first.client.url, "/update_weights", 500, "sum of lm_head.weight"))
+        replies = [engines.submit(request(SamplingParams(max_new_tokens=3), row=i)).result() for i in range(4)]
+        assert not fakes[0].requests and len(fakes[1].requests) == 4 and len(replies) == 4
+        engines.pushed(engines.replicas[1], 8, EngineError("u", "/pause", None, "gone"))
+        with pytest.raises(EngineError, match=r"no engine is left.*sum of lm_head.*gone"):
+            engines.submit(request(SamplingParams())).result()
+        engines.pushed(first, 9, None)
+        engines.submit(request(SamplingParams(max_new_tokens=3))).result()
+    assert len(losses) == 2 and len(fakes[0].requests) == 1
+
+
+def test_requests_go_to_the_replica_with_the_fewest_and_a_prompt_s_to_its_own() -> None:
+    held = threading.Event()
+
+    def logits(ids: Sequence[int]) -> list[float]:
+        held.wait(10)
+        return hashed_logits(ids)
+
+    fakes = FakeEngine(), FakeEngine()
+    with fleet(*fakes) as (engines, _):
+        for fake in fakes:
+            fake.logits = logits
+        futures = [
+            engines.submit(request(SamplingParams(max_new_tokens=2), row=i // 4, sample=i % 4)) for i in range(16)
+        ]
+        while sum(len(fake.requests) for fake in fakes) < 16:
+            threading.Event().wait(0.01)
+        held.set()
+        assert all(len(future.result().ids) == 2 for future in futures)
+    assert [len(fake.requests) for fake in fakes] == [8, 8]
+
+
+MESSAGES = {
+    "dev mode": (FakeEngine(dev_mode=False), "start it with the environment variable VLLM_SERVER_DEV_MODE=1"),
+    "scale out": (FakeEngine(scale_out=False), "Scale-out endpoints are disabled"),
+    "no transfer": (FakeEngine(transfer=None), "takes no weights; start it with --weight-transfer-config"),
+    "logits": (
+        FakeEngine(log_probs="raw_logits"),
+        "gives raw_logits; start it with --logprobs-mode processed_logprobs",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_what_a_server_lacks_is_one_sentence(name: str) -> None:
+    fake, message = MESSAGES[name]
+    with fake, pytest.raises(ConfigError, match=message):
+        probe(fake)
+
+
+def test_a_server_of_another_vocabulary_or_kind_is_refused() -> None:
+    with FakeEngine() as fake, FakeEngine("sglang") as other:
+        for size, words in ((VOCABULARY - 1, "more than 23"), (VOCABULARY + 1, "fewer than 25")):
+            with pytest.raises(ConfigError, match=f"a model with {words} token ids"):
+                probe(fake, size)
+        with pytest.raises(ConfigError, match=r"looks like SGLang, which rollout.backend=sglang is for"):
+            WIRES["vllm"].probe(Client(other.url), None)
+        with pytest.raises(ConfigError, match=r"looks like vLLM, which rollout.backend=vllm is for"):
+            WIRES["sglang"].probe(Client(fake.url), None)
+
+
+@KINDS
+@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
+def test_log_probs_that_training_does_not_compute_are_refused(kind: Any, mode: str) -> None:
+    """vLLM gives them before the temperature or behind cuts; SGLang before the temperature, or between."""
+    with FakeEngine(kind, log_probs=mode) as fake:
+        server = probe(fake)
+    fitting = {
+        "raw": [Drawing(), Drawing(temperature=0.0), Drawing(top_p=0.9), Drawing(repetition_penalty=1.1)],
+        "penalized": [Drawing(), Drawing(top_p=0.9)],
+        "processed": [Drawing(), Drawing(temperature=0.0, top_p=0.9), Drawing(temperature=0.5)],
+        "tempered": [Drawing(), Drawing(top_p=0.9), Drawing(temperature=0.5), Drawing(temperature=0.5, top_k=5)],
+    }
+    kept = {
+        ("vllm", "raw_logprobs"): "raw",
+        ("vllm", "processed_logprobs"): "processed",
+        ("sglang", "raw_logprobs"): "raw",
+    }
+    assert server.log_probs == kept.get((kind, mode), "tempered")
+    for drawing in {each for several in fitting.values() for each in several}:
+        if drawing in fitting[server.log_probs] or drawing.temperature == 0:
+            check_log_probs(fake.url, server, WIRES[kind], [drawing])
+        else:
+            with pytest.raises(ConfigError, match="training needs those at the temperature"):
+                check_log_probs(fake.url, server, WIRES[kind], [drawing])
+
+
+def test_the_message_on_log_probs_names_the_start_that_helps() -> None:
+    with FakeEngine(log_probs="raw_logprobs") as fake:
+        server = probe(fake)
+    with pytest.raises(
+        ConfigError, match=r"with temperature=0.5 training .*; start it with --logprobs-mode processed_logprobs$"
+    ):
+        check_log_probs(fake.url, server, WIRES["vllm"], [Drawing(), Drawing(temperature=0.5)])
+    with pytest.raises(ConfigError, match=r"no start of it gives these, so change one of temperature=0.5, top_p=0.9"):
+        check_log_probs(fake.url, server, WIRES["vllm"], [Drawing(temperature=0.5, top_p=0.9)])
+
+
+def test_a_paused_server_is_not_asked_for_tokens() -> None:
+    """Its last trainer ended within a push; ours comes first."""
+    with FakeEngine(paused=True) as fake:
+        assert probe(fake).model == "policy" and not fake.requests
+
+
+def test_the_key_is_sent_and_shown_nowhere() -> None:
+    with FakeEngine(key="sk-secret-1") as fake:
+        assert probe(fake).model == "policy"
+        with pytest.raises(EngineError, match="HTTP 401") as error:
+            WIRES["vllm"].probe(Client(fake.url, key="sk-secret-2"), None)
+    assert "secret" not in str(error.value)
