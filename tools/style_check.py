@@ -23,6 +23,7 @@ PROCESS_GROUP_FILES = (
     "parallel/process_group.py",
     "parallel/mesh.py",
     "parallel/collectives.py",
+    "parallel/private_group.py",
     "pipeline/executor.py",
 )
 SHARDING_MODULES = ("torch.distributed.fsdp", "torch.distributed.tensor")  # wrappers, not process groups

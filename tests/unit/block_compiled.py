@@ -19,6 +19,7 @@ from dovetail.kernels import (
     quack_moe as mixture,
     rope_triton as qkv,
     sampling_triton as draw,
+    sums_triton as sums,
 )
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -57,6 +58,7 @@ CASES: list[tuple[Any, int, tuple[Any, ...]]] = [
     (draw._sample, draw.WARPS, (F, None, (F, J, D), (L, L), D, (S, S), E, SAMPLED)),
     (draw._sample, draw.WARPS, (F, U, (F, J, D), (L, L), D, (S, S), E, SAMPLED._replace(greedy=True))),
     (draw._sample, draw.WARPS, (B, U, (F, J, D), (L, L), D, (S, S), E, SMALL)),
+    (sums._add_words, 8, (L, L, N, N, sums.BLOCK)),
     (mixture._invert, 4, (J, F, J, F, N, N, 8, mixture.BLOCK)),
     (mixture._pick, 4, (J, F, F, N, N, mixture.BLOCK)),
     (decode._write, 1, ((B, B), L, L, (B, B), (S, S, S, S), WRITTEN)),

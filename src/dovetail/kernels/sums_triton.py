@@ -1,0 +1,29 @@
+"""Sums of weights as a Triton kernel: one read of the words, with the bits of `rollout.remote.sums.add_words`."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language import constexpr, tensor
+
+BLOCK = 2048  # words per step of a program
+PROGRAMS = 132 * 8  # eight for each multiprocessor of an H200
+
+
+def add_words(words: Tensor, total: Tensor, first: int) -> None:
+    """Adds the mixed words [n] int64, the first of which is number `first`, to `total` [] int64."""
+    grid = (min(triton.cdiv(len(words), BLOCK), PROGRAMS),)
+    _add_words[grid](words, total, len(words), first, BLOCK, num_warps=8)
+
+
+@triton.jit(do_not_specialize=["count", "first"])
+def _add_words(words: tensor, total: tensor, count: tensor, first: tensor, BLOCK: constexpr) -> None:
+    sums = tl.zeros((BLOCK,), tl.int64)
+    for start in tl.range(tl.program_id(0).to(tl.int64) * BLOCK, count, tl.num_programs(0) * BLOCK):
+        at = start + tl.arange(0, BLOCK).to(tl.int64)
+        x = tl.load(words + at, mask=at < count, other=0).to(tl.uint64, bitcast=True)
+        x ^= (at + first).to(tl.uint64) * tl.full((), 0x9E3779B97F4A7C15, tl.uint64)
+        x = (x ^ (x >> 30)) * tl.full((), 0xBF58476D1CE4E5B9, tl.uint64)
+        x = (x ^ (x >> 27)) * tl.full((), 0x94D049BB133111EB, tl.uint64)
+        x ^= x >> 31
+        sums += tl.where(at < count, x, 0).to(tl.int64, bitcast=True)
+    tl.atomic_add(total, tl.sum(sums, 0))

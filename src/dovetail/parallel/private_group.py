@@ -1,0 +1,63 @@
+"""A process group with programs that are not ranks of this run, such as inference servers; the default group is not touched."""
+
+import time
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # it is public
+
+Backend = Literal["nccl", "gloo"]
+POLL = 0.0005  # seconds
+UNIQUE_ID = "0"  # where torch keeps a communicator's ncclUniqueId: its own detail, which vLLM's examples rely on, too
+GRACE = 60.0  # seconds after our own deadline, for torch's, which would end the process
+
+
+class PrivateGroup:
+    """This process is rank 0 and serves the store; the others join at `address`, a name of this host, and `port`."""
+
+    def __init__(self, backend: Backend, address: str, size: int, timeout: float) -> None:
+        self.backend, self.address, self.size, self.timeout = backend, address, size, timeout
+        wait = timedelta(seconds=timeout)
+        self._store = TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=wait)
+        self.port = self._store.port
+        self._group: Any = None
+
+    def connect(self, device: torch.device) -> None:
+        """Waits until all have joined."""
+        if self.backend == "gloo":
+            self._group = dist.ProcessGroupGloo(self._store, 0, self.size, timedelta(seconds=self.timeout))
+            return
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=self.timeout + GRACE)
+        self._group = dist.ProcessGroupNCCL(self._store, 0, self.size, options)
+        self._finish(self._group.allreduce([torch.ones(1, device=device)]))  # makes the communicator
+
+    def unique_id(self) -> bytes:
+        """Of the NCCL communicator, for those who join without the store. `connect` must run beside it."""
+        return self._store.get(UNIQUE_ID)
+
+    def broadcast(self, data: Tensor) -> None:
+        """From this process to all others; RuntimeError after `timeout`."""
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        self._finish(self._group.broadcast([data], options))
+
+    def abort(self) -> None:
+        """Ends what still waits in it."""
+        group, self._group = self._group, None
+        if group is not None:
+            group.abort()
+
+    def _finish(self, work: Any) -> None:
+        if self.backend == "gloo":
+            work.wait(timedelta(seconds=self.timeout))
+            return
+        end = time.monotonic() + self.timeout
+        while not work.is_completed():
+            if time.monotonic() > end:
+                raise RuntimeError(f"a broadcast by NCCL did not end within {self.timeout:g} s")
+            time.sleep(POLL)
+        work.wait()

@@ -1,0 +1,23 @@
+"""Work on threads that nobody waits for at the end: a hanging collective does not keep the program alive."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def beside(work: Callable[[], T]) -> Future[T]:
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            value = work()
+        except (RuntimeError, OSError, ValueError, LookupError, TypeError) as error:
+            future.set_exception(error)
+        else:
+            future.set_result(value)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future

@@ -1,0 +1,85 @@
+"""One SGLang server as the target of pushes: a checkpoint in a directory that it sees, by `/update_weights_from_disk`.
+
+Written to SGLang's published messages (srt/managers/io_struct.py); it was never run against a real server.
+"""
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from dovetail.memory import ALIGNMENT, view_at
+from dovetail.rollout.remote.http import Client, EngineError
+from dovetail.rollout.remote.transports import Bucket, Entry
+from dovetail.weights.safetensors import DTYPES, TensorFileWriter, TensorSpec
+
+NAMES: Mapping[str, torch.dtype] = MappingProxyType(
+    {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
+)
+
+
+class SglangReplica:
+    """A failure leaves the server paused."""
+
+    alignment, tp = ALIGNMENT, 0
+
+    def __init__(self, client: Client, directory: Path, *, timeout: float, clear_cache: bool) -> None:
+        self.client, self.timeout, self.clear_cache = client, timeout, clear_cache
+        self._directory = directory
+
+    def connect(self) -> None:
+        self._version()
+
+    def pause(self) -> None:
+        """in_place keeps requests and their KV; retract frees the KV, which is computed again."""
+        self._post("/pause_generation", {"mode": "retract" if self.clear_cache else "in_place"})
+
+    def start(self) -> None:
+        shutil.rmtree(self._directory, ignore_errors=True)
+        self._directory.mkdir(parents=True)
+
+    def send(self, bucket: Bucket) -> None:
+        specs = [TensorSpec(entry.name, NAMES[entry.dtype], tuple(entry.shape)) for entry in bucket.entries]
+        file = TensorFileWriter(self._directory / f"model-{bucket.number:05d}.safetensors", specs)
+        for entry, spec in zip(bucket.entries, specs, strict=True):
+            file.write(entry.name, view_at(bucket.data, entry.start, spec.dtype, spec.shape))
+        file.close()
+
+    def finish(self, entries: Sequence[Entry], version: str) -> None:
+        body = {"model_path": str(self._directory.resolve()), "weight_version": version}
+        self._post("/update_weights_from_disk", {**body, "flush_cache": self.clear_cache, "abort_all_requests": False})
+        found = self._version()
+        if found != version:
+            raise EngineError(
+                self.client.url, "/model_info", None, f"its weights are version {found}, pushed was {version}"
+            )
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def digests(self) -> Mapping[str, str]:
+        """The server's own sums of all its ranks as one text; nothing where it has none."""
+        try:
+            return {"all ranks": json.dumps(self._post("/weights_checker", {"action": "checksum"}), sort_keys=True)}
+        except EngineError as error:
+            if error.status in (400, 404, 422):
+                return {}
+            raise
+
+    def resume(self, version: str) -> None:
+        self._post("/continue_generation", {})
+
+    def close(self) -> None:
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _version(self) -> str:
+        return str(self.client.get("/model_info", timeout=self.timeout)["weight_version"])
+
+    def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """SGLang answers some failures with 200 and success: false."""
+        answer = self.client.post(path, body, timeout=self.timeout)
+        if answer.get("success") is False:
+            raise EngineError(self.client.url, path, None, str(answer.get("message", "no message")))
+        return answer

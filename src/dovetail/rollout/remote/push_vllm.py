@@ -1,0 +1,147 @@
+"""One vLLM server as the target of pushes: the calls of its RL router, in their order, each with a deadline.
+
+With our plugin the server checks each bucket before it loads it. Without it the server's own back end `nccl` is used.
+"""
+
+import base64
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from contextlib import suppress
+from typing import Any
+
+from dovetail.memory import ALIGNMENT
+from dovetail.parallel.private_group import Backend, PrivateGroup
+from dovetail.recipe.push import PushSection
+from dovetail.rollout.remote.background import beside
+from dovetail.rollout.remote.http import Client, EngineError
+from dovetail.rollout.remote.transports import Bucket, Entry, Transport
+
+ONE_BROADCAST = 1 << 62  # bytes of vLLM's own buffers: a bucket is never cut
+SETTLE = 2.0  # seconds in which the other side of a failed transfer says what went wrong
+
+
+class VllmReplica:
+    """A failure leaves the server paused. `connect` makes it ready again."""
+
+    def __init__(self, client: Client, transport: Transport, options: PushSection) -> None:
+        self.client, self.transport, self.options = client, transport, options
+        self.plugin, self.timeout = options.proof == "plugin", options.timeout
+        self.alignment = ALIGNMENT if self.plugin else 1
+        self.tp = self._workers = 0
+        self._group: PrivateGroup | None = None
+        self._version: str | None = None  # of the last push, if all is as it left it
+
+    def connect(self) -> None:
+        """Also finds out whether the server is there, and the one that was pushed to."""
+        known, self._version = self._version, None
+        current = self._get("/weight_info")["weight_version"]
+        if known is not None and known == current:
+            return
+        self._leave()
+        self._workers = self._get("/get_world_size?include_dp=true")["world_size"]
+        self.tp = self._get("/get_world_size?include_dp=false")["world_size"]  # unless it has a pipeline
+        if self.options.transport == "nccl":
+            self._join()
+        else:
+            self._post("/init_weight_transfer_engine", {"init_info": {"timeout": self.timeout}})
+
+    def pause(self) -> None:
+        clear = "true" if self.options.kv == "recompute" else "false"
+        self._post(f"/pause?mode=keep&clear_cache={clear}")
+
+    def start(self) -> None:
+        self._post("/start_weight_update")
+
+    def send(self, bucket: Bucket) -> None:
+        """Returns when the server has loaded it."""
+        if self._group is None:
+            described = self._described(bucket)
+            infos = [{**described, **fields} for fields in self.transport.fields(bucket, self._workers)]
+            self._post("/update_weights", {"update_info": infos[0] if len(infos) == 1 else infos})
+            return
+        group, body = self._group, {"update_info": self._described(bucket)}
+        self._both(beside(lambda: self._post("/update_weights", body)), beside(lambda: group.broadcast(bucket.data)))
+
+    def finish(self, entries: Sequence[Entry], version: str) -> None:
+        """entries: of all buckets. The server now has the new weights, and is still paused."""
+        if self.plugin:
+            manifest = [[entry.name, entry.dtype, entry.shape, entry.sum] for entry in entries]
+            self._post("/update_weights", {"update_info": {"manifest": manifest}})
+        self._post("/finish_weight_update", {"weight_version": version})
+        found = self._get("/weight_info")["weight_version"]
+        if found != version:
+            raise EngineError(
+                self.client.url, "/weight_info", None, f"its weights are version {found}, pushed was {version}"
+            )
+
+    def digests(self) -> Mapping[str, str]:
+        """Parameter, after "dp0:pp0:pcp0:tp0:", -> SHA-256 of its bytes: fused and cut as the server holds them."""
+        return self._post("/weight_checker", {"action": "checksum"})["checksums"]
+
+    def resume(self, version: str) -> None:
+        self._post("/resume")
+        self._version = version
+
+    def close(self) -> None:
+        if self._group is not None:
+            self._group.abort()
+            self._group = None
+
+    def _described(self, bucket: Bucket) -> dict[str, Any]:
+        if self.plugin:
+            return {
+                "bucket": bucket.number,
+                "num_bytes": len(bucket.data),
+                "tensors": [list(row) for row in bucket.entries],
+            }
+        names, dtypes, shapes, _, _ = (list(column) for column in zip(*bucket.entries, strict=True))
+        return {"names": names, "dtype_names": dtypes, "shapes": shapes}
+
+    def _leave(self) -> None:
+        """Ends an update that another trainer, or a failure, left open. vLLM would count its tensors as the next one's."""
+        self.close()
+        calls: list[tuple[str, dict[str, Any] | None]] = [("/update_weights", {"update_info": {"abort": True}})]
+        if not self.plugin:
+            calls += [("/start_weight_update", None), ("/finish_weight_update", {})]
+        for path, body in calls:
+            with suppress(EngineError):  # where nothing is open
+                self._post(path, body)
+
+    def _join(self) -> None:
+        backend: Backend = "nccl" if self.transport.device.type == "cuda" else "gloo"
+        group = self._group = PrivateGroup(backend, self.options.address, 1 + self._workers, self.timeout)
+        joined = beside(lambda: group.connect(self.transport.device))
+        info: dict[str, Any] = {"rank_offset": 1, "world_size": group.size}
+        if self.plugin:
+            info |= {"timeout": self.timeout, "backend": backend}
+            info |= {"master_address": group.address, "master_port": group.port}
+        else:
+            unique = base64.b64encode(group.unique_id()).decode()
+            info |= {"nccl_unique_id_b64": unique, "packed": True, "packed_buffer_size_bytes": ONE_BROADCAST}
+        self._both(beside(lambda: self._post("/init_weight_transfer_engine", {"init_info": info})), joined)
+
+    def _both(self, call: Future[Any], collective: Future[None]) -> None:
+        """Waits for a call and the collective that it belongs to. An error of either ends both."""
+        pair: tuple[Future[Any], ...] = (call, collective)
+        end = time.monotonic() + self.timeout
+        done, _ = wait(pair, self.timeout, FIRST_EXCEPTION)
+        if len(done) < len(pair) or call.exception() is not None or collective.exception() is not None:
+            wait(pair, SETTLE)
+        if not (collective.done() and collective.exception() is None):
+            self.close()  # frees whoever still waits in it
+            wait((call,), max(SETTLE, end - time.monotonic()) if collective.done() else SETTLE)
+        if call.done():
+            call.result()
+        if collective.done():
+            error = collective.exception()
+            if error is not None:
+                raise EngineError(self.client.url, "the broadcast to it", None, str(error)) from error
+        if not (call.done() and collective.done()):
+            raise EngineError(self.client.url, "a transfer to it", None, f"it did not end within {self.timeout:g} s")
+
+    def _get(self, path: str) -> dict[str, Any]:
+        return self.client.get(path, timeout=self.timeout)
+
+    def _post(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        return self.client.post(path, body, timeout=self.timeout)

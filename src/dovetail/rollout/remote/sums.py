@@ -1,0 +1,74 @@
+"""Position-dependent sums of tensors: what proves that a weight arrived as it left (docs/adr/024-sums-of-weights.md).
+
+The bytes of a tensor, padded with zeros to whole 64-bit words w_0, w_1, ... (little-endian), have the sum
+
+    num_bytes + sum over i of mix(w_i xor (i * STEP))    modulo 2^64,
+
+where mix, the finalizer of SplitMix64, is a bijection. One changed word always changes the sum; anything else that differs,
+also words in another order, has an equal sum with a probability of 2^-64. Additions commute: any order of the words, on any
+device, gives the same bits.
+"""
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+STEP, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # of SplitMix64
+WORD = 8  # bytes
+CHUNK = 1 << 16  # words at once on a CPU: they stay in its cache
+MASK = (1 << 64) - 1
+
+
+def sums_of(tensors: Iterable[Tensor]) -> list[str]:
+    """The sum of each tensor, of any dtype and shape, as 16 hexadecimal digits. Waits for the device once."""
+    return hexadecimal([tensor_sum(tensor) for tensor in tensors])
+
+
+def hexadecimal(sums: Sequence[Tensor]) -> list[str]:
+    return [f"{number & MASK:016x}" for number in torch.stack(list(sums)).tolist()] if sums else []
+
+
+def tensor_sum(tensor: Tensor) -> Tensor:
+    """int64, on the tensor's device."""
+    data = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    if data.data_ptr() % WORD or data.storage_offset() % WORD:
+        data = data.clone()
+    whole = len(data) // WORD * WORD
+    add = _adder(data.device)
+    total = torch.full((), len(data), dtype=torch.int64, device=data.device)
+    if whole:
+        add(data[:whole].view(torch.int64), total, 0)
+    if whole < len(data):
+        last = data.new_zeros(WORD)
+        last[: len(data) - whole] = data[whole:]
+        add(last.view(torch.int64), total, whole // WORD)
+    return total
+
+
+def add_words(words: Tensor, total: Tensor, first: int) -> None:
+    """Adds the mixed words [n] int64, the first of which is number `first`, to `total`. The definition."""
+    for start in range(0, len(words), CHUNK):
+        x = words[start : start + CHUNK]
+        place = torch.arange(first + start, first + start + len(x), dtype=torch.int64, device=words.device)
+        x = x ^ place.mul_(_signed(STEP))
+        x = (x ^ _shifted(x, 30)).mul_(_signed(FIRST))
+        x = (x ^ _shifted(x, 27)).mul_(_signed(SECOND))
+        total += (x ^ _shifted(x, 31)).sum()
+
+
+def _shifted(x: Tensor, bits: int) -> Tensor:
+    """To the right, zeros from the left: torch repeats the sign."""
+    return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)
+
+
+def _signed(number: int) -> int:
+    return number - (1 << 64) if number >> 63 else number
+
+
+def _adder(device: torch.device) -> Callable[[Tensor, Tensor, int], None]:
+    if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+        return importlib.import_module("dovetail.kernels.sums_triton").add_words
+    return add_words

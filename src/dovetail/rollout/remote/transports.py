@@ -1,0 +1,181 @@
+"""How the bytes of a bucket reach the servers: by files, by shared memory, or by a broadcast."""
+
+import base64
+import os
+import shutil
+import socket
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dovetail.memory import aligned
+from dovetail.rollout.remote.sums import hexadecimal, tensor_sum
+from dovetail.weights.safetensors import memory_of
+
+Kind = Literal["file", "nccl", "ipc"]
+SLOTS = 2  # one is filled while the other is sent
+
+
+class Entry(NamedTuple):
+    """A tensor of a bucket. dtype: torch's name without "torch."."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    sum: str
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """data: uint8, on the transport's device."""
+
+    number: int
+    entries: tuple[Entry, ...]
+    data: Tensor
+
+
+class Transport:
+    """Memory for two buckets in turn. Buckets of a broadcast are sent from it as they are."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._slots: dict[int, Tensor] = {}
+
+    def memory(self, number: int, num_bytes: int) -> Tensor:
+        """At least `num_bytes`, uint8, for bucket `number`; it holds bucket `number - SLOTS` until then."""
+        slot = self._slots.get(number % SLOTS)
+        if slot is None or len(slot) < num_bytes:
+            self._slots.pop(number % SLOTS, None)
+            slot = self._slots[number % SLOTS] = self._allocate(number % SLOTS, num_bytes)
+        return slot
+
+    def publish(self, bucket: Bucket) -> None:
+        """Once for all servers, before any of them is told of it."""
+
+    def fields(self, bucket: Bucket, workers: int) -> list[dict[str, Any]]:
+        """How a server gets at the bytes: one for all of its workers, or one for each."""
+        return [{}]
+
+    def close(self) -> None:
+        """Ends a push: frees the memory."""
+        self._slots = {}
+
+    def _allocate(self, slot: int, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+
+
+class FileTransport(Transport):
+    """Two files in turn, in a directory that the servers see by the same path."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(torch.device("cpu"))
+        self._parent = directory
+        self._own = directory / f"push-{socket.gethostname()}-{os.getpid()}"
+
+    def publish(self, bucket: Bucket) -> None:
+        if not self._own.exists():
+            self._sweep()
+            self._own.mkdir(parents=True)
+        self._path(bucket).write_bytes(memory_of(bucket.data))
+
+    def fields(self, bucket: Bucket, workers: int) -> list[dict[str, Any]]:
+        return [{"file": str(self._path(bucket).resolve())}]
+
+    def close(self) -> None:
+        super().close()
+        shutil.rmtree(self._own, ignore_errors=True)
+
+    def _path(self, bucket: Bucket) -> Path:
+        return self._own / f"{bucket.number % SLOTS}.bucket"
+
+    def _sweep(self) -> None:
+        """Removes what killed processes of this host left."""
+        for left in self._parent.glob(f"push-{socket.gethostname()}-*"):
+            if not Path("/proc", left.name.rpartition("-")[2]).exists():
+                shutil.rmtree(left, ignore_errors=True)
+
+
+class MemoryTransport(Transport):
+    """Memory of this process that others of its host map: of a GPU by CUDA IPC, else an anonymous file of Linux."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._files: dict[int, int] = {}  # slot -> file descriptor
+
+    def fields(self, bucket: Bucket, workers: int) -> list[dict[str, Any]]:
+        if self.device.type == "cuda":
+            return [{"memory": self._handle(bucket.data)} for _ in range(workers)]
+        return [{"memory": {"path": f"/proc/{os.getpid()}/fd/{self._files[bucket.number % SLOTS]}"}}]
+
+    def close(self) -> None:
+        super().close()
+        files, self._files = self._files, {}
+        for file in files.values():
+            os.close(file)
+        if self.device.type == "cuda":
+            torch.cuda.ipc_collect()
+
+    def _allocate(self, slot: int, num_bytes: int) -> Tensor:
+        if self.device.type == "cuda":
+            return super()._allocate(slot, num_bytes)
+        if slot in self._files:
+            os.close(self._files.pop(slot))
+        self._files[slot] = file = os.memfd_create("dovetail-push", os.MFD_CLOEXEC)
+        os.truncate(file, num_bytes)
+        return torch.from_file(f"/proc/self/fd/{file}", shared=True, size=num_bytes, dtype=torch.uint8)
+
+    def _handle(self, data: Tensor) -> dict[str, Any]:
+        """Exported anew for each process that opens it, which torch counts."""
+        storage = data.untyped_storage()
+        _, handle, size, offset, counter, counter_offset, event, waits = storage._share_cuda_()
+        text = {
+            name: base64.b64encode(raw).decode()
+            for name, raw in (("handle", handle), ("counter", counter), ("event", event))
+        }
+        numbers = {"size": size, "offset": offset, "counter_offset": counter_offset, "event_waits": waits}
+        return {"device": str(torch.cuda.get_device_properties(data.device).uuid), **text, **numbers}
+
+
+def make_transport(kind: Kind, device: torch.device, directory: Path) -> Transport:
+    if kind == "file":
+        return FileTransport(directory)
+    return MemoryTransport(device) if kind == "ipc" else Transport(device)
+
+
+def fill(
+    weights: Iterable[tuple[str, Tensor]], transport: Transport, bucket_bytes: int, *, alignment: int
+) -> Iterator[Bucket]:
+    """Whole tensors in buckets of at most `bucket_bytes`, or of one larger tensor, and their sums.
+
+    The caller sends a bucket before it asks for the next but one, whose memory is the same.
+    """
+    number, end = 0, 0
+    entries: list[tuple[str, str, tuple[int, ...], int]] = []
+    sums: list[Tensor] = []
+
+    def bucket() -> Bucket:
+        texts = hexadecimal(sums)
+        rows = tuple(Entry(*entry, text) for entry, text in zip(entries, texts, strict=True))
+        data = transport.memory(number, end)[:end]
+        if data.is_cuda:
+            torch.cuda.current_stream(data.device).synchronize()  # weights of a host may still be on their way
+        return Bucket(number, rows, data)
+
+    for name, tensor in weights:
+        num_bytes = tensor.numel() * tensor.element_size()
+        if entries and aligned(end, alignment) + num_bytes > bucket_bytes:
+            yield bucket()
+            number, end, entries, sums = number + 1, 0, [], []
+        start = aligned(end, alignment)
+        memory = transport.memory(number, max(bucket_bytes, num_bytes))
+        end = start + num_bytes
+        memory[start:end].copy_(tensor.detach().contiguous().view(-1).view(torch.uint8))
+        entries.append((name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), start))
+        sums.append(tensor_sum(tensor))
+    if entries:
+        yield bucket()
