@@ -92,7 +92,7 @@ def test_sections_are_frozen() -> None:
     [
         (
             {"optim": {"lrr": 1.0}},
-            "unknown key optim.lrr; did you mean optim.lr? (keys of optim: name, import, options, lr, schedule,",
+            "unknown key optim.lrr; did you mean optim.lr? (keys of optim: name, import,",
         ),
         ({"optim": {"learning_rate": 1.0}}, "unknown key optim.learning_rate; learning_rate is TRL's, here optim.lr"),
         ({"trainer": {"lr": 1.0}}, "unknown key trainer.lr; did you mean optim.lr?"),
