@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,20 +46,21 @@ def measure(device: str) -> dict[str, dict[str, float]]:
         def pair(z: Tensor, w: Tensor, heat: Tensor | None = heat, targets: Tensor = targets) -> Pair:
             exact = None if heat is None else heat.double()
             (_, own), (_, other) = (combine(_stats(x.double(), targets, exact), exact) for x in (z, w))
-            numbers = (x.to(z.dtype) for x in (*own, other.peak, other.total))
-            return Pair(w, *numbers, None if heat is None else heat.to(z.dtype))
+            peak, total, offset, other_peak, other_total = (x.to(z.dtype) for x in (*own, other.peak, other.total))
+            return Pair(w, peak, total, offset, other_peak, other_total, None if heat is None else heat.to(z.dtype))
 
         for kind in KINDS:
             exact_pair, own_pair = pair(z.double(), w.double()), pair(z, w)
             expected = reference.divergence_sums(z.double(), exact_pair, kind)
-            own = Pair(*(x if x is None else x.to(device) for x in own_pair))
+            moved: list[Any] = [x if x is None else x.to(device) for x in own_pair]
+            own = Pair(*moved)
             sums = divergence_triton.divergence_sums(z.to(device), own, kind)
             errors = {"value": tensor_error(kind.of(*sums.cpu().unbind(1)), kind.of(*expected.unbind(1)))}
             for h, dtypes in ((grads[1], (torch.float32, torch.bfloat16)), (None, (torch.float32,))):
-                exact_grads = tuple(x if x is None else x.double() for x in (grads[0], h, grads[2]))
+                exact_grads: Any = [x if x is None else x.double() for x in (grads[0], h, grads[2])]
                 want = reference.divergence_grad_(z.double(), exact_pair, targets, exact_grads, expected[:, 1], kind)
                 for dtype in dtypes:
-                    given = tuple(x if x is None else x.to(device) for x in (grads[0], h, grads[2]))
+                    given: Any = [x if x is None else x.to(device) for x in (grads[0], h, grads[2])]
                     copy = z.to(device, copy=True)
                     out = divergence_triton.divergence_grad_(
                         copy, own, targets.to(device), given, sums[:, 1], kind, dtype=dtype

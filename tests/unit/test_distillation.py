@@ -10,6 +10,7 @@ import torch
 
 import dovetail as dt
 from bench.models import one_rank
+from dovetail.engine.teacher import Teacher
 from dovetail.errors import ConfigError, ModelError
 from dovetail.recipe.schema import make_recipe
 from dovetail.rl.distillation_task import prompt_of
@@ -78,7 +79,7 @@ def test_a_teacher_with_fewer_tokens_is_refused(inputs: Path) -> None:
     large = dt.from_pretrained(inputs / MODEL, device="cpu", dtype=torch.float64)
     large.model.spec = replace(large.model.spec, vocab_size=1 << 20)
     with pytest.raises(ModelError, match=r"the teacher has a vocabulary of .*, the student one of 1048576"):
-        distillation.Teacher.of(small, large)
+        Teacher.of(small, large)
 
 
 @pytest.mark.parametrize(

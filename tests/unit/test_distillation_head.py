@@ -119,7 +119,7 @@ def trl() -> dict[str, Any]:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_values_and_gradients_are_those_of_trl(name: str, dtype: torch.dtype, trl: dict[str, Any]) -> None:
     """Logits as the head's rows times an identity, so that gradients of hidden states are those of logits."""
-    keys = dict(GKD_CASES[name])
+    keys: dict[str, Any] = dict(GKD_CASES[name])
     labels = gkd_labels().flatten()
     x = gkd_logits(1).flatten(0, 1).to(dtype).requires_grad_()
     eye = torch.eye(x.shape[1], dtype=dtype)

@@ -1,6 +1,6 @@
 """A run from a recipe: its task, directory and engines."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -167,7 +167,8 @@ class Builder(RunParts):
             given["limits"] = self._limits(self._budget, recipe.data.max_length, "data.max_length")
         else:
             given |= {"limits": self._limits(longest, recipe.data.max_prompt_length), "answers": False}
-        rows = self._rows(partial(load_sft if offline else load_prompts, **given))
+        load: Callable[..., list[Any]] = load_sft if offline else load_prompts
+        rows = self._rows(partial(load, **given))
         if algorithm.samples:
             check_prompts(rows[0], longest)
         policy = self._trained(self.source, self.mesh, POLICY, recipe.optim.lr)

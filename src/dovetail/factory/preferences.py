@@ -7,6 +7,7 @@ from dovetail.batch.loss import LossFn
 from dovetail.data.examples import Preference
 from dovetail.engine.base import Engine
 from dovetail.recipe.algorithms import SFT, PolicyGradient
+from dovetail.recipe.distillation import Distillation
 from dovetail.recipe.preferences import CPO, DPO, KTO, ORPO, AnyPreference, SimPO
 from dovetail.recipe.schema import Recipe
 from dovetail.rl.preference_losses import CPOLoss, DPOLoss, KTOLoss, ORPOLoss, RewardLoss
@@ -37,7 +38,7 @@ def preference_task(
 ) -> PreferenceTask:
     """loaded: rows of data.train, data.eval and eval.sets. keys: fields of the task."""
     algorithm = recipe.algorithm
-    assert not isinstance(algorithm, SFT | PolicyGradient)
+    assert not isinstance(algorithm, SFT | PolicyGradient | Distillation)
     rows, held_out, sets, _ = loaded
     return PreferenceTask(
         recipe=recipe,

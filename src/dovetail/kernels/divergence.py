@@ -115,6 +115,6 @@ def _distances(a: Tensor, b: Tensor, divergence: Divergence) -> tuple[Tensor, Te
     if divergence.kind != "jsd":
         return r, -r
     above = r > 0
-    share = torch.where(above, r.new_tensor(1.0 - divergence.beta), r.new_tensor(divergence.beta))
+    share = above.to(r.dtype) * (1.0 - 2.0 * divergence.beta) + divergence.beta
     near = torch.log1p(share * torch.expm1(-r.abs()))  # log m less the larger of both
     return torch.where(above, -near, r - near), torch.where(above, -r - near, -near)

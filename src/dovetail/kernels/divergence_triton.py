@@ -55,9 +55,8 @@ def _takes(z: Tensor, pair: Pair) -> bool:
 def _rows(pair: Pair, divergence: Divergence) -> Tensor:
     """[6, n]: peak and log total of both, 1 / temperature, beta."""
     heat = torch.ones_like(pair.peak) if pair.temperature is None else pair.temperature.reciprocal()
-    rows = (pair.peak, pair.total.log(), pair.teacher_peak, pair.teacher_total.log(), heat)
-    rows = (*rows, torch.full_like(heat, divergence.beta))
-    return torch.stack(rows).to(torch.float32)
+    logs = (pair.peak, pair.total.log(), pair.teacher_peak, pair.teacher_total.log())
+    return torch.stack((*logs, heat, torch.full_like(heat, divergence.beta))).to(torch.float32)
 
 
 @triton.jit

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from math import log, log1p
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -193,8 +194,7 @@ def top_divergence(chosen: TopColumns, divergence: Divergence, top_k: TopK) -> t
         leaf = chosen.logprob.detach().requires_grad_()
         a, b = (_closed(x, tail=top_k.tail) for x in (leaf, chosen.teacher_logprob))
         if divergence.kind == "jsd":
-            weights = b.new_tensor([1.0 - divergence.beta, divergence.beta]).log()
-            m = torch.logaddexp(a + weights[0], b + weights[1])
+            m = torch.logaddexp(a + log1p(-divergence.beta), b + log(divergence.beta))
         else:
             m = a if divergence.kind == "forward_kl" else b
         value = divergence.of((b.exp() * (b - m)).sum(-1), (a.exp() * (a - m)).sum(-1))

@@ -173,7 +173,8 @@ def loss_gradients(loss: LossFn, stats: Any, batch: PackedBatch, needs_grad: boo
         return _detached(loss(stats, batch)), stats[:leaves]
     with torch.enable_grad():
         given = [x.detach().requires_grad_() for x in stats[:leaves]]
-        value, grads = loss(type(stats)(*given, *stats[leaves:]), batch), (None,) * leaves
+        value = loss(type(stats)(*given, *stats[leaves:]), batch)
+        grads: tuple[Tensor | None, ...] = (None,) * leaves
         if value.total.requires_grad:
             grads = torch.autograd.grad(value.total, given, allow_unused=True)
     zeroed = [torch.zeros_like(stats.logprob) if x is None and i != 1 else x for i, x in enumerate(grads)]

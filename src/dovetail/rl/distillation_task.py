@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # pydantic is not needed to run a task
     from dovetail.recipe.distillation import Distillation
     from dovetail.recipe.schema import Recipe
 
-Rows = Seq[Sequence] | Seq[Prompt]
+Rows = Seq[Sequence | Prompt]
 
 
 @dataclass(kw_only=True)
@@ -87,7 +87,7 @@ class DistillationTask:
             if not rows:
                 continue
             self.progress.phase("eval", step)
-            given: Rows | list[Sample] = rows
+            given: Seq[Sequence | Prompt | Sample] = rows
             if self.algorithm.lmbda == 1:
                 seed = zlib.crc32(f"{self.sampling.seed}/eval/{name}".encode())
                 given = self._sampled(rows, replace(self.sampling, samples=1, seed=seed), "eval")
@@ -108,7 +108,7 @@ class DistillationTask:
         completions = self.sampler.sample(asked, params)
         return [Sample(prompts[c.row], c.row, c, self.decode(c.ids), 0.0) for c in completions]
 
-    def _packed(self, rows: Rows | list[Sample]) -> PackedBatch:
+    def _packed(self, rows: Seq[Sequence | Prompt | Sample]) -> PackedBatch:
         sampled_kl = self.algorithm.divergence == "sampled_reverse_kl"
         heat = self.recipe.rollout.temperature if sampled_kl else self.algorithm.temperature
         if isinstance(rows[0], Sample):
