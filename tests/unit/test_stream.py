@@ -26,7 +26,7 @@ from dovetail.rollout.stream import StreamSampler
 from tests.checkpoints import assert_same_tensors, tensors_of
 from tests.commands.program import _captured, make_model, read_rows, write_recipe, write_rows
 
-STEPS, BATCH, SAMPLES = 5, 2, 2
+BATCH, SAMPLES = 2, 2
 
 
 class ThreadedSampler:
@@ -76,9 +76,11 @@ class Killed(Exception):
     pass
 
 
-def train(recipe: Path, run_dir: Path, max_lag: int | None, kill_at: int | None = None) -> list[dict[str, Any]]:
+def train(
+    recipe: Path, run_dir: Path, max_lag: int | None, kill_at: int | None = None, steps: int = 5
+) -> list[dict[str, Any]]:
     """Metrics by step. max_lag None: the synchronous loop. kill_at: ends without a word when it has the samples of this step."""
-    made = load_recipe(str(recipe)).model_copy(update={"run_dir": str(run_dir)})
+    made = load_recipe(str(recipe), [f"run_dir={run_dir}", f"trainer.steps={steps}"])
     device = torch.device("cpu")
     with _captured(), temporary_process_group(device):
         job = Builder(made, device, recipe.parent, lambda: 0).job()
@@ -86,7 +88,7 @@ def train(recipe: Path, run_dir: Path, max_lag: int | None, kill_at: int | None 
         if max_lag is not None:
             step = 0 if job.run.resumed is None else job.run.resumed.state.step
             engine = ThreadedSampler(task, step)
-            feed = Feed(Pool(BATCH, SAMPLES, max_lag, STEPS), Journal(run_dir.with_suffix(".pool"), ""), engine.submit)
+            feed = Feed(Pool(BATCH, SAMPLES, max_lag, steps), Journal(run_dir.with_suffix(".pool"), ""), engine.submit)
             assert feed.resume(step) == []
             stream = StreamSampler(engine, feed, job.run.mesh, task.sampling, BATCH, step)
             task.sampler = stream
@@ -126,26 +128,26 @@ def recipe(tmp_path: Path) -> Path:
         data={"eval": str(rows)},
         reward={"import": "mine:spread"},
         rollout={"samples_per_prompt": SAMPLES, "max_new_tokens": 6},
-        trainer={"steps": STEPS, "prompts_per_step": BATCH, "eval_every": 2, "save_every": 2},
+        trainer={"prompts_per_step": BATCH, "eval_every": 2, "save_every": 2},
     )
 
 
-def test_without_lag_the_run_is_the_synchronous_one_bit_for_bit(recipe: Path, tmp_path: Path) -> None:
-    expected, found = (train(recipe, tmp_path / name, lag) for name, lag in (("sync", None), ("stream", 0)))
-    assert numbers(found) == numbers(expected)
-    assert_same_tensors(tensors_of(tmp_path / "stream" / "hf"), tensors_of(tmp_path / "sync" / "hf"))
-    rows = [read_rows(tmp_path / name / "rollouts" / f"step_{STEPS:06}.jsonl") for name in ("sync", "stream")]
-    assert rows[0] == rows[1]
+@pytest.mark.parametrize("steps", [4, pytest.param(20, marks=pytest.mark.soak)])
+def test_it_trains_on_the_rows_of_the_synchronous_run_and_without_lag_equals_it(
+    steps: int, recipe: Path, tmp_path: Path
+) -> None:
+    def samples(name: str, step: int) -> list[dict[str, Any]]:
+        rows = read_rows(tmp_path / name / "rollouts" / f"step_{step:06}.jsonl")
+        return [{key: value for key, value in row.items() if key != "versions"} for row in rows]
 
-
-def test_with_lag_it_trains_on_the_same_rows(recipe: Path, tmp_path: Path) -> None:
-    train(recipe, tmp_path / "sync", None)
-    train(recipe, tmp_path / "stream", 2)
-    for step in range(1, STEPS + 1):
-        files = [tmp_path / name / "rollouts" / f"step_{step:06}.jsonl" for name in ("sync", "stream")]
-        ids = [[(row["id"], row["sample"]) for row in read_rows(file)] for file in files]
+    lags = {"sync": None, "none": 0, "two": 2}
+    rows = {name: train(recipe, tmp_path / name, lag, steps=steps) for name, lag in lags.items()}
+    assert numbers(rows["none"]) == numbers(rows["sync"])
+    assert_same_tensors(tensors_of(tmp_path / "none" / "hf"), tensors_of(tmp_path / "sync" / "hf"))
+    for step in range(1, steps + 1):
+        assert samples("none", step) == samples("sync", step)
+        ids = [[(row["id"], row["sample"]) for row in samples(name, step)] for name in ("two", "sync")]
         assert ids[0] == ids[1]
-    assert not any((tmp_path / "stream.pool").glob(".tmp*"))
 
 
 def test_a_run_that_was_killed_repeats_the_steps_after_its_checkpoint(recipe: Path, tmp_path: Path) -> None:
@@ -154,10 +156,8 @@ def test_a_run_that_was_killed_repeats_the_steps_after_its_checkpoint(recipe: Pa
         train(recipe, tmp_path / "run", 2, kill_at=4)
     before = read_rows(tmp_path / "run" / "metrics.jsonl")
     rows = train(recipe, tmp_path / "run", 2)
-    assert [row["step"] for row in rows] == [*range(1, STEPS + 1)]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
     assert numbers(before) == numbers(rows[:3])
-    first, second = (
-        read_rows(folder / "step_000003.jsonl")
-        for folder in (tmp_path / "run/superseded/001", tmp_path / "run/rollouts")
-    )
+    folders = tmp_path / "run" / "superseded" / "001", tmp_path / "run" / "rollouts"
+    first, second = (read_rows(folder / "step_000003.jsonl") for folder in folders)
     assert first == second
