@@ -1,11 +1,11 @@
 """Losses and advantages by name and by import: against transcriptions in float64, and what mistakes say."""
 
-import importlib.util
-import json
 import math
-import subprocess
+import statistics
 import sys
+import sysconfig
 from collections.abc import Mapping
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +14,22 @@ import torch
 
 from dovetail.batch.loss import TokenStats
 from dovetail.batch.packed import PackedBatch, Sequence
+from dovetail.cli.preflight import _check_function
 from dovetail.errors import ConfigError
 from dovetail.factory.functions import advantage, policy_loss, sft_loss
 from dovetail.nn.heads import is_separable
+from dovetail.own_modules import look_in, search_path
 from dovetail.recipe.algorithms import GRPO, SFT
 from dovetail.recipe.functions import FunctionSection, LossSection
 from dovetail.recipe.schema import make_recipe
+from dovetail.rewards.worker import load
 from dovetail.rl.advantages import whiten
 from dovetail.rl.correction import importance_weights
 from dovetail.rl.experience import own_advantages, with_advantages
 from dovetail.rl.losses import PolicyLoss, weight_fields
 from tests.tolerances import SUM_ORDER, assert_close
 from tests.unit.loss_numbers import LENGTHS, LONGEST, TRL_LOSSES, random_numbers
+from tests.unit.of_trl import of_trl
 from tests.unit.test_losses import counted, full_batch, random_stats
 from tests.unit.test_tasks import SAMPLES, batch_of
 
@@ -99,14 +103,7 @@ def test_penalty_and_bonus_are_added_to_every_term(term: Any) -> None:
 
 @pytest.fixture(scope="module")
 def trl() -> Mapping[str, Any]:
-    """TRL's losses: of the installed one, or as written by `python -m tests.unit.trl_losses > tests/unit/trl_losses.json`."""
-    if importlib.util.find_spec("trl") is None:
-        written: Mapping[str, Any] = json.loads(Path(__file__).with_name("trl_losses.json").read_text())
-        return written
-    command = [sys.executable, "-m", "tests.unit.trl_losses"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
-    results: Mapping[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return results
+    return of_trl("trl_losses")
 
 
 @pytest.mark.parametrize("name", TRL_LOSSES)
@@ -306,3 +303,34 @@ def test_losses_of_a_recipe() -> None:
     ):
         with pytest.raises(ConfigError, match=words):
             algorithm(**keys)
+
+
+def test_modules_of_a_recipe_come_before_installed_ones_and_replace_none_that_is_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same for losses, rewards, and the check before ranks start."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "xdist.py").write_text(OWN)  # installed, too
+    (tmp_path / "statistics.py").write_text("def mean(*_): return 'wrong'\n")
+    (tmp_path / "rich").mkdir()  # no module
+    entries = search_path(tmp_path)
+    at = entries.index(str(tmp_path))
+    assert all("site-packages" not in entry for entry in entries[:at]) and sysconfig.get_path("stdlib") in entries[:at]
+    assert PathFinder.find_spec("xdist", entries).origin == str(tmp_path / "xdist.py")  # type: ignore[union-attr]
+    assert PathFinder.find_spec("statistics", entries).origin == statistics.__file__  # type: ignore[union-attr]
+    for module in ("statistics", "statistics.x"):
+        with pytest.raises(ConfigError, match=rf"{tmp_path}/statistics.py has the name of a module that .* rename it"):
+            look_in(tmp_path, module)
+    look_in(tmp_path, "xdist")
+    assert sys.path == entries and search_path(tmp_path) == entries
+    (tmp_path / "yaml.py").touch()
+    PathFinder.invalidate_caches()
+    with pytest.raises(ConfigError, match=r"yaml.py has the name"):
+        look_in(tmp_path, "xdist")
+    for check in (
+        lambda: policy_loss(GRPO(loss=LossSection.model_validate({"import": "xdist:clipped"})), tmp_path),
+        lambda: load({"name": None, "address": None, "function": "xdist:f", "options": {}, "directory": str(tmp_path)}),
+        lambda: _check_function("reward", "xdist:clipped", tmp_path),
+    ):
+        with pytest.raises(ConfigError, match=r"yaml.py has the name"):
+            check()

@@ -1,12 +1,7 @@
 """Preference losses: values and gradients of TRL's code and of formulas written out, and what is refused."""
 
-import importlib.util
-import json
 import math
-import subprocess
-import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +14,7 @@ from dovetail.errors import ConfigError, DataError
 from dovetail.nn.heads import is_separable
 from dovetail.rl.preference_losses import CPOLoss, DPOLoss, KTOLoss, ORPOLoss, RewardLoss, last_tokens, nll_fields
 from tests.tolerances import OP_FP32, SUM_ORDER, assert_close
+from tests.unit.of_trl import of_trl
 from tests.unit.preference_numbers import CHOSEN, KL, LABELS, PROMPTS, REJECTED, TRL_PREFERENCES, random_logits
 from tests.unit.test_losses import counted
 
@@ -66,14 +62,7 @@ def our_loss(kind: str, settings: Mapping[str, Any], logits: Tensor) -> Loss:
 
 @pytest.fixture(scope="module")
 def trl() -> Mapping[str, Any]:
-    """Of the installed TRL, or as written by `python -m tests.unit.trl_preferences > tests/unit/trl_preferences.json`."""
-    if importlib.util.find_spec("trl") is None:
-        written: Mapping[str, Any] = json.loads(Path(__file__).with_name("trl_preferences.json").read_text())
-        return written
-    command = [sys.executable, "-m", "tests.unit.trl_preferences"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
-    results: Mapping[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return results
+    return of_trl("trl_preferences")
 
 
 @pytest.mark.parametrize("name", TRL_PREFERENCES)

@@ -4,10 +4,7 @@ import codecs
 import csv
 import gzip
 import importlib
-import importlib.util
 import json
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +19,7 @@ from dovetail.data.formats import FORMATS, rows_of
 from dovetail.errors import DataError
 from dovetail.recipe.data import DataSection
 from dovetail.recipe.types import RowFormat
+from tests.unit.of_trl import of_trl
 from tests.unit.row_shapes import SHAPES, TEMPLATE, Shape, said
 from tests.unit.test_data import ASSISTANT, USER, make_tokenizer, spelled, write
 
@@ -86,18 +84,7 @@ def test_a_row_is_read_as_its_project_trains_it(shape: Shape, tmp_path: Path) ->
 
 @pytest.fixture(scope="module")
 def trl() -> Mapping[str, Any]:
-    """What TRL's own preparation and collator make of the table's rows: of the installed one, or as it was written down.
-
-    `python -m tests.unit.trl_rows > tests/unit/trl_rows.json` writes it down (pip install -e '.[peers]').
-    """
-    if importlib.util.find_spec("trl") is None:
-        written: Mapping[str, Any] = json.loads(Path(__file__).with_name("trl_rows.json").read_text())
-        return written
-    command = [sys.executable, "-m", "tests.unit.trl_rows"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 0, done.stderr
-    results: Mapping[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return results
+    return of_trl("trl_rows")
 
 
 @pytest.mark.parametrize("shape", [s for s in SHAPES if s.trl], ids=lambda shape: shape.name.replace(" ", "-"))

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,6 +24,7 @@ from dovetail.factory.engines import connect
 from dovetail.factory.layouts import check_layout, max_positions, sampling_layout
 from dovetail.launch.engines import engine_key
 from dovetail.launch.process import complain
+from dovetail.own_modules import refuse_names, search_path
 from dovetail.parallel.layout import Layout
 from dovetail.recipe.algorithms import PPO, SFT, CriticFree, PolicyGradient
 from dovetail.recipe.distillation import Distillation
@@ -252,13 +254,16 @@ def _check_function(what: str, function: str, folder: Path) -> None:
     module, _, name = function.partition(":")
     top, file = module.partition(".")[0], folder / f"{module.replace('.', '/')}.py"
     where = f"{what} {function!r} (looked up from {folder.resolve()}) cannot be loaded: "
+    refuse_names(folder, module)
     here = (folder / top).is_dir() or any(folder.glob(f"{top}.*"))
     if not here and top not in sys.modules and importlib.util.find_spec(top) is None:
         raise ConfigError(
             f"{where}ModuleNotFoundError: No module named {top!r}; put {top}.py into the directory of the recipe, or "
             "install it"
         )
-    if not file.is_file():
+    found = PathFinder.find_spec(top, search_path(folder))
+    elsewhere = found and found.origin and not Path(found.origin).is_relative_to(folder.resolve())
+    if not file.is_file() or elsewhere:  # on PYTHONPATH
         return
     try:
         tree = ast.parse(file.read_bytes(), str(file))

@@ -2,7 +2,6 @@
 
 import importlib
 import inspect
-import sys
 import traceback
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ import torch
 from dovetail.batch.loss import LossFn, TokenStats
 from dovetail.batch.packed import PackedBatch, Sequence
 from dovetail.errors import ConfigError
+from dovetail.own_modules import look_in
 from dovetail.recipe.algorithms import PPO, SFT, PolicyGradient
 from dovetail.recipe.functions import FunctionSection, LossSection, OwnFunction
 from dovetail.recipe.rollout import EMBEDDED
@@ -70,7 +70,7 @@ def advantage(section: OwnFunction, folder: Path, given: Collection[str] = ()) -
 
 
 def load_function(section: FunctionSection | LossSection, folder: Path, key: str) -> Callable[..., Any]:
-    """With its options, by `module:function`; installed modules come before files of `folder`."""
+    """With its options, by `module:function`; files of `folder` come before installed modules."""
     assert section.function is not None
     function = imported(section.function, folder, key)
     name = section.function.partition(":")[2]
@@ -87,8 +87,7 @@ def load_function(section: FunctionSection | LossSection, folder: Path, key: str
 
 def imported(function: str, folder: Path, key: str) -> Callable[..., Any]:
     module, _, name = function.partition(":")
-    if str(folder) not in sys.path:
-        sys.path.append(str(folder))
+    look_in(folder, module)
     with _tried(key, function):
         loaded = importlib.import_module(module)
         found = vars(loaded).get(name)

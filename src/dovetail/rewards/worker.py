@@ -23,6 +23,7 @@ from traceback import walk_tb
 from types import TracebackType
 from typing import Any, NoReturn, TextIO
 
+from dovetail.own_modules import look_in
 from dovetail.rewards.built_in import BUILT_IN
 from dovetail.system import adopt_orphans, die_with_parent, end_children
 
@@ -183,9 +184,9 @@ def load(setup: Mapping[str, Any]) -> tuple[Scorer, bool]:
         accepted = frozenset(inspect.signature(BUILT_IN[name]).parameters) - POSITIONAL
         _check_options(options, accepted)
         return _each(partial(_built_in, BUILT_IN[name], options)), False
-    if setup["directory"] is not None:
-        sys.path.insert(0, setup["directory"])
     module, _, attribute = function.partition(":")
+    if setup["directory"] is not None:
+        look_in(setup["directory"], module)
     reward = vars(importlib.import_module(module)).get(attribute)
     if not callable(reward):
         raise LookupError(f"module {module} has no function {attribute!r}")

@@ -1,0 +1,41 @@
+"""Modules of users, from the directory of a recipe."""
+
+import sys
+import sysconfig
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+from dovetail.errors import ConfigError
+
+OURS = ("dovetail", "torch", "transformers", "safetensors", "pydantic", "yaml", "rich", "numpy")
+
+
+def look_in(folder: Path | str, module: str) -> None:
+    """Import from `folder`, too: before installed modules, behind Python's own. Raises ConfigError as `refuse_names`."""
+    refuse_names(folder, module)
+    entry = str(Path(folder).resolve())
+    place = search_path(folder).index(entry)
+    while entry in sys.path:
+        sys.path.remove(entry)
+    sys.path.insert(place, entry)
+
+
+def search_path(folder: Path | str) -> list[str]:
+    """`sys.path` with `folder` in that place."""
+    entry, standard = str(Path(folder).resolve()), sysconfig.get_path("stdlib")
+    paths = [path for path in sys.path if path != entry]
+    inside = [i for i, path in enumerate(paths) if path.startswith(standard) and "site-packages" not in path]
+    behind = max(inside, default=-1) + 1
+    return [*paths[:behind], entry, *paths[behind:]]
+
+
+def refuse_names(folder: Path | str, module: str) -> None:
+    """Of files in `folder`: those of packages that this one needs, which they would replace, and Python's for `module`."""
+    top, entry = module.partition(".")[0], str(Path(folder).resolve())
+    others = [path for path in sys.path if path != entry]
+    for name in {*OURS, top} & {*OURS, *sys.stdlib_module_names}:
+        here, found = PathFinder.find_spec(name, [entry]), PathFinder.find_spec(name, others)
+        loaded = sys.modules[name].__spec__ if name in sys.modules else None
+        known = {spec.origin for spec in (found, loaded) if spec is not None}
+        if here is not None and here.origin is not None and here.origin not in known:
+            raise ConfigError(f"{here.origin} has the name of a module that dovetail or Python needs; rename it")
