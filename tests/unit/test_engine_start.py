@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Mapping
@@ -32,6 +33,29 @@ print("GPUs", os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ["MARK"], flush=
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
 
+JOB = """
+import sys
+from pathlib import Path
+from dovetail.launch import supervisor
+from dovetail.launch.engines import EngineStart
+supervisor.PAUSE_SECONDS = 0.05
+start = EngineStart(
+    commands=[[sys.executable, "server.py", "PORT"]], gpus_each=0, ranks_on_gpus=False, logs=Path("logs"), timeout=20.0,
+    environment={"MARK": "m"},
+)
+sys.exit(supervisor.run_ranks([sys.executable, "rank.py"], 1, supervisor.Supervision(restarts=1, engines=start)))
+"""
+RANK = """
+import os, signal, time
+from pathlib import Path
+with open("urls", "a") as urls:
+    urls.write(os.environ["DOVETAIL_ENGINES"] + "\\n")
+if Path("urls").read_text().count("\\n") == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+while Path("stay").exists():
+    time.sleep(0.02)
+"""
+
 
 def start_of(folder: Path, *words: str, count: int = 1, gpus_each: int = 0, timeout: float = 20.0) -> EngineStart:
     (folder / "server.py").write_text(SERVER)
@@ -58,9 +82,7 @@ def test_engines_answer_before_the_ranks_start_and_end_with_them(
     with running(start_of(tmp_path, "PORT", count=3), 1, free_port, lambda: False) as variables:
         urls = variables[URLS].split(",")
         assert len(set(urls)) == 3 and all(Client(url).get("/health") == {} for url in urls)
-    for url in urls:
-        with socket.socket() as closed:
-            assert closed.connect_ex(("127.0.0.1", int(url.rpartition(":")[2]))) != 0
+    assert not any(map(is_open, urls))
     with running(start_of(tmp_path, "PORT", count=1, gpus_each=2), 2, free_port, lambda: False):
         assert (tmp_path / "logs" / "engine-0.log").read_text().startswith("GPUs 6,7 m\n")
     with pytest.raises(ConfigError, match="2 engines of 2 GPUs and 1 ranks need 5 GPUs, there are 4"):
@@ -91,6 +113,34 @@ def test_an_engine_that_does_not_start_is_told_with_its_last_lines(
     with running(start_of(tmp_path, str(busy)), 1, free_port, lambda: next(stops)):
         assert time.monotonic() - begun < 20
     assert "DOVETAIL_ENGINES" not in os.environ
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_engines_outlive_a_restart_of_the_ranks_but_not_the_supervisor(tmp_path: Path, killed: bool) -> None:
+    for name, text in {"server": SERVER, "job": JOB, "rank": RANK}.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    if killed:
+        (tmp_path / "stay").touch()
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
+    process = subprocess.Popen([sys.executable, "job.py"], cwd=tmp_path, env=env, stderr=subprocess.DEVNULL)
+    urls = tmp_path / "urls"
+    until = time.monotonic() + 60
+    while killed and time.monotonic() < until and not (urls.exists() and urls.read_text().count("\n") == 2):
+        time.sleep(0.02)
+    if killed:
+        process.kill()
+        (tmp_path / "stay").unlink()
+    assert process.wait(60) == (-9 if killed else 0)
+    first, second = urls.read_text().split()
+    assert first == second
+    while is_open(first) and time.monotonic() < until:
+        time.sleep(0.02)
+    assert not is_open(first)
+
+
+def is_open(url: str) -> bool:
+    with socket.socket() as asked:
+        return asked.connect_ex(("127.0.0.1", int(url.rpartition(":")[2]))) == 0
 
 
 def recipe(rollout: Mapping[str, Any], **more: Any) -> Recipe:

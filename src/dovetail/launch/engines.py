@@ -55,29 +55,33 @@ def running(
         for i, command in enumerate(start.commands):
             port = str(free_port())
             own = {} if gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(gpus[i])}
-            with open(_log(start, i), "wb") as log:
-                processes.append(
-                    subprocess.Popen(
-                        [port if word == "PORT" else word for word in command],
-                        env={**os.environ, **start.environment, **own},
-                        stdin=subprocess.DEVNULL,
-                        stdout=log,
-                        stderr=subprocess.STDOUT,
-                        start_new_session=True,
-                        preexec_fn=partial(system.die_with_parent, signal.SIGTERM),
-                    )
-                )
+            words = [port if word == "PORT" else word for word in command]
+            processes.append(_started(words, {**os.environ, **start.environment, **own}, _log(start, i)))
             urls.append(f"http://{HOST}:{port}")
         complain(f"dovetail: waiting for {len(urls)} engine{'s' * (len(urls) > 1)}; their logs are in {start.logs}\n")
         _wait(start, processes, urls, stopped)
         yield {URLS: ",".join(urls)}
-    except FileNotFoundError as error:
-        raise ConfigError(
-            f"rollout.start: {error.filename} is no program here; name the one of the engine's environment in "
-            "rollout.start.command"
-        ) from error
     finally:
         _end(processes)
+
+
+def _started(words: Sequence[str], environment: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
+    try:
+        with open(log, "wb") as output:
+            return subprocess.Popen(
+                words,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=partial(system.die_with_parent, signal.SIGTERM),
+            )
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"rollout.start: {words[0]} is no program here; name the one of the engine's environment in "
+            "rollout.start.command"
+        ) from error
 
 
 def _wait(
