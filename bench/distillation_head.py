@@ -14,6 +14,7 @@ import inspect
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -154,7 +155,7 @@ def peers(work: Work, top_k: int) -> Iterator[tuple[str, Callable[[], Gradients]
         return
     compiled = torch.compile(lambda x, weight, h, other, beta: divergence_of(x @ weight.T, h @ other.T, beta))
     for size in (1024, 4096):
-        yield f"torch.compile, chunks of {size}", lambda size=size: in_chunks(work, compiled, size)
+        yield f"torch.compile, chunks of {size}", partial(in_chunks, work, compiled, size)
     if importlib.util.find_spec("liger_kernel") is None:
         return
     given = (work.x, work.weight, work.teacher.hidden, work.teacher.weight)

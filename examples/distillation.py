@@ -39,5 +39,6 @@ def main(student_path: str, teacher_path: str, out: str, layout: dt.Layout) -> l
 if __name__ == "__main__":
     if len(sys.argv) != 4:
         sys.exit(__doc__)
-    for report in main(*sys.argv[1:], dt.Layout()):
+    student_path, teacher_path, out = sys.argv[1:]
+    for report in main(student_path, teacher_path, out, dt.Layout()):
         print(f"divergence {report.metrics['divergence']:.4f}  entropy {report.metrics['entropy_mean']:.3f}")

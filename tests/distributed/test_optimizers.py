@@ -1,6 +1,7 @@
 """Optimizers on layouts: as on one rank, and every layout goes on from any other's state."""
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,11 @@ def test_more_layouts_are_one_rank(name: str, rule: str, tmp_path: Path) -> None
     chain(name, rule, LAYOUTS[name], tmp_path)
 
 
+def moment(rule: Any, kind: str, shard: Any) -> Tensor:
+    state: Tensor = rule.stored(shard.local)[kind]
+    return state
+
+
 def eight_bits(path: Path, layout: str, after: Path, before: Path | None = None) -> tuple[list[Tensor], list[Flat]]:
     """Of adamw8bit the bits of the state after two steps, its values, and the weights after a third."""
     engine = made(path, layout, "adamw8bit", torch.float32)
@@ -119,7 +125,7 @@ def eight_bits(path: Path, layout: str, after: Path, before: Path | None = None)
     rule = engine.optimizer.rule
     bits = [x.clone() for x in rule.resident()]
     assert any(x.dtype == torch.uint8 for x in bits)
-    values = [assemble(engine, lambda shard, k=kind: rule.stored(shard.local)[k])[0] for kind in rule.state_names]
+    values = [assemble(engine, partial(moment, rule, kind))[0] for kind in rule.state_names]
     engine.offload()
     engine.onload()
     engine.train_step(batches()[2], tokenwise)

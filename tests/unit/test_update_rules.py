@@ -121,7 +121,7 @@ def test_a_class_without_decay_and_a_class_of_mine() -> None:
             return super().step(closure)
 
     assert_all_close(trained(name=Signed, options={"momentum": 0.5}), reference(partial(Signed, momentum=0.5)), OP_FP64)
-    keys = {"weight_decay": 0.0, "groups": (ParamGroup("layers.0.*", lr=0.02),)}
+    keys: dict[str, Any] = {"weight_decay": 0.0, "groups": (ParamGroup("layers.0.*", lr=0.02),)}
     one, other = trained(name="rprop", **keys), trained(name=torch.optim.Rprop, **keys)
     assert_all_close(one, other, EXACT)
 
@@ -217,7 +217,7 @@ def test_experts_are_matrices_with_gate_and_up_apart() -> None:
     assert [piece.matrix.removeprefix(f"{region.checkpoint_name}.") for piece in pieces] == ["2.0", "2.1", "3.0", "3.1"]
     assert {(piece.shape, piece.part) for piece in pieces} == {((5, 6), ((0, 5), (3, 6)))}
     for number, piece in enumerate(pieces):
-        local.data[piece.index] += number + 1
+        local.data[piece.view] += number + 1
     assert torch.equal(local[:, ::5, 0], torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
     assert local.count_nonzero() == local.numel()
 

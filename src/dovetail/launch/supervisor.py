@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -71,11 +71,10 @@ def run_ranks(command: Sequence[str], ranks: int, supervision: Supervision) -> i
         signal.signal(number, stop.receive)
     signal.signal(PROFILE_SIGNAL, stop.pass_on)
     engines = supervision.engines
-    with (
-        nullcontext({})
-        if engines is None
-        else running(engines, ranks, _free_port, lambda: stop.signal != 0) as variables
-    ):
+    started: AbstractContextManager[Mapping[str, str]] = nullcontext({})
+    if engines is not None:
+        started = running(engines, ranks, _free_port, lambda: stop.signal != 0)
+    with started as variables:
         return _start_all(command, ranks, supervision, stop, variables)
 
 

@@ -1,6 +1,7 @@
 """What an update rule is; AdamW, with its moments on the device or the host."""
 
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -22,7 +23,7 @@ class UpdateRule:
 
     state_names: tuple[str, ...]  # of the parameter's shape, in checkpoints: the same on every rank
     param_groups: list[dict[str, Any]]  # of torch; lr and weight_decay are set before each step
-    state: MutableMapping[Any, Any]  # parameter -> name -> state
+    state: defaultdict[Any, Any]  # parameter -> name -> state
     found_inf: Tensor  # float32 [], on the device
 
     def step(self, closure: Any = None) -> Any:

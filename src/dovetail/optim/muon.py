@@ -40,14 +40,14 @@ class Held:
 
 
 class Piece(NamedTuple):
-    """A rectangle of a matrix: `view` of this rank's parameter."""
+    """A rectangle of a matrix: a view of this rank's parameter."""
 
     matrix: str
     shape: tuple[int, int]  # of the matrix
     part: Slices
     owned: bool
     parameter: nn.Parameter
-    index: tuple[int | slice, ...]
+    view: tuple[Any, ...]  # its index
 
 
 class Part(NamedTuple):
@@ -276,7 +276,7 @@ class Muon(UpdateRule):
     def _source(self, piece: Piece) -> Tensor:
         x = piece.parameter.grad if self.options.nesterov else self.state[piece.parameter][MOMENTUM]
         assert x is not None
-        return x[piece.index]
+        return x[piece.view]
 
     def _orthogonalized(self, jobs: Sequence[Job], came: Tensor) -> dict[str, Tensor]:
         """Matrix -> its update [out, in]; equal shapes are one batch."""
@@ -332,7 +332,7 @@ class Muon(UpdateRule):
             for part in job.parts:
                 if part.rank == self.world.rank:
                     piece = self.pieces[job.matrix, part.part]
-                    target = piece.parameter[piece.index]
+                    target = piece.parameter[piece.view]
                     targets, values = updates[self.options.rate(rates[piece.parameter], job.shape)]
                     targets.append(target)
                     values.append(came[at : at + target.numel()].view(target.shape))
