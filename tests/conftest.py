@@ -74,7 +74,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.line(f"  {value}")
     if terminalreporter.config.getoption("--record-durations"):
         _record_durations(terminalreporter.stats)
-    if terminalreporter.config.getoption("--record-soak"):
+    if terminalreporter.config.getoption("--record-soak") and not hasattr(terminalreporter.config, "workerinput"):
         _record_soak(terminalreporter)
 
 
@@ -88,14 +88,19 @@ def _record_durations(stats: dict[str, list[Any]]) -> None:
     DURATIONS.write_text(json.dumps(kept, indent=0) + "\n")
 
 
+def _git(*words: str) -> str:
+    done = subprocess.run(["git", *words], capture_output=True, text=True, check=True, cwd=SOAK_RESULTS.parent)
+    return done.stdout.strip()
+
+
 def _record_soak(reporter: Any) -> None:
     """A row of this run: date, commit, piece, counts and minutes."""
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=True
-    ).stdout
+    commit = _git("rev-parse", "--short", "HEAD")
+    if _git("status", "--porcelain", "--untracked-files=no", "--", f":!{SOAK_RESULTS.name}"):
+        commit += "-dirty"
     counts = [len(reporter.stats.get(kind, ())) for kind in ("passed", "failed", "error", "skipped")]
     minutes = (time.time() - reporter._session_start.time) / 60
     piece = reporter.config.getoption("--piece") or "1/1"
-    row = [f"{datetime.now(UTC):%Y-%m-%d}", commit.strip(), piece, *map(str, counts), f"{minutes:.0f}"]
+    row = [f"{datetime.now(UTC):%Y-%m-%d}", commit, piece, *map(str, counts), f"{minutes:.0f}"]
     with SOAK_RESULTS.open("a") as file:
         file.write(f"| {' | '.join(row)} |\n")
