@@ -10,12 +10,14 @@ import torch
 
 import dovetail as dt
 from bench.models import one_rank
-from dovetail.engine.teacher import Teacher
+from dovetail.engine.teacher import Teacher, evaluate
 from dovetail.errors import ConfigError, ModelError
 from dovetail.recipe.schema import make_recipe
+from dovetail.rl.distillation import DistillationLoss
 from dovetail.rl.distillation_task import prompt_of
 from examples import distillation
 from tests.golden.job import MODEL, RL_ROWS, SFT_ROWS, play, sft, write_inputs
+from tests.tolerances import SUM_ORDER
 
 ROOT = Path(__file__).parents[2]
 TEACHER = "teacher"
@@ -67,6 +69,15 @@ def test_the_example(inputs: Path, tmp_path: Path) -> None:
     reports = distillation.main(str(inputs / MODEL), str(inputs / "taught/hf"), str(tmp_path / "out"), dt.Layout())
     assert reports[-1].metrics["divergence"] < reports[0].metrics["divergence"]
     assert len((ROOT / "examples/distillation.py").read_text().splitlines()) < 60
+
+
+def test_a_model_that_is_its_own_teacher_has_nothing_to_learn(inputs: Path) -> None:
+    """Where the teacher's states were of other tokens, their distributions would differ."""
+    engine = dt.from_pretrained(inputs / MODEL, device="cpu", dtype=torch.float64)
+    rows = [dt.Sequence([3, 5, 7, 4, 6], [False, False, True, True, True]), dt.Sequence([4, 8, 3], [False, True, True])]
+    batch, states = Teacher.of(engine, engine).read(dt.PackedBatch.pack(rows))
+    report = evaluate(engine, batch, DistillationLoss(teacher=states))
+    assert abs(report.loss) < SUM_ORDER and abs(report.metrics["sampled_reverse_kl"]) < SUM_ORDER
 
 
 def test_prompts_of_rows() -> None:
