@@ -139,7 +139,10 @@ def difference(policy: Any, asked: Sequence[Prompt], drawn: Sequence[Completion]
     rows = []
     for c in drawn:
         prompt = [*asked[c.row].ids]
-        fields: dict[str, Any] = {"temperature": temperature, "theirs": [0.0] * len(prompt) + [*c.log_probs]}
+        fields: dict[str, float | Sequence[float]] = {
+            "temperature": temperature,
+            "theirs": [0.0] * len(prompt) + [*c.log_probs],
+        }
         rows.append(Row([*prompt, *c.ids], [False] * len(prompt) + [True] * len(c.ids), fields))
     batch = PackedBatch.pack(rows)
     theirs, counts = batch.fields["theirs"], batch.mask.bool()

@@ -187,7 +187,7 @@ def test_weights_go_as_the_engine_was_started_for() -> None:
 
 def test_what_a_recipe_may_say_of_engines() -> None:
     assert recipe({"engines": "http://h:1"}).rollout.backend == "vllm" == recipe({"start": {}}).rollout.backend
-    wrong: dict[str, dict[str, Any]] = {
+    wrong: Mapping[str, Mapping[str, Any]] = {
         "runs inside the trainer; with engines or start set vllm or sglang": {
             "backend": "native",
             "engines": ["http://h:1"],

@@ -217,7 +217,7 @@ def test_log_probs_that_training_does_not_compute_are_refused(kind: Any, mode: s
     kept = {
         ("vllm", "raw_logprobs"): "raw",
         ("vllm", "processed_logprobs"): "processed",
-        ("sglang", "raw_logprobs"): "raw",
+        ("sglang", "raw_logprobs"): "penalized",
     }
     assert server.log_probs == kept.get((kind, mode), "tempered")
     for drawing in {each for several in fitting.values() for each in several}:

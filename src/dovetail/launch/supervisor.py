@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -70,11 +70,11 @@ def run_ranks(command: Sequence[str], ranks: int, supervision: Supervision) -> i
     for number in STOP_CODES:
         signal.signal(number, stop.receive)
     signal.signal(PROFILE_SIGNAL, stop.pass_on)
-    engines = supervision.engines
-    started: AbstractContextManager[Mapping[str, str]] = nullcontext({})
-    if engines is not None:
-        started = running(engines, ranks, _free_port, lambda: stop.signal != 0)
-    with started as variables:
+    with ExitStack() as stack:
+        variables: Mapping[str, str] = {}
+        if supervision.engines is not None:
+            started = running(supervision.engines, ranks, _free_port, lambda: stop.signal != 0)
+            variables = stack.enter_context(started)
         return _start_all(command, ranks, supervision, stop, variables)
 
 
