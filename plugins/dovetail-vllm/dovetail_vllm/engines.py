@@ -103,7 +103,18 @@ class VerifiedEngine(WeightTransferEngine[Init, Update]):
         if not self.ledger.whole:
             raise Refused(f"the update ends after {self.ledger.buckets} buckets without a manifest that they fulfil")
         finalize_layerwise_reload(self.model, self.model_config)
+        if self.device.type == "cpu":
+            self._repack_tied()
         self.begun = False
+
+    def _repack_tied(self) -> None:
+        """On a CPU a tied LM head keeps a packed copy, which vLLM makes anew only for the module that was loaded."""
+        owners: dict[int, torch.nn.Module] = {}
+        for module in self.model.modules():
+            weight = module._parameters.get("weight")
+            tied = weight is not None and weight.numel() and owners.setdefault(id(weight), module) is not module
+            if tied and hasattr(module, "quant_method"):
+                module.quant_method.process_weights_after_loading(module)
 
     def receive(self, update: Update) -> Tensor:
         """The bucket's bytes, uint8 on this worker's device, in memory that nobody else writes: vLLM keeps views of it."""

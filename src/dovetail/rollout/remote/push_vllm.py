@@ -44,7 +44,7 @@ class VllmReplica:
         if self.options.transport == "nccl":
             self._join()
         else:
-            self._post("/init_weight_transfer_engine", {"init_info": {"timeout": self.timeout}})
+            self._post("/init_weight_transfer_engine", {"init_info": {"timeout": self.timeout / 2}})
 
     def pause(self) -> None:
         clear = "true" if self.options.kv == "recompute" else "false"
@@ -114,7 +114,7 @@ class VllmReplica:
         joined = beside(lambda: group.connect(self.transport.device))
         info: dict[str, Any] = {"rank_offset": 1, "world_size": group.size}
         if self.plugin:
-            info |= {"timeout": self.timeout, "backend": backend}
+            info |= {"timeout": self.timeout / 2, "backend": backend}  # so that it is free again when we ask
             info |= {"master_address": group.address, "master_port": group.port}
         else:
             unique = base64.b64encode(group.unique_id()).decode()
