@@ -67,12 +67,7 @@ CASES: Mapping[str, tuple[Mapping[str, Any], tuple[str, ...]]] = {
             "optim.warmup_steps": 20, "optim.schedule": "linear", "trainer.seed": 42, "model.dtype": "bfloat16",
             "reward.parts": [{"name": "math_verify"}, {"import": "my.rewards:short", "weight": 0.5}],
         },
-        (
-            "use_vllm=true: here rollout.engines",
-            "vllm_mode=colocate: here rollout.engines",
-            "use_peft=true, lora_r=16",
-            "use_bias_correction_kl",
-        ),
+        ("use_vllm=true: here rollout.engines", "use_peft=true, lora_r=16", "use_bias_correction_kl"),
     ),
     "trl_grpo.yaml": (
         {
