@@ -45,7 +45,7 @@ SETTINGS = {
 }  # fmt: skip
 WORDS = (
     "-m", "vllm.entrypoints.cli.main", "serve", str(MODEL), "--host", "127.0.0.1", "--enable-scale-out", "--max-model-len", "512",
-    "--max-num-seqs", "16", "--max-num-batched-tokens", "512", "--enforce-eager", "--load-format", "dummy", "--dtype", "bfloat16",
+    "--max-num-seqs", "16", "--max-num-batched-tokens", "512", "--enforce-eager", "--load-format", "dummy", "--dtype", "float32",
     "--logprobs-mode", "processed_logprobs", "--served-model-name", "policy",
     "--weight-transfer-config", '{"backend": "dovetail_nccl"}',
 )  # fmt: skip
@@ -87,7 +87,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
 @pytest.fixture(scope="module")
 def policy() -> Iterator[Any]:
     with temporary_process_group(torch.device("cpu"), timedelta(hours=1)):
-        yield from_pretrained(MODEL, dtype="bfloat16", device="cpu")
+        yield from_pretrained(MODEL, dtype="float32", device="cpu")
 
 
 def pusher(client: Client, bucket_mb: int = 32) -> Pusher:
@@ -117,7 +117,7 @@ def changed(weights: Weights) -> Weights:
 
 
 def test_three_pushes_through_a_running_request(client: Client, policy: Any) -> None:
-    weights = list(policy.weights(torch.bfloat16))
+    weights = list(policy.weights(torch.float32))
     made = pusher(client)
     assert made.push(iter(weights), 1) == [None]
     first = generated(client, 12)
@@ -144,7 +144,7 @@ def test_three_pushes_through_a_running_request(client: Client, policy: Any) -> 
 
 
 def test_what_is_not_as_sent_is_refused_by_name(client: Client, policy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    weights, draw = list(policy.weights(torch.bfloat16)), random.Random(3)
+    weights, draw = list(policy.weights(torch.float32)), random.Random(3)
     part = [(name, tensor) for name, tensor in weights if ".layers.0." in name or ".layers.1." in name]
     made, module = pusher(client, 2), importlib.import_module("dovetail.rollout.remote.push")
     fill = module.fill
@@ -201,7 +201,7 @@ def damages(i: int, *, renumber: bool) -> list[Callable[[list[Bucket]], list[Buc
 
 
 def test_a_trainer_that_is_killed_in_a_push_and_starts_again(client: Client, policy: Any) -> None:
-    weights = list(policy.weights(torch.bfloat16))
+    weights = list(policy.weights(torch.float32))
     made = pusher(client)
     assert made.push(iter(weights), 20) == [None]
     right = log_probs(generated(client, 8))
