@@ -15,7 +15,7 @@ from dovetail.factory.preferences import preference_task
 from dovetail.recipe.schema import make_recipe
 from tests.harness import run
 from tests.parity.configs import VOCAB, save_tiny, tiny_configs
-from tests.tolerances import MODEL_FP32, SUM_ORDER, assert_close
+from tests.tolerances import MODEL_FP32, OP_FP64, SUM_ORDER, assert_close
 
 LENGTHS = ((9, 4), (5, 12), (7, 7), (3, 14), (11, 2), (6, 8))  # of completions; prompts have 3 tokens
 BUDGET = 24  # of the longest pair 23
@@ -54,22 +54,24 @@ def task_of(name: str, policy: Any, reference: Any = None) -> Any:
     return preference_task(recipe, policy, wanted, (rows, rows[:3], {"more": rows[2:]}, ""), longest=18)
 
 
-def engine_of(path: Path, layout: dt.Layout, head: Any = "lm") -> Any:
+def engine_of(path: Path, layout: dt.Layout, head: Any = "lm", engine: Any = "auto") -> Any:
     options = dt.EngineOptions(
-        optim=dt.OptimSettings(lr=1e-3), tokens_per_batch=BUDGET, fresh_head_seed=1, head_bias=False
+        optim=dt.OptimSettings(lr=1e-3), tokens_per_batch=BUDGET, fresh_head_seed=1, head_bias=False, engine=engine
     )
     return dt.from_pretrained(path, layout=layout, dtype=torch.float64, device="cpu", head=head, options=options)
 
 
-def train(path: Path, layout: dt.Layout, names: tuple[str, ...], saved: Path | None = None) -> dict[str, Any]:
+def train(
+    path: Path, layout: dt.Layout, names: tuple[str, ...], saved: Path | None = None, engine: str = "auto"
+) -> dict[str, Any]:
     """Rows of metrics and the weights after one step and an evaluation of each algorithm in turn."""
     found: dict[str, Any] = {}
-    lm, reference = engine_of(path, layout), engine_of(path, layout)
+    lm, reference = engine_of(path, layout, engine=engine), engine_of(path, layout, engine=engine)
     lm.train_step(
         dt.PackedBatch.pack([row.rejected for row in rows_of()[1:] if row.rejected]), likelihood
     )  # apart from the reference
     for name in names:
-        policy = engine_of(path, layout, "value") if name == "reward" else lm
+        policy = engine_of(path, layout, "value", engine) if name == "reward" else lm
         task = task_of(name, policy, reference)
         row = {**task.evaluate(0), **task.step(0), **task.evaluate(1)}
         assert not row.get("skipped") and task.reference is (reference if name in ("dpo", "dpo-ipo", "kto") else None)
@@ -104,6 +106,26 @@ def test_every_layout_is_one_rank(layout: str, folder: Path, alone: dict[str, An
         assert found.keys() == alone.keys() - {"scores"}
         for name, value in found.items():
             a, b = (torch.as_tensor(x, dtype=torch.float64) for x in (value, alone[name]))
+            assert_close(a, b, SUM_ORDER, f"{layout}: {name}")
+
+
+@pytest.mark.parametrize("layout", ["dp=2", pytest.param("cp=2", marks=pytest.mark.soak)])
+def test_the_engine_of_transformers_does_the_same(layout: str, folder: Path, alone: dict[str, Any]) -> None:
+    for found in run(2, train, folder, dt.Layout.parse(layout), (*ALGORITHMS,), None, "transformers"):
+        for name, value in found.items():
+            a, b = (torch.as_tensor(x, dtype=torch.float64) for x in (value, alone[name]))
+            assert_close(a, b, OP_FP64, f"{layout}: {name}")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("layout", ["dp=2,ep=2", "tp=2,dp=2,ep=2"])
+def test_experts(layout: str, tmp_path: Path) -> None:
+    save_tiny(tiny_configs()["qwen3_moe"], tmp_path)
+    cut, names = dt.Layout.parse(layout), ("dpo", "kto", "orpo", "reward")
+    one = run(1, train, tmp_path, dt.Layout(), names)[0]
+    for found in run(cut.num_ranks, train, tmp_path, cut, names):
+        for name, value in found.items():
+            a, b = (torch.as_tensor(x, dtype=torch.float64) for x in (value, one[name]))
             assert_close(a, b, SUM_ORDER, f"{layout}: {name}")
 
 

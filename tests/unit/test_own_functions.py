@@ -18,10 +18,10 @@ from dovetail.cli.preflight import _check_function
 from dovetail.errors import ConfigError
 from dovetail.factory.functions import advantage, policy_loss, sft_loss
 from dovetail.nn.heads import is_separable
-from dovetail.own_modules import look_in, search_path
 from dovetail.recipe.algorithms import GRPO, SFT
 from dovetail.recipe.functions import FunctionSection, LossSection
 from dovetail.recipe.schema import make_recipe
+from dovetail.rewards.own_modules import look_in, search_path
 from dovetail.rewards.worker import load
 from dovetail.rl.advantages import whiten
 from dovetail.rl.correction import importance_weights

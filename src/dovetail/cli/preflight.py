@@ -24,13 +24,13 @@ from dovetail.factory.engines import connect
 from dovetail.factory.layouts import check_layout, max_positions, sampling_layout
 from dovetail.launch.engines import engine_key
 from dovetail.launch.process import complain
-from dovetail.own_modules import refuse_names, search_path
 from dovetail.parallel.layout import Layout
 from dovetail.recipe.algorithms import PPO, SFT, CriticFree, PolicyGradient
 from dovetail.recipe.distillation import Distillation
 from dovetail.recipe.optim import require_torchao
 from dovetail.recipe.schema import Recipe
 from dovetail.recipe.types import LayoutSection
+from dovetail.rewards.own_modules import refuse_names, search_path
 from dovetail.rewards.runner import refuse_unknown
 from dovetail.run.paths import FinishedError, check_run_dir, check_unfinished
 from dovetail.weights.config_file import pinned, read_config

@@ -14,11 +14,11 @@ import torch
 from dovetail.batch.loss import LossFn, TokenStats
 from dovetail.batch.packed import PackedBatch, Sequence
 from dovetail.errors import ConfigError
-from dovetail.own_modules import look_in
 from dovetail.recipe.algorithms import PPO, SFT, PolicyGradient
 from dovetail.recipe.functions import FunctionSection, LossSection, OwnFunction
 from dovetail.recipe.rollout import EMBEDDED
 from dovetail.recipe.schema import Recipe
+from dovetail.rewards.own_modules import look_in
 from dovetail.rl.experience import OwnAdvantage, own_advantages
 from dovetail.rl.losses import PolicyLoss, SFTLoss, weight_fields
 

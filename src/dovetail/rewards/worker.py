@@ -23,8 +23,8 @@ from traceback import walk_tb
 from types import TracebackType
 from typing import Any, NoReturn, TextIO
 
-from dovetail.own_modules import look_in
 from dovetail.rewards.built_in import BUILT_IN
+from dovetail.rewards.own_modules import look_in
 from dovetail.system import adopt_orphans, die_with_parent, end_children
 
 Sample = Mapping[str, Any]
