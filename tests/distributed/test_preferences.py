@@ -15,7 +15,7 @@ from dovetail.factory.preferences import preference_task
 from dovetail.recipe.schema import make_recipe
 from tests.harness import run
 from tests.parity.configs import VOCAB, save_tiny, tiny_configs
-from tests.tolerances import MODEL_FP32, OP_FP64, SUM_ORDER, assert_close
+from tests.tolerances import MODEL_FP32, SUM_ORDER, assert_close
 
 LENGTHS = ((9, 4), (5, 12), (7, 7), (3, 14), (11, 2), (6, 8))  # of completions; prompts have 3 tokens
 BUDGET = 24  # of the longest pair 23
@@ -114,7 +114,7 @@ def test_the_engine_of_transformers_does_the_same(layout: str, folder: Path, alo
     for found in run(2, train, folder, dt.Layout.parse(layout), (*ALGORITHMS,), None, "transformers"):
         for name, value in found.items():
             a, b = (torch.as_tensor(x, dtype=torch.float64) for x in (value, alone[name]))
-            assert_close(a, b, OP_FP64, f"{layout}: {name}")
+            assert_close(a, b, MODEL_FP32, f"{layout}: {name}")  # its norms and angles are float32
 
 
 @pytest.mark.soak

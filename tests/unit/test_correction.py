@@ -230,7 +230,7 @@ def test_the_default_is_of_the_backend() -> None:
     believed = CorrectionSection(ratio="none", old="sampler")
     assert recipe_of(correction={"ratio": "none", "old": "sampler"}).correction == believed
     with pytest.raises(
-        ValueError, match=r"rollout.backend=vllm returns log-probs of the distribution as changed by rollout.top_p=0.9"
+        ValueError, match=r"rollout.backend=vllm samples from the distribution as changed by rollout.top_p=0.9"
     ):
         check_correction(CorrectionSection(), remote(recipe_of(), top_p=0.9).rollout)
     for given, message in (

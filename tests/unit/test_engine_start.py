@@ -158,7 +158,7 @@ def test_the_command_of_an_engine() -> None:
     ]  # fmt: skip
     assert start.environment == {"VLLM_SERVER_DEV_MODE": "1"}
     rollout = {"start": {"command": ["env/bin/vllm", "serve"]}, "top_p": 0.9, "push": {"transport": "file"}}
-    start = engine_start(recipe(rollout), ranks_on_gpus=True)
+    start = engine_start(recipe(rollout, algorithm={"correction": {"ratio": "none"}}), ranks_on_gpus=True)
     assert (
         start is not None and start.commands[0][:2] == ["env/bin/vllm", "serve"] and "raw_logprobs" in start.commands[0]
     )

@@ -101,6 +101,7 @@ def recipe_of(folder: Path, algorithm: str) -> dict[str, Any]:
         "trainer.tokens_per_batch": 40,
     }
     needed |= {"rollout.max_new_tokens": 9}
+    needed |= {"algorithm.correction.ratio": "none"} if algorithm == "grpo-engines" else {}  # goes with the penalty
     for key, value in [*needed.items(), *((leaf.key, leaf.value) for leaf in TABLE if leaf.algorithm == algorithm)]:
         *path, last = key.split(".")
         section = given

@@ -27,7 +27,7 @@ from dovetail.launch.process import complain
 from dovetail.parallel.layout import Layout
 from dovetail.recipe.algorithms import PPO, SFT, CriticFree, PolicyGradient
 from dovetail.recipe.distillation import Distillation
-from dovetail.recipe.optim import require_torchao
+from dovetail.recipe.optimizers import require_torchao
 from dovetail.recipe.schema import Recipe
 from dovetail.recipe.types import LayoutSection
 from dovetail.rewards.own_modules import refuse_names, search_path

@@ -17,7 +17,7 @@ from dovetail.errors import ConfigError
 from dovetail.optim.adamw import MOMENTS, Stored
 from dovetail.optim.elementwise import STEP, Elementwise, Layout
 from dovetail.optim.muon import Held
-from dovetail.recipe.optim import require_torchao
+from dovetail.recipe.optimizers import require_torchao
 
 BLOCK = 256  # elements of one scale, torchao's default
 TINY = 1e-12  # torchao's smallest scale

@@ -16,7 +16,7 @@ from dovetail.optim.groups import ParamGroup
 from dovetail.optim.muon import Held, Muon, MuonOptions
 from dovetail.optim.quantized import QuantizedAdamW, adamw8bit
 from dovetail.parallel.mesh import Mesh
-from dovetail.recipe.optim import refuse_name
+from dovetail.recipe.optimizers import refuse_name
 
 Schedule = Literal["constant", "linear", "cosine", "wsd"]
 OURS = ("params", "lr", "weight_decay")  # keys of `OptimSettings` itself

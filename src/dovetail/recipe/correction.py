@@ -60,7 +60,6 @@ def check_correction(correction: CorrectionSection, rollout: RolloutSection) -> 
     cuts = [f"rollout.{name}={value}" for name, value in rollout if name in UNCUT and value != UNCUT[name]]
     if rollout.backend not in EMBEDDED and cuts:
         raise ValueError(
-            f"rollout.backend={rollout.backend} returns log-probs of the distribution as changed by {', '.join(cuts)}, training "
-            "those of the whole one, so that their ratio corrects nothing; leave that out, or set algorithm.correction: "
-            "{ratio: none}"
+            f"rollout.backend={rollout.backend} samples from the distribution as changed by {', '.join(cuts)}, which the ratios "
+            "of algorithm.correction leave out of account; leave that out, or set algorithm.correction: {ratio: none}"
         )

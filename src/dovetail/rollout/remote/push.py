@@ -8,19 +8,21 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from dovetail.errors import ConfigError, listing
-from dovetail.recipe.push import PushSection
 from dovetail.rollout.remote.background import beside
 from dovetail.rollout.remote.checksums import ExpectedDigests
 from dovetail.rollout.remote.http import Client, EngineError
 from dovetail.rollout.remote.push_sglang import SglangReplica
 from dovetail.rollout.remote.push_vllm import VllmReplica
 from dovetail.rollout.remote.transports import Bucket, Entry, Transport, fill, make_transport
+
+if TYPE_CHECKING:  # pydantic is not needed to push
+    from dovetail.recipe.push import PushSection
 
 T = TypeVar("T")
 GRACE = 10.0  # seconds for a thread that has a deadline of its own
@@ -49,7 +51,7 @@ class Pusher:
     def __init__(
         self,
         clients: Sequence[Client],
-        push: PushSection,
+        push: "PushSection",
         *,
         kind: Literal["vllm", "sglang"],
         device: torch.device | str = "cpu",

@@ -8,14 +8,16 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dovetail.memory import ALIGNMENT
 from dovetail.parallel.private_group import Backend, PrivateGroup
-from dovetail.recipe.push import PushSection
 from dovetail.rollout.remote.background import beside
 from dovetail.rollout.remote.http import Client, EngineError
 from dovetail.rollout.remote.transports import Bucket, Entry, Transport
+
+if TYPE_CHECKING:  # pydantic is not needed to push
+    from dovetail.recipe.push import PushSection
 
 ONE_BROADCAST = 1 << 62  # bytes of vLLM's own buffers: a bucket is never cut
 SETTLE = 2.0  # seconds in which the other side of a failed transfer says what went wrong
@@ -24,7 +26,7 @@ SETTLE = 2.0  # seconds in which the other side of a failed transfer says what w
 class VllmReplica:
     """A failure leaves the server paused. `connect` makes it ready again."""
 
-    def __init__(self, client: Client, transport: Transport, options: PushSection) -> None:
+    def __init__(self, client: Client, transport: Transport, options: "PushSection") -> None:
         self.client, self.transport, self.options = client, transport, options
         self.plugin, self.timeout = options.proof == "plugin", options.timeout
         self.alignment = ALIGNMENT if self.plugin else 1
