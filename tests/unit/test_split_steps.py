@@ -12,9 +12,12 @@ from torch import Tensor, nn
 import dovetail as dt
 from bench.models import one_rank
 from dovetail.errors import CheckpointError, ConfigError, ModelError
+from examples import own_loop
+from tests.golden.job import MODEL, write_inputs
 from tests.parity.configs import moe_configs, save_tiny, tiny_configs
 from tests.tolerances import SUM_ORDER, assert_all_close
 
+ROOT = Path(__file__).parents[2]
 ROWS = [[1, 5, 7, 2, 9, 4], [3, 8, 2, 6], [4, 4, 1], [9, 2, 5, 5, 3], [7, 7, 2, 6, 1, 1, 3]]
 GROUPS = (dt.ParamGroup("*.layers.0.*", lr=3e-3, weight_decay=0.0), dt.ParamGroup("*norm.weight", weight_decay=0.3))
 FROZEN = ("model.layers.1.mlp.*", "*.layers.1.self_attn.o_proj.weight")
@@ -283,3 +286,11 @@ def test_a_saved_state_goes_on_as_if_nothing_had_happened(folder: Path, tmp_path
         again.load_state(folder)
     with pytest.raises(CheckpointError, match=r"has no training/policy/exp_avg/ of what is trained here[\s\S]*o_proj"):
         made(folder, optim={**options, "frozen": ()}).load_state(tmp_path / "state")
+
+
+def test_the_example_learns_and_goes_on_from_its_state(tmp_path: Path) -> None:
+    model = str(write_inputs(tmp_path) / MODEL)
+    whole = own_loop.main(model, str(tmp_path / "whole"), steps=14)
+    assert sum(whole[-3:]) > sum(whole[:3]) + 0.3 and len((ROOT / "examples/own_loop.py").read_text().splitlines()) < 60
+    own_loop.main(model, str(tmp_path / "parts"), steps=10, save_every=5)
+    assert own_loop.main(model, str(tmp_path / "parts"), steps=14) == whole[10:]
