@@ -130,7 +130,7 @@ def test_three_pushes_through_a_running_request(client: Client, policy: Any) -> 
     assert log_probs(generated(client, 12)) != log_probs(first), "linear layers, which a CPU packs, take pushes, too"
 
     found: list[dict[str, Any]] = []
-    request = threading.Thread(target=lambda: found.append(generated(client, 96, temperature=1.0)))
+    request = threading.Thread(target=lambda: found.append(generated(client, 400, temperature=1.0)))
     request.start()
     for version in (3, 4, 5):
         time.sleep(2.0)
@@ -138,7 +138,7 @@ def test_three_pushes_through_a_running_request(client: Client, policy: Any) -> 
     request.join()
     spans = found[0]["weight_versions"]
     assert [span["version"] for span in spans] == ["2", "3", "4", "5"]
-    assert [span["start"] for span in spans] == [0, *(span["end"] for span in spans[:-1])] and spans[-1]["end"] == 96
+    assert [span["start"] for span in spans] == [0, *(span["end"] for span in spans[:-1])] and spans[-1]["end"] == 400
     assert log_probs(generated(client, 12)) == log_probs(first)
     made.close()
 
