@@ -79,7 +79,7 @@ def test_a_run_trains_on_what_a_server_samples_with_its_weights(
     assert not (tmp_path / "other").exists()
 
 
-def test_all_that_engines_lack_is_told_before_the_run(model: Path, recipe: Path, tmp_path: Path) -> None:
+def test_all_that_engines_lack_is_reported_before_the_run(model: Path, recipe: Path, tmp_path: Path) -> None:
     with served(model, log_probs="raw_logprobs") as cold, served(model, max_length=4) as short:
         refused = here("train", recipe, f"rollout.engines=[{cold.url},{short.url},http://127.0.0.1:9]")
     assert refused.code == 2 and "3 of the engines" in str(refused)

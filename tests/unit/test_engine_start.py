@@ -90,7 +90,7 @@ def test_engines_answer_before_the_ranks_start_and_end_with_them(
             pass
 
 
-def test_an_engine_that_does_not_start_is_told_with_its_last_lines(
+def test_an_engine_that_does_not_start_is_reported_with_its_last_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SOME_API_KEY", "sk-quite-secret")

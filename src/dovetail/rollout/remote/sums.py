@@ -1,4 +1,4 @@
-"""Position-dependent sums of tensors: what proves that a weight arrived as it left (docs/adr/024-sums-of-weights.md).
+"""Position-dependent sums of tensors: what proves that a weight arrived as it left (docs/adr/026-sums-of-weights.md).
 
 The bytes of a tensor, padded with zeros to whole 64-bit words w_0, w_1, ... (little-endian), have the sum
 
