@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+from dovetail.parallel.private_group import UNIQUE_ID, PrivateGroup
 from dovetail.recipe.push import PushSection
+from dovetail.rollout.remote.background import in_background
 from dovetail.rollout.remote.http import Client
 from dovetail.rollout.remote.push import Pusher
 from dovetail.rollout.remote.transports import SLOTS
@@ -169,3 +171,11 @@ def test_by_gloo_between_two_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     made.close()
     process.stdin.close()
     process.wait()
+
+
+def test_who_waits_for_the_id_of_a_communicator_keeps_nobody_from_making_it() -> None:
+    group = PrivateGroup("nccl", "127.0.0.1", 2, timeout=20.0)
+    waiting = in_background(group.unique_id)
+    time.sleep(0.2)
+    group._store.set(UNIQUE_ID, "id")
+    assert waiting.result(5) == b"id"

@@ -36,8 +36,12 @@ class PrivateGroup:
         self._finish(self._group.allreduce([torch.ones(1, device=device)]))  # makes the communicator
 
     def unique_id(self) -> bytes:
-        """Of the NCCL communicator, for those who join without the store. `connect` must run beside it."""
-        return self._store.get(UNIQUE_ID)
+        """Of the NCCL communicator, for those who join without the store. Waits for `connect` on another thread.
+
+        By a connection of its own: a store's client is locked while it waits.
+        """
+        wait = timedelta(seconds=self.timeout)
+        return TCPStore(self.address, self.port, is_master=False, wait_for_workers=False, timeout=wait).get(UNIQUE_ID)
 
     def broadcast(self, data: Tensor) -> None:
         """From this process to all others; RuntimeError after `timeout`."""

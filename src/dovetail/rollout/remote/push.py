@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dovetail.errors import ConfigError, listing
-from dovetail.rollout.remote.background import beside
+from dovetail.rollout.remote.background import in_background
 from dovetail.rollout.remote.checksums import ExpectedDigests
 from dovetail.rollout.remote.http import Client, EngineError
 from dovetail.rollout.remote.push_sglang import SglangReplica
@@ -166,7 +166,7 @@ class Pusher:
         self._settle(step, self._begin(action))
 
     def _begin(self, action: Callable[[Replica], T]) -> dict[int, Future[T]]:
-        return {i: beside(partial(action, self._replicas[i])) for i in self._live()}
+        return {i: in_background(partial(action, self._replicas[i])) for i in self._live()}
 
     def _settle(self, step: str, futures: Mapping[int, Future[Any]]) -> None:
         for i, future in futures.items():

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from dovetail.memory import ALIGNMENT
 from dovetail.parallel.private_group import Backend, PrivateGroup
-from dovetail.rollout.remote.background import beside
+from dovetail.rollout.remote.background import in_background
 from dovetail.rollout.remote.http import Client, EngineError
 from dovetail.rollout.remote.transports import Bucket, Entry, Transport
 
@@ -63,7 +63,10 @@ class VllmReplica:
             self._post("/update_weights", {"update_info": infos[0] if len(infos) == 1 else infos})
             return
         group, body = self._group, {"update_info": self._described(bucket)}
-        self._both(beside(lambda: self._post("/update_weights", body)), beside(lambda: group.broadcast(bucket.data)))
+        self._both(
+            in_background(lambda: self._post("/update_weights", body)),
+            in_background(lambda: group.broadcast(bucket.data)),
+        )
 
     def finish(self, entries: Sequence[Entry], version: str) -> None:
         """entries: of all buckets. The server now has the new weights, and is still paused."""
@@ -113,7 +116,7 @@ class VllmReplica:
     def _join(self) -> None:
         backend: Backend = "nccl" if self.transport.device.type == "cuda" else "gloo"
         group = self._group = PrivateGroup(backend, self.options.address, 1 + self._workers, self.timeout)
-        joined = beside(lambda: group.connect(self.transport.device))
+        joined = in_background(lambda: group.connect(self.transport.device))
         info: dict[str, Any] = {"rank_offset": 1, "world_size": group.size}
         if self.plugin:
             info |= {"timeout": self.timeout / 2, "backend": backend}  # so that it is free again when we ask
@@ -121,7 +124,7 @@ class VllmReplica:
         else:
             unique = base64.b64encode(group.unique_id()).decode()
             info |= {"nccl_unique_id_b64": unique, "packed": True, "packed_buffer_size_bytes": ONE_BROADCAST}
-        self._both(beside(lambda: self._post("/init_weight_transfer_engine", {"init_info": info})), joined)
+        self._both(in_background(lambda: self._post("/init_weight_transfer_engine", {"init_info": info})), joined)
 
     def _both(self, call: Future[Any], collective: Future[None]) -> None:
         """Waits for a call and the collective that it belongs to. An error of either ends both."""
