@@ -16,11 +16,13 @@ import pytest
 DURATIONS = Path(__file__).parent / "durations.json"  # seconds by test file; --record-durations writes it
 SOAK_RESULTS = Path(__file__).parent / "soak-results.md"
 UNKNOWN = 5.0  # seconds of a file that has no record
-# What libraries read on import: one thread each (pyarrow's jemalloc has one more), and no report by torch of a connection
-# that another rank closed.
+# What libraries read on import: one thread each (pyarrow's jemalloc and the check for GPUs have one more, unless by NVML),
+# and no report by torch of a connection that another rank closed.
 AT_IMPORT = {
     **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
     "ARROW_DEFAULT_MEMORY_POOL": "system",
+    "JE_ARROW_MALLOC_CONF": "background_thread:false",
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
     "TORCH_CPP_LOG_LEVEL": "FATAL",
 }
 
@@ -39,14 +41,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_configure(config: pytest.Config) -> None:
     """What runs tests imports torch; the process that deals them out to others does not."""
+    os.environ.update(AT_IMPORT)
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
         config.pluginmanager.register(importlib.import_module("tests.session"), "tests.session")
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_setupnodes() -> None:
-    """What the processes of xdist, and so their templates, read on import."""
-    os.environ.update(AT_IMPORT)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 from unittest import mock
@@ -123,7 +124,8 @@ class _ForkedRank(_Forked):
 
     def spawn(self, command: Command, files: tuple[int, int, int], kept: Sequence[int]) -> int:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-        pid = os.fork()
+        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # of threads, which the launcher has
+            pid = os.fork()
         if not pid:
             become(files, command, kept)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
