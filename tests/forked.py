@@ -124,7 +124,9 @@ class _ForkedRank(_Forked):
 
     def spawn(self, command: Command, files: tuple[int, int, int], kept: Sequence[int]) -> int:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # of threads, which the launcher has
+        with warnings.catch_warnings(
+            action="ignore", category=DeprecationWarning
+        ):  # of threads, which the launcher has
             pid = os.fork()
         if not pid:
             become(files, command, kept)

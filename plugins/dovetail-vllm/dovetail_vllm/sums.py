@@ -53,10 +53,12 @@ if triton is not None:
     @triton.jit(do_not_specialize=["count", "first"])
     def _kernel(words, total, count, first, BLOCK: tl.constexpr):  # noqa: ANN001, ANN202
         sums = tl.zeros((BLOCK,), tl.int64)
+        step, lane = tl.full((), 0x9E3779B97F4A7C15, tl.uint64), tl.arange(0, BLOCK).to(tl.int64)
+        place = lane.to(tl.uint64) * step
         for start in tl.range(tl.program_id(0).to(tl.int64) * BLOCK, count, tl.num_programs(0) * BLOCK):
-            at = start + tl.arange(0, BLOCK).to(tl.int64)
+            at = start + lane
             x = tl.load(words + at, mask=at < count, other=0).to(tl.uint64, bitcast=True)
-            x ^= (at + first).to(tl.uint64) * tl.full((), 0x9E3779B97F4A7C15, tl.uint64)
+            x ^= place + (start + first).to(tl.uint64) * step
             x = (x ^ (x >> 30)) * tl.full((), 0xBF58476D1CE4E5B9, tl.uint64)
             x = (x ^ (x >> 27)) * tl.full((), 0x94D049BB133111EB, tl.uint64)
             x ^= x >> 31

@@ -11,7 +11,7 @@ device, gives the same bits.
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -20,32 +20,48 @@ STEP, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 WORD = 8  # bytes
 CHUNK = 1 << 16  # words at once on a CPU: they stay in its cache
 MASK = (1 << 64) - 1
+TOTALS = 256  # allocated together
 
 
 def sums_of(tensors: Iterable[Tensor]) -> list[str]:
     """The sum of each tensor, of any dtype and shape, as 16 hexadecimal digits. Waits for the device once."""
-    return hexadecimal([tensor_sum(tensor) for tensor in tensors])
+    sums = Sums()
+    for tensor in tensors:
+        sums.add(tensor)
+    return sums.hexadecimal()
 
 
-def hexadecimal(sums: Sequence[Tensor]) -> list[str]:
-    return [f"{number & MASK:016x}" for number in torch.stack(list(sums)).tolist()] if sums else []
+class Sums:
+    """Of tensors on one device, one after the other. `add` waits for nothing."""
 
+    def __init__(self) -> None:
+        self._sizes: list[int] = []
+        self._totals: list[Tensor] = []  # int64
+        self._fresh: Iterator[Tensor] = iter(())
 
-def tensor_sum(tensor: Tensor) -> Tensor:
-    """int64, on the tensor's device."""
-    data = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    if data.data_ptr() % WORD or data.storage_offset() % WORD:
-        data = data.clone()
-    whole = len(data) // WORD * WORD
-    add = _adder(data.device)
-    total = torch.full((), len(data), dtype=torch.int64, device=data.device)
-    if whole:
-        add(data[:whole].view(torch.int64), total, 0)
-    if whole < len(data):
-        last = data.new_zeros(WORD)
-        last[: len(data) - whole] = data[whole:]
-        add(last.view(torch.int64), total, whole // WORD)
-    return total
+    def add(self, tensor: Tensor) -> None:
+        data = tensor.detach().contiguous().view(-1).view(torch.uint8)
+        if data.data_ptr() % WORD or data.storage_offset() % WORD:
+            data = data.clone()
+        total = next(self._fresh, None)
+        if total is None:  # one launch for many zeros
+            total, *others = torch.zeros(TOTALS, dtype=torch.int64, device=data.device).unbind()
+            self._fresh = iter(others)
+        whole = len(data) // WORD * WORD
+        add = _adder(data.device)
+        if whole:
+            add(data[:whole].view(torch.int64), total, 0)
+        if whole < len(data):
+            last = data.new_zeros(WORD)
+            last[: len(data) - whole] = data[whole:]
+            add(last.view(torch.int64), total, whole // WORD)
+        self._sizes.append(len(data))
+        self._totals.append(total)
+
+    def hexadecimal(self) -> list[str]:
+        """16 digits for each. Waits for the device."""
+        totals = torch.stack(self._totals).tolist() if self._totals else []
+        return [f"{(total + size) & MASK:016x}" for total, size in zip(totals, self._sizes, strict=True)]
 
 
 def add_words(words: Tensor, total: Tensor, first: int) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dovetail.memory import aligned
-from dovetail.rollout.remote.sums import hexadecimal, tensor_sum
+from dovetail.rollout.remote.sums import Sums
 from dovetail.weights.safetensors import memory_of
 
 Kind = Literal["file", "nccl", "ipc"]
@@ -156,11 +156,10 @@ def fill(
     """
     number, end = 0, 0
     entries: list[tuple[str, str, tuple[int, ...], int]] = []
-    sums: list[Tensor] = []
+    sums = Sums()
 
     def bucket() -> Bucket:
-        texts = hexadecimal(sums)
-        rows = tuple(Entry(*entry, text) for entry, text in zip(entries, texts, strict=True))
+        rows = tuple(Entry(*entry, text) for entry, text in zip(entries, sums.hexadecimal(), strict=True))
         data = transport.memory(number, end)[:end]
         if data.is_cuda:
             torch.cuda.current_stream(data.device).synchronize()  # weights of a host may still be on their way
@@ -170,12 +169,12 @@ def fill(
         num_bytes = tensor.numel() * tensor.element_size()
         if entries and aligned(end, alignment) + num_bytes > bucket_bytes:
             yield bucket()
-            number, end, entries, sums = number + 1, 0, [], []
+            number, end, entries, sums = number + 1, 0, [], Sums()
         start = aligned(end, alignment)
         memory = transport.memory(number, max(bucket_bytes, num_bytes))
         end = start + num_bytes
         memory[start:end].copy_(tensor.detach().contiguous().view(-1).view(torch.uint8))
         entries.append((name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), start))
-        sums.append(tensor_sum(tensor))
+        sums.add(tensor)
     if entries:
         yield bucket()
