@@ -198,7 +198,7 @@ def test_what_a_recipe_may_say_of_engines() -> None:
         "repetition_penalty: the sampler native has none": {"repetition_penalty": 1.1},
         "stop: the sampler transformers has none": {"backend": "transformers", "stop": "END"},
         "ignore_eos samples max_new_tokens": {"engines": ["http://h:1"], "stop": "END", "ignore_eos": True},
-        "returns no routes": {"engines": ["http://h:1"], "router_replay": "rollout"},
+        "backend=transformers returns no routes": {"backend": "transformers", "router_replay": "rollout"},
     }
     for message, rollout in wrong.items():
         with pytest.raises(ConfigError, match=message):
