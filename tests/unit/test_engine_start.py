@@ -163,6 +163,10 @@ def test_the_command_of_an_engine() -> None:
         start is not None and start.commands[0][:2] == ["env/bin/vllm", "serve"] and "raw_logprobs" in start.commands[0]
     )
     assert json.dumps({"backend": "dovetail_file"}) in start.commands[0]
+    rollout = {"start": {"args": ["--last"]}, "router_replay": "rollout"}
+    for backend in ("vllm", "sglang"):
+        start = engine_start(recipe({"backend": backend, **rollout}), ranks_on_gpus=True)
+        assert start is not None and start.commands[0][-2:] == ["--enable-return-routed-experts", "--last"]
     start = engine_start(recipe({"backend": "sglang", "start": {}}), ranks_on_gpus=True)
     assert start is not None and start.commands[0][:5] == ["python", "-m", "sglang.launch_server", "--model-path", "."]
     assert engine_start(recipe({}), ranks_on_gpus=True) is None
