@@ -1,20 +1,26 @@
 """A run whose samples come from a server: a stand-in with vLLM's wire, whose model takes the run's weights in place."""
 
+import json
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from bench import engine_gap
 from dovetail.factory import remote
 from dovetail.rollout.remote.http import EngineError
-from tests.commands.program import here, read_rows, write_recipe, write_rows
+from tests.commands.program import VOCAB, here, read_rows, write_recipe, write_rows
+from tests.parity.configs import moe_configs, save_tiny
 from tests.remote.fake_engine import FakeEngine
 from tests.tolerances import SAME_POLICY_FP32
+from tests.unit.test_data import make_tokenizer
 
 
 @pytest.fixture
@@ -56,7 +62,16 @@ def served(model: Path, **more: Any) -> Iterator[FakeEngine]:
         def close(self) -> None:
             pass
 
-    fake = FakeEngine(logits=logits, vocabulary=brain.config.vocab_size, **more)
+    @torch.no_grad()
+    def experts(ids: Sequence[int]) -> Any:
+        chosen = np.zeros((len(ids), len(brain.model.layers), brain.config.num_experts_per_tok), np.uint8)
+        sparse = [i for i, layer in enumerate(brain.model.layers) if hasattr(layer.mlp, "experts")]
+        for i, z in zip(sparse, brain(torch.tensor([list(ids)]), output_router_logits=True).router_logits, strict=True):
+            chosen[:, i] = z.topk(chosen.shape[2]).indices
+        return chosen
+
+    routes = experts if more.pop("routes", False) else None
+    fake = FakeEngine(logits=logits, experts=routes, vocabulary=brain.config.vocab_size, **more)
     with fake, mock.patch.object(remote, "Pusher", InPlace):
         yield fake
 
@@ -77,6 +92,35 @@ def test_a_run_trains_on_what_a_server_samples_with_its_weights(
         refused = here("train", recipe, f"rollout.engines={fake.url}", f"run_dir={tmp_path / 'other'}")
     assert refused.code == 2 and "set the environment variable DOVETAIL_ENGINE_KEY to its key" in str(refused)
     assert not (tmp_path / "other").exists()
+
+
+def test_the_update_replays_the_routes_of_a_server(recipe: Path, tmp_path: Path) -> None:
+    config, mixture = moe_configs()["qwen2_moe"], tmp_path / "moe"  # experts in every other of four layers
+    vars(config).update({"vocab_size": VOCAB, "eos_token_id": 3, "bos_token_id": None})
+    save_tiny(config, mixture)
+    make_tokenizer().save_pretrained(mixture)
+    words = (f"model.path={mixture}", "rollout.router_replay=rollout", "trainer.steps=1")
+    with served(mixture) as fake:
+        refused = here("train", recipe, *words, f"rollout.engines={fake.url}")
+    assert refused.code == 2 and "start it with --enable-return-routed-experts" in str(refused)
+    assert not (tmp_path / "run").exists()
+    with served(mixture, routes=True) as fake:
+        done = here("train", recipe, *words, f"rollout.engines={fake.url}")
+    assert done.code == 0, done
+    (row,) = read_rows(tmp_path / "run" / "metrics.jsonl")
+    assert row["route_agreement"] == 1.0 and row["replayed_mismatch_mean"] < SAME_POLICY_FP32
+
+
+def test_the_bench_of_engines_compares_log_probs_of_the_same_tokens(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = ("--prompts", "3", "--new", "1", "--dtype", "float32", "--device", "cpu")
+    with served(model) as fake:
+        monkeypatch.setattr(sys, "argv", ["engine_gap", str(model), "--url", fake.url, *sizes])
+        engine_gap.main()
+    gaps = json.loads(capsys.readouterr().out.splitlines()[-1])["gaps"]
+    assert len(gaps) == 6 and all(each["tokens"] == 3 for each in gaps.values())
+    assert all(each["max"] < SAME_POLICY_FP32 for each in gaps.values())
 
 
 def test_all_that_engines_lack_is_reported_before_the_run(model: Path, recipe: Path, tmp_path: Path) -> None:

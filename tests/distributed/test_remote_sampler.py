@@ -2,13 +2,15 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from dovetail.errors import MachineError, ModelError
+from dovetail.arch.spec import MoeSpec
+from dovetail.errors import DataError, MachineError
 from dovetail.factory.engine import make_mesh
 from dovetail.parallel.layout import Layout
 from dovetail.rollout.base import Prompt, SamplingParams
@@ -17,7 +19,7 @@ from dovetail.rollout.remote.http import Client, EngineError
 from dovetail.rollout.remote.sampler import RemoteSampler
 from dovetail.rollout.remote.vllm import Vllm
 from tests.harness import run
-from tests.remote.fake_engine import VOCABULARY, FakeEngine
+from tests.remote.fake_engine import VOCABULARY, FakeEngine, hashed_experts
 
 
 class ScriptedPusher:
@@ -39,7 +41,12 @@ class ScriptedPusher:
 
 
 def body() -> dict[str, Any]:
-    fakes, losses, seen = [FakeEngine(), FakeEngine()], list[str](), dict[str, Any]()
+    fakes = [FakeEngine(experts=hashed_experts), FakeEngine(experts=hashed_experts)]
+    losses, seen, moe = (
+        list[str](),
+        dict[str, Any](),
+        MoeSpec(layers=(False, True, True), num_experts=8, top_k=2, ffn_width=16),
+    )
     mesh = make_mesh(Layout(dp=2), torch.device("cpu"))
 
     def weights() -> Iterator[tuple[str, Tensor]]:
@@ -56,13 +63,18 @@ def body() -> dict[str, Any]:
             replicas = [Replica(client, Vllm().probe(client, VOCABULARY)) for client in clients]
             fleet = Fleet(replicas, Vllm(), silence=5.0, on_loss=lambda error: losses.append(str(error)))
             pusher = ScriptedPusher(fakes, [[None, None], [None, "a wrong sum"], ["gone", "gone, too"], [None, None]])
-        sampler = RemoteSampler(mesh, torch.float32, VOCABULARY, fleet, pusher)
+        sampler = RemoteSampler(mesh, torch.float32, VOCABULARY, fleet, pusher, moe)
         prompts, params = (
             [Prompt(4, [1, 2]), Prompt(9, [3])],
             SamplingParams(samples=3, max_new_tokens=5, stop_ids=(7,)),
         )
         sampler.refill(weights())
         seen["first"] = [vars(completion) for completion in sampler.sample(prompts, params)]
+        seen["traced"] = [
+            (each.ids, each.routing.layers, each.routing.indices.tolist(), each.routing.valid.tolist())
+            for each in sampler.sample(prompts, replace(params, trace=True))
+            if each.routing is not None
+        ]
         sampler.refill(weights())
         asked = len(fakes[1].requests)
         seen["second"] = [completion.versions for completion in sampler.sample(prompts, params)]
@@ -74,8 +86,18 @@ def body() -> dict[str, Any]:
             fakes[0].version = fakes[1].version = "77"
             sampler.sample(prompts, params)
 
-        for wrong in (lambda: sampler.refill(weights()), foreign, lambda: sampler.sample([Prompt(0, [1], {})], params)):
-            with pytest.raises((MachineError, ModelError)) as error:
+        def without_routes() -> None:
+            for fake in fakes:
+                fake.version, fake.experts = "4", None
+            sampler.sample(prompts, replace(params, trace=True))
+
+        for wrong in (
+            lambda: sampler.refill(weights()),
+            foreign,
+            lambda: sampler.sample([Prompt(0, [1], {})], params),
+            without_routes,
+        ):
+            with pytest.raises((MachineError, DataError)) as error:
                 wrong()
             seen["errors"].append(str(error.value))
         sampler.close()
@@ -101,6 +123,12 @@ def test_all_ranks_get_the_first_one_s_samples_and_errors() -> None:
     assert all(version == 2 for spans in first["second"] for version, _, _ in spans)
     assert first["tensors"] == second["tensors"] == 3, "a stream was not read to its end"
     assert first["unused"] and first["losses"][0].endswith("a wrong sum")
-    lost, foreign, media = first["errors"]
+    lost, foreign, media, bare = first["errors"]
     assert "gone; " in lost and "gone, too" in lost
-    assert "weights of version 77, but this run pushed 4" in foreign and "no images" in media
+    assert "weights of version 77, but this run pushed 4" in foreign and "row 0 has images" in media
+    assert bare == "an engine returned no routes of experts; start it with --enable-return-routed-experts"
+    assert first["traced"] == second["traced"] and len(first["traced"]) == 6
+    for slot, (ids, layers, experts, valid) in enumerate(first["traced"]):
+        whole = [*([1, 2] if slot < 3 else [3]), *ids]
+        assert layers == (1, 2) and valid == [True] * (len(whole) - 1) + [False]
+        assert experts[:-1] == hashed_experts(whole[:-1])[:, 1:].tolist()

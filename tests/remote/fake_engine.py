@@ -4,7 +4,9 @@ What they accept is the servers' own description: `vllm_openapi.json` is vLLM 0.
 used, `sglang_messages.json` has the fields and types of SGLang 0.5.10.post1's message classes. No SGLang was ever run.
 """
 
+import base64
 import hashlib
+import io
 import json
 import math
 import random
@@ -16,17 +18,41 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Literal, Self
 
+import numpy as np
+
 from tests.remote.json_schema import problems
 
 HERE = Path(__file__).parent
 VOCABULARY = 24
 Logits = Callable[[Sequence[int]], Sequence[float]]
+Experts = Callable[[Sequence[int]], Any]  # of ids, each routed: an array [ids, layers, experts of a token]
 
 
 def hashed_logits(ids: Sequence[int]) -> list[float]:
     """Of the token behind `ids`, by their last three."""
     digest = hashlib.sha256(repr(list(ids[-3:])).encode()).digest()
     return [byte / 64.0 for byte in digest[:VOCABULARY]]
+
+
+def hashed_experts(ids: Sequence[int]) -> Any:
+    """2 of 8 experts in each of 3 layers, the first of which is dense: a server leaves zeros there."""
+    chosen = np.zeros((len(ids), 3, 2), np.uint8)
+    for layer in (1, 2):
+        first = (np.array(ids) * 3 + np.arange(len(ids)) + layer) % 8
+        chosen[:, layer] = np.stack([first, (first + layer) % 8], axis=-1)
+    return chosen
+
+
+def as_npy(experts: Any) -> str:
+    """vLLM's `numpy2base64`."""
+    with io.BytesIO() as file:
+        np.save(file, experts, allow_pickle=False)
+        return base64.b64encode(file.getvalue()).decode()
+
+
+def as_int32(experts: Any) -> str:
+    """What SGLang's tokenizer manager writes."""
+    return base64.b64encode(experts.astype(np.int32).tobytes()).decode()
 
 
 def log_softmax(z: Sequence[float]) -> list[float]:
@@ -49,6 +75,7 @@ class FakeEngine:
 
     kind: Literal["vllm", "sglang"] = "vllm"
     logits: Logits = hashed_logits
+    experts: Experts | None = None
     log_probs: str = "processed_logprobs"
     transfer: str | None = "nccl"
     max_length: int = 256
@@ -155,9 +182,10 @@ class FakeEngine:
                 raise Refused(403, "Scale-out endpoints are disabled. Restart vllm serve with --enable-scale-out.")
             self._check(body, {"$ref": "#/components/schemas/GenerateRequest"}, described)
             return self._vllm_reply(body)
-        config = {"model_config": {"logprobs_mode": self.log_probs}, "weight_transfer_config": None}
+        config: dict[str, Any] = {"model_config": {"logprobs_mode": self.log_probs}, "weight_transfer_config": None}
         if self.transfer:
             config["weight_transfer_config"] = {"backend": self.transfer}
+        config["aux_output_config"] = {"enable_return_routed_experts": self.experts is not None, "max_bytes": None}
         card = {"id": "policy", "object": "model", "root": "policy", "max_model_len": self.max_length}
         return {
             "/openapi.json": described,
@@ -176,7 +204,11 @@ class FakeEngine:
         replies: dict[str, Any] = {
             "/openapi.json": {"paths": {path: {} for path in described["paths"]}},
             "/model_info": {"model_path": "policy", "is_generation": True, "weight_version": self.version},
-            "/server_info": {"version": "0.5.10", "incremental_streaming_output": self.incremental},
+            "/server_info": {
+                "version": "0.5.10",
+                "incremental_streaming_output": self.incremental,
+                "enable_return_routed_experts": self.experts is not None,
+            },
             "/v1/models": {"object": "list", "data": [card]},
             "/health": {},
         }
@@ -203,12 +235,12 @@ class FakeEngine:
 
     def _vllm_reply(self, body: dict[str, Any]) -> Any:
         def events() -> Iterator[dict[str, Any]]:
-            spans, begun = list[dict[str, Any]](), 0
+            spans, begun, whole = list[dict[str, Any]](), 0, [*body["token_ids"]]
             for ids, log_probs, finish in self._drawn(body["token_ids"], body["sampling_params"], "max_tokens"):
                 version = self.version
                 if not spans or spans[-1]["version"] != version:
                     spans.append({"version": version, "start": begun, "end": begun})
-                begun += len(ids)
+                begun, whole = begun + len(ids), whole + ids
                 spans[-1]["end"] = begun
                 content: list[dict[str, Any]] = [
                     {"token_id": token, "logprob": each, "rank": None, "top_logprobs": []}
@@ -217,9 +249,18 @@ class FakeEngine:
                 choice: dict[str, Any] = {"index": 0, "finish_reason": finish, "stop_reason": None, "token_ids": ids}
                 choice |= {"logprobs": {"content": content}, "routed_experts": None, "sampling_mask": None}
                 choice["weight_versions"] = spans if finish else None
-                yield {"request_id": "r", "output_mode": "tokens", "choices": [choice], "usage": None}
+                if finish and self.experts is not None:
+                    choice["routed_experts"] = as_npy(self.experts(whole[:-1]))
+                event: dict[str, Any] = {"request_id": "r", "output_mode": "tokens", "choices": [choice], "usage": None}
+                if body.get("return_token_ids") and begun == len(ids):
+                    event["prompt_token_ids"] = self.expanded(body["token_ids"])
+                yield event
 
         return events() if body.get("stream") else {"choices": [event["choices"][0] for event in events()]}
+
+    def expanded(self, ids: list[int]) -> list[int]:
+        """The prompt as the model reads it; with images the one that was sent."""
+        return ids
 
     def _sglang_reply(self, body: dict[str, Any]) -> Any:
         def events() -> Iterator[dict[str, Any]]:
@@ -230,6 +271,8 @@ class FakeEngine:
                 meta: dict[str, Any] = {"id": "r", "weight_version": self.version, "completion_tokens": len(every)}
                 meta["finish_reason"] = None if finish is None else {"type": finish}
                 meta["output_token_logprobs"] = scores  # of all tokens, in any case
+                if finish and self.experts is not None and body.get("return_routed_experts"):
+                    meta["routed_experts"] = as_int32(self.experts([*body["input_ids"], *every][:-1]))
                 if body.get("top_logprobs_num"):
                     meta["output_top_logprobs"] = [self._top(body, len(every) - 1)]
                 yield {"output_ids": ids if self.incremental else every, "meta_info": meta}

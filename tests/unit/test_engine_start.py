@@ -163,6 +163,10 @@ def test_the_command_of_an_engine() -> None:
         start is not None and start.commands[0][:2] == ["env/bin/vllm", "serve"] and "raw_logprobs" in start.commands[0]
     )
     assert json.dumps({"backend": "dovetail_file"}) in start.commands[0]
+    rollout = {"start": {"args": ["--last"]}, "router_replay": "rollout"}
+    for backend in ("vllm", "sglang"):
+        start = engine_start(recipe({"backend": backend, **rollout}), ranks_on_gpus=True)
+        assert start is not None and start.commands[0][-2:] == ["--enable-return-routed-experts", "--last"]
     start = engine_start(recipe({"backend": "sglang", "start": {}}), ranks_on_gpus=True)
     assert start is not None and start.commands[0][:5] == ["python", "-m", "sglang.launch_server", "--model-path", "."]
     assert engine_start(recipe({}), ranks_on_gpus=True) is None
@@ -198,7 +202,7 @@ def test_what_a_recipe_may_say_of_engines() -> None:
         "repetition_penalty: the sampler native has none": {"repetition_penalty": 1.1},
         "stop: the sampler transformers has none": {"backend": "transformers", "stop": "END"},
         "ignore_eos samples max_new_tokens": {"engines": ["http://h:1"], "stop": "END", "ignore_eos": True},
-        "returns no routes": {"engines": ["http://h:1"], "router_replay": "rollout"},
+        "backend=transformers returns no routes": {"backend": "transformers", "router_replay": "rollout"},
     }
     for message, rollout in wrong.items():
         with pytest.raises(ConfigError, match=message):

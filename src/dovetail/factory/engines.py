@@ -11,7 +11,7 @@ from dovetail.rollout.remote.fleet import Replica
 from dovetail.rollout.remote.http import Client, EngineError
 from dovetail.rollout.remote.sglang import Sglang
 from dovetail.rollout.remote.vllm import DEV_MODE, STARTS, Vllm
-from dovetail.rollout.remote.wire import Drawing, Wire, check_log_probs, fitting_log_probs
+from dovetail.rollout.remote.wire import RETURNS_ROUTES, Drawing, Wire, check_log_probs, fitting_log_probs
 from dovetail.weights.config_file import pinned
 
 if TYPE_CHECKING:
@@ -36,6 +36,11 @@ def connect(recipe: "Recipe", urls: Sequence[str], key: str | None, vocab_size: 
             client = Client(url, key=key, timeout=PROBE_SECONDS)
             server = wire.probe(client, vocab_size)
             check_log_probs(url, server, wire, drawings(recipe))
+            if rollout.router_replay == "rollout" and not server.routes:
+                raise ConfigError(
+                    f"engine {url} returns no routes of experts, which rollout.router_replay=rollout replays; start it with "
+                    f"{RETURNS_ROUTES}"
+                )
         except EngineError as error:
             hint = f"; set the environment variable {KEY} to its key" if error.status == 401 else ""
             problems.append(f"{error}{hint}")
@@ -101,9 +106,10 @@ def engine_start(recipe: "Recipe", *, ranks_on_gpus: bool) -> EngineStart | None
     program = start.command or (("python", "-m", "sglang.launch_server") if sglang else ("vllm", "serve"))
     given = ["--model-path", model, "--incremental-streaming-output"] if sglang else [model, *_vllm_flags(recipe)]
     cut = ["--tp-size" if sglang else "--tensor-parallel-size", str(start.gpus_each)] if start.gpus_each > 1 else []
+    routes = [RETURNS_ROUTES] if rollout.router_replay == "rollout" else []
     name, _, value = DEV_MODE.rpartition(" ")[2].partition("=")
     return EngineStart(
-        commands=[[*program, *given, *revision, "--host", "127.0.0.1", "--port", "PORT", *cut, *start.args]]
+        commands=[[*program, *given, *revision, "--host", "127.0.0.1", "--port", "PORT", *cut, *routes, *start.args]]
         * start.count,
         gpus_each=start.gpus_each,
         ranks_on_gpus=ranks_on_gpus,

@@ -12,13 +12,13 @@ from dovetail.checkpoint.retention import from_a_whole_step
 from dovetail.data.examples import load_preferences, load_prompts, load_sft
 from dovetail.factory.distillation import check_prompts, distillation_task
 from dovetail.factory.engine import EngineOptions, compile_kernels, make_engine
-from dovetail.factory.engines import WIRES, check_lengths
+from dovetail.factory.engines import WIRES
 from dovetail.factory.functions import advantage, fields_of, policy_loss, sft_loss
 from dovetail.factory.layouts import Backend, check_positions
 from dovetail.factory.notes import missed_profiles, notes
 from dovetail.factory.parts import Engines, RunParts, same_keys
 from dovetail.factory.preferences import preference_task
-from dovetail.factory.remote import make_remote_sampler
+from dovetail.factory.remote import check_prompts as check_engine_prompts, make_remote_sampler
 from dovetail.factory.rewards import make_rewards
 from dovetail.factory.rows import reads_answer
 from dovetail.factory.sampler import backend_layout, make_sampler
@@ -199,7 +199,7 @@ class Builder(RunParts):
         stops = stop_ids(self.source, self.tokenizer)
         if rollout.backend in WIRES:
             say = self.say or self.notes.append
-            remote = make_remote_sampler(self.source, recipe, mesh, self.dtype, self.replicas, say)
+            remote = make_remote_sampler(self.source, recipe, mesh, self.dtype, self.replicas, say, self.processor)
             self.metrics.callback(remote.close)
             sampler: AnySampler = remote
         else:
@@ -236,7 +236,7 @@ class Builder(RunParts):
         lengths = [len(prompt.ids) for prompt in asked]
         check_positions(self.source.config, self._backend, lengths, rollout.max_new_tokens, key)
         with agreed(self.mesh):
-            check_lengths(self.replicas, max(lengths) + rollout.max_new_tokens)
+            check_engine_prompts(self.source, self.replicas, asked, rollout.max_new_tokens)
         eval_sets = self._eval_sets(sets, run.say)
         policy = self._trained(self.source, self.mesh, POLICY, recipe.optim.lr)
         critic = self._trained(*critic_role, CRITIC, recipe.critic.lr or recipe.optim.lr) if critic_role else None

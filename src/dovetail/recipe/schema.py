@@ -172,10 +172,10 @@ class Recipe(Section):
             raise ValueError(
                 "teacher.path is missing: distillation learns from a teacher; give its directory or hub name"
             )
-        if self.rollout.router_replay == "rollout" and self.rollout.backend != "native":
+        if self.rollout.router_replay == "rollout" and self.rollout.backend == "transformers":
             raise ValueError(
-                f"rollout.router_replay is rollout, but rollout.backend={self.rollout.backend} returns no routes; "
-                "set rollout.backend=native, or rollout.router_replay=trainer"
+                "rollout.router_replay is rollout, but rollout.backend=transformers returns no routes; set "
+                "rollout.backend=native, vllm or sglang, or rollout.router_replay=trainer"
             )
         if self.correction is not None:
             check_correction(self.correction, self.rollout)

@@ -25,6 +25,7 @@ class Reply:
     log_probs: list[float] = field(default_factory=list)
     versions: Spans = ()
     finish: Finish | None = None
+    routes: str = ""
 
     def keep(self, versions: Spans) -> None:
         """Append spans, joined where the version is the same."""
@@ -115,7 +116,7 @@ class Fleet:
                 reply.ids += part.ids
                 reply.log_probs += part.log_probs
                 if part.finish is not None:
-                    reply.finish, spans = part.finish, part.versions
+                    reply.finish, spans, reply.routes = part.finish, part.versions, part.routes
             if reply.finish is None or len(reply.ids) == 0:
                 raise EngineError(replica.client.url, "generate", None, "the reply ended without a finish or a token")
         finally:

@@ -3,18 +3,22 @@
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, as_completed
+from dataclasses import replace
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 
-from dovetail.errors import MachineError, ModelError
+from dovetail.arch.spec import MoeSpec
+from dovetail.errors import DataError, MachineError
 from dovetail.parallel.collectives import sum_over
 from dovetail.parallel.consensus import of_first
 from dovetail.parallel.mesh import Mesh
 from dovetail.rollout.base import Completion, Prompt, SamplingParams, Watch, check_request
 from dovetail.rollout.remote.fleet import Fleet, Reply
 from dovetail.rollout.remote.http import EngineError
+from dovetail.rollout.remote.images import image_features
+from dovetail.rollout.remote.routes import read_experts, share_trace
 from dovetail.rollout.remote.wire import Request
 
 
@@ -26,12 +30,20 @@ class Push(Protocol):
 
 
 class RemoteSampler:
-    """Implements `Sampler`. fleet and pusher: of the first rank alone."""
+    """Implements `Sampler`. fleet and pusher: of the first rank alone. moe: of traced experts. image_token: placeholder."""
 
     def __init__(
-        self, mesh: Mesh, dtype: torch.dtype, vocab_size: int, fleet: Fleet | None, pusher: Push | None
+        self,
+        mesh: Mesh,
+        dtype: torch.dtype,
+        vocab_size: int,
+        fleet: Fleet | None,
+        pusher: Push | None,
+        moe: MoeSpec | None = None,
+        image_token: int | None = None,
     ) -> None:
         self.mesh, self.dtype, self.vocab_size = mesh, dtype, vocab_size
+        self.moe, self.image_token = moe, image_token
         self.fleet, self.pusher = fleet, pusher
         self.version = 0  # pushes
         self._run = uuid.uuid4().hex  # another run's cached prefixes have other weights
@@ -65,27 +77,27 @@ class RemoteSampler:
 
     def sample(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Completion]:
         check_request(prompts, params, self.vocab_size, None, filled=self.version > 0)
-        if any(prompt.media is not None for prompt in prompts):
-            raise ModelError("engines of their own get no images or videos yet; set rollout.backend=transformers")
         outcome: dict[str, Any] = {"problem": ""}
         replies: list[Reply] = []
+        experts: list[Tensor] = []
         if self.fleet is not None:
             try:
                 replies = self._draw(self.fleet, prompts, params)
                 outcome["finish"] = [reply.finish for reply in replies]
                 outcome["versions"] = [reply.versions for reply in replies]
                 outcome["lengths"] = [len(reply.ids) for reply in replies]
-            except MachineError as error:
-                outcome["problem"] = str(error)
+                experts = self._experts(prompts, params, replies)
+            except (MachineError, DataError) as error:
+                outcome |= {"problem": str(error), "data": isinstance(error, DataError)}
         outcome = self._agree(outcome)
-        return self._completions(prompts, params, outcome, replies)
+        return self._completions(prompts, params, outcome, replies, experts)
 
     def _draw(self, fleet: Fleet, prompts: Sequence[Prompt], params: SamplingParams) -> list[Reply]:
         """Ordered by prompt, then sample."""
         salt = f"{self._run}-{self.version}"
         futures: list[Future[Reply]] = [
-            fleet.submit(Request(ids=[*map(int, prompt.ids)], row=prompt.row, sample=sample, params=params, salt=salt))
-            for prompt in prompts
+            fleet.submit(replace(request, sample=sample))
+            for request in (self._request(prompt, params, salt) for prompt in prompts)
             for sample in range(params.samples)
         ]
         try:
@@ -101,6 +113,16 @@ class RemoteSampler:
                 future.cancel()
         return [future.result() for future in futures]
 
+    def _request(self, prompt: Prompt, params: SamplingParams, salt: str) -> Request:
+        ids, images = [*map(int, prompt.ids)], None
+        if prompt.media is not None:
+            if self.image_token is None:
+                raise DataError(
+                    f"the prompt of row {prompt.row} has images or videos, which these engines cannot be given"
+                )
+            images = image_features(ids, prompt.media, self.image_token, self.dtype, salt)
+        return Request(ids=ids, row=prompt.row, sample=0, params=params, salt=salt, images=images)
+
     def _check(self, reply: Reply) -> None:
         other = [version for version, _, _ in reply.versions if version != self.version]
         if other:
@@ -111,17 +133,32 @@ class RemoteSampler:
         if max(reply.ids) >= self.vocab_size:
             raise MachineError(f"an engine drew the id {max(reply.ids)} of a vocabulary of {self.vocab_size}")
 
+    def _experts(self, prompts: Sequence[Prompt], params: SamplingParams, replies: Sequence[Reply]) -> list[Tensor]:
+        """Of each reply with its prompt; none if they are not traced."""
+        if self.moe is None or not params.trace:
+            return []
+        lengths = [len(prompt.ids) for prompt in prompts for _ in range(params.samples)]
+        return [
+            read_experts(reply.routes, length + len(reply.ids), self.moe)
+            for length, reply in zip(lengths, replies, strict=True)
+        ]
+
     def _agree(self, outcome: dict[str, Any]) -> dict[str, Any]:
-        """The first rank's. MachineError on every rank if it has a problem. Collective."""
+        """The first rank's. MachineError (DataError of a row) on every rank if it has a problem. Collective."""
         agreed = cast(dict[str, Any], of_first(outcome, self.mesh))
         if agreed["problem"]:
-            raise MachineError(agreed["problem"])
+            raise (DataError if agreed.get("data") else MachineError)(agreed["problem"])
         return agreed
 
     def _completions(
-        self, prompts: Sequence[Prompt], params: SamplingParams, outcome: dict[str, Any], replies: Sequence[Reply]
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        outcome: dict[str, Any],
+        replies: Sequence[Reply],
+        experts: Sequence[Tensor],
     ) -> list[Completion]:
-        """Ids and log-probs are those of the first rank, which others get by a sum with zeros."""
+        """Ids, log-probs and experts are those of the first rank, which others get by a sum with zeros."""
         world, device, lengths = self.mesh["world"], self.mesh.device, outcome["lengths"]
         ids = torch.zeros(sum(lengths), dtype=torch.int64)
         log_probs = torch.zeros(sum(lengths), dtype=torch.float64)
@@ -137,8 +174,12 @@ class RemoteSampler:
             index, sample = divmod(slot, params.samples)
             span = slice(first, first + length)
             spans = tuple((version, start, end) for version, start, end in versions)
+            trace = None
+            if self.moe is not None and params.trace:
+                mine = experts[slot] if experts else None
+                trace = share_trace(mine, len(prompts[index].ids) + length, self.moe, self.mesh)
             completions.append(
-                Completion(prompts[index].row, sample, tuple(drawn[span]), tuple(scored[span]), finish, versions=spans)
+                Completion(prompts[index].row, sample, tuple(drawn[span]), tuple(scored[span]), finish, trace, spans)
             )
             first += length
         return completions

@@ -50,6 +50,7 @@ class Sglang:
             max_length=cards[0].get("max_model_len"),
             log_probs=_log_probs(client, 0 if vocab_size is None else vocab_size - 1),
             incremental=bool(config.get("incremental_streaming_output")),
+            routes=bool(config.get("enable_return_routed_experts")),
         )
 
     def generate(
@@ -75,13 +76,13 @@ class Sglang:
             if str(meta.get("weight_version", "")).isdigit() and fresh:
                 spans.append((int(meta["weight_version"]), drawn, drawn + fresh))
             drawn += fresh
-            yield Part(
-                ids, [entry[0] for entry in entries], FINISHES.get(finish), _whole(spans, drawn) if finish else ()
-            )
+            versions = _whole(spans, drawn) if finish else ()
+            routes = meta.get("routed_experts") or ""
+            yield Part(ids, [entry[0] for entry in entries], FINISHES.get(finish), versions, routes)
 
     def continues(self, params: "SamplingParams") -> bool:
-        """Its repetition penalty may count the tokens of a reply alone."""
-        return not params.stop and params.repetition_penalty == 1
+        """Its repetition penalty may count the tokens of a reply alone, and routes come with the last token."""
+        return not params.stop and not params.trace and params.repetition_penalty == 1
 
 
 def generate_body(server: Abilities, request: Request, received: Sequence[int]) -> dict[str, Any]:
@@ -113,6 +114,7 @@ def generate_body(server: Abilities, request: Request, received: Sequence[int]) 
         "return_logprob": True,
         "logprob_start_len": -1,
         "top_logprobs_num": 0,
+        "return_routed_experts": params.trace,
         "extra_key": request.salt,
         "stream": True,
     }

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from dovetail.errors import ConfigError
+from dovetail.errors import ConfigError, MachineError
 from dovetail.rollout.remote.http import Client, EngineError
 from dovetail.rollout.remote.wire import (
     FINISHES,
@@ -65,6 +65,9 @@ class Vllm:
             log_probs=MODES[mode],
             transfer=transfer["backend"],
             fields=frozenset(request["sampling_params"]["properties"]),
+            images="kwargs_data"
+            in described["components"]["schemas"].get("MultiModalFeatures", {}).get("properties", {}),
+            routes=bool((config.get("aux_output_config") or {}).get("enable_return_routed_experts")),
         )
         if not client.get("/is_paused").get("is_paused"):  # else its last trainer ended in a push; ours comes first
             _check_generation(client, server, vocab_size)
@@ -78,8 +81,10 @@ class Vllm:
         received: Sequence[int],
         deadline: Callable[[], float],
     ) -> Iterator[Part]:
-        drawn = 0
-        for event in client.stream(GENERATE, generate_body(server, request, received), deadline):
+        drawn, body = 0, generate_body(server, request, received)
+        for event in client.stream(GENERATE, body, deadline):
+            if request.images and not drawn and event.get("prompt_token_ids") != body["token_ids"]:
+                raise MachineError(f"engine {client.url} changed the ids of a prompt with images: it is another model")
             for choice in event["choices"]:
                 ids, content = choice["token_ids"] or [], (choice["logprobs"] or {}).get("content") or []
                 if [each["token_id"] for each in content] != ids:
@@ -88,10 +93,12 @@ class Vllm:
                 if finish is not None and finish not in FINISHES:
                     raise EngineError(client.url, GENERATE, None, f"the request ended with {finish!r}")
                 versions = pushed_spans(choice.get("weight_versions"), drawn, client.url) if finish else ()
-                yield Part(ids, [each["logprob"] for each in content], FINISHES.get(finish), versions)
+                routes = choice.get("routed_experts") or "" if request.params.trace else ""
+                yield Part(ids, [each["logprob"] for each in content], FINISHES.get(finish), versions, routes)
 
     def continues(self, params: "SamplingParams") -> bool:
-        return not params.stop  # a string may have begun in the tokens that are then the prompt
+        """A string to stop at may have begun in the tokens that are then the prompt; routes come with the last token."""
+        return not params.stop and not params.trace
 
 
 def generate_body(server: Abilities, request: Request, received: Sequence[int]) -> dict[str, Any]:
@@ -120,13 +127,14 @@ def generate_body(server: Abilities, request: Request, received: Sequence[int]) 
         sampling["logit_bias"] = {str(banned): NO_BIAS for banned in params.banned_ids}
     if "stream_interval" not in server.fields:
         del sampling["stream_interval"]
-    return {
+    body = {
         "model": server.model,
         "token_ids": [*request.ids, *received],
         "sampling_params": sampling,
         "cache_salt": request.salt,
         "stream": True,
     }
+    return body if request.images is None else {**body, "features": request.images, "return_token_ids": True}
 
 
 def _first_model(client: Client) -> dict[str, Any]:

@@ -17,6 +17,7 @@ LogProbs = Literal["processed", "tempered", "penalized", "raw"]
 FINISHES: Mapping[object, Finish] = {"stop": "stop", "length": "length"}
 STREAMED = 32  # tokens of an event
 NO_BIAS = -100.0  # added to the logits of banned ids
+RETURNS_ROUTES = "--enable-return-routed-experts"  # of both servers, for a mixture of experts
 MOST_BANNED = 1024  # of a request, in vLLM
 
 
@@ -29,6 +30,7 @@ class Request:
     sample: int
     params: "SamplingParams"
     salt: str
+    images: Mapping[str, Any] | None = None  # of the prompt, as vLLM takes them
 
     def seed(self, received: int) -> int:
         """Another one behind tokens that are kept: a server counts its draws from its first one."""
@@ -38,12 +40,13 @@ class Request:
 
 
 class Part(NamedTuple):
-    """Tokens of a stream. versions: with the last ones, of all tokens of this stream; empty: unknown."""
+    """Tokens of a stream. With the last ones come versions, of all its tokens (empty: unknown), and routes, as received."""
 
     ids: Sequence[int]
     log_probs: Sequence[float]
     finish: Finish | None = None
     versions: Spans = ()
+    routes: str = ""  # of the prompt and all tokens but the last; see routes.py
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +64,8 @@ class Abilities:
     log_probs: LogProbs
     transfer: str | None = None
     incremental: bool = True
+    routes: bool = False  # it returns the experts of each token
+    images: bool = False  # it takes them with token ids
     fields: frozenset[str] = frozenset()  # of vLLM's sampling parameters
 
 

@@ -1,0 +1,139 @@
+"""How far log-probs of samplers are from the trainer's: -m bench.engine_gap MODEL --url http://127.0.0.1:8000, or --offline
+
+A vLLM server that serves MODEL in --dtype (with --enable-scale-out), or vLLM in this process, and the embedded sampler draw
+at temperature 1 behind pieces of this project's docs. Their log-probs are compared with those of engine.score in --dtype
+("score") and in float32 on the same tokens, and these with each other.
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from bench.engines import DTYPES
+from bench.given import device as device_here, positive, run_main
+from bench.harness import surroundings
+from bench.models import one_rank
+from dovetail.batch.packed import PackedBatch, Sequence as Row
+from dovetail.factory.engine import EngineOptions, SamplingEngine, from_pretrained
+from dovetail.factory.tokenizer import load_tokenizer
+from dovetail.rollout.remote.http import Client
+from dovetail.rollout.remote.vllm import GENERATE
+from dovetail.weights.hf_directory import Pretrained
+
+DOCS = Path(__file__).parents[1] / "docs"
+PROMPT = 64
+OPTIONS = EngineOptions(tokens_per_batch=1 << 14)
+Drawn = tuple[Sequence[int], Sequence[float]]  # ids and log-probs behind a prompt
+
+
+def main() -> None:
+    """One table, and one JSON row."""
+    parser = argparse.ArgumentParser(prog="python -m bench.engine_gap", description=__doc__)
+    parser.add_argument("model", help="a directory or a hub name")
+    parser.add_argument("--url", help="of a vLLM server")
+    parser.add_argument("--offline", action="store_true", help="vLLM in this process, on 0.4 of the GPU's memory")
+    parser.add_argument("--prompts", type=positive, default=32)
+    parser.add_argument("--new", type=positive, default=128)
+    parser.add_argument("--dtype", choices=list(DTYPES), default="bfloat16")
+    parser.add_argument("--device", type=device_here, default="auto")
+    given = parser.parse_args()
+    source, drawn = Pretrained.open(given.model), dict[str, list[Drawn]]()
+    prompts = pieces(source, given.prompts)
+    if given.offline:
+        drawn["vLLM offline"] = offline(str(source.path), prompts, given)
+    if given.url is not None:
+        drawn["vLLM server"] = served(given.url, prompts, given.new)
+    scores: dict[str, list[Tensor]] = {}
+    with one_rank():
+        for dtype in (DTYPES[given.dtype], torch.float32):
+            engine = from_pretrained(source.path, dtype=dtype, device=given.device, options=OPTIONS)
+            if "embedded" not in drawn:
+                every = engine.generate(prompts, max_tokens=given.new, seed=1)
+                drawn["embedded"] = [(each.ids, each.log_probs) for each in every]
+            for name, each in drawn.items():
+                scores.setdefault(name, []).append(scored(engine, prompts, each))
+            del engine
+    print(f"{'|log-prob difference|':<46}{'tokens':>8}{'mean':>11}{'p99':>11}{'max':>11}")
+    gaps: dict[str, dict[str, float]] = {}
+    for name, each in drawn.items():
+        theirs = torch.tensor([x for _, log_probs in each for x in log_probs], dtype=torch.float64)
+        ours, exact = scores[name]
+        pairs = {"score": (theirs, ours), "float32": (theirs, exact), "score to float32": (ours, exact)}
+        for what, (a, b) in pairs.items():
+            gaps[f"{name}: {what}"] = found = gap(a, b)
+            print(
+                f"{name + ': ' + what:<46}" + "".join(f"{x:>{8 if n == 'tokens' else 11}.6g}" for n, x in found.items())
+            )
+    print(json.dumps({**surroundings(), "model": given.model, "dtype": given.dtype, "gaps": gaps}))
+
+
+def pieces(source: Pretrained, count: int) -> list[list[int]]:
+    text = "\n".join(file.read_text() for file in sorted(DOCS.glob("*.md")))
+    ids: list[int] = load_tokenizer(source)(text, add_special_tokens=False)["input_ids"]
+    stride = (len(ids) - PROMPT) // count
+    return [ids[i * stride : i * stride + PROMPT] for i in range(count)]
+
+
+def served(url: str, prompts: Sequence[Sequence[int]], new: int) -> list[Drawn]:
+    """All prompts at once, as a fleet sends them."""
+    client = Client(url, timeout=600.0)
+    asked = {
+        "max_tokens": new,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "logprobs": 0,
+        "ignore_eos": True,
+        "seed": 1,
+    }
+
+    def draw(ids: Sequence[int]) -> Drawn:
+        (choice,) = client.post(GENERATE, {"token_ids": list(ids), "sampling_params": asked})["choices"]
+        return choice["token_ids"], [each["logprob"] for each in choice["logprobs"]["content"]]
+
+    with ThreadPoolExecutor(len(prompts)) as threads:
+        return list(threads.map(draw, prompts))
+
+
+def offline(path: str, prompts: Sequence[Sequence[int]], given: argparse.Namespace) -> list[Drawn]:
+    vllm = import_module("vllm")
+    llm = vllm.LLM(
+        model=path, dtype=given.dtype, gpu_memory_utilization=0.4, max_model_len=PROMPT + given.new,
+        skip_tokenizer_init=True, logprobs_mode="raw_logprobs",
+    )  # fmt: skip
+    how = vllm.SamplingParams(
+        temperature=1.0, max_tokens=given.new, logprobs=0, ignore_eos=True, detokenize=False, seed=1
+    )
+    replies = llm.generate([{"prompt_token_ids": list(ids)} for ids in prompts], how)
+    every = [(reply.outputs[0].token_ids, reply.outputs[0].logprobs) for reply in replies]
+    return [(list(ids), [at[i].logprob for i, at in zip(ids, where, strict=True)]) for ids, where in every]
+
+
+def scored(engine: SamplingEngine, prompts: Sequence[Sequence[int]], drawn: Sequence[Drawn]) -> Tensor:
+    """The engine's log-probs of the drawn tokens, in their order."""
+    rows = [
+        Row([*prompt, *ids], [False] * len(prompt) + [True] * len(ids))
+        for prompt, (ids, _) in zip(prompts, drawn, strict=True)
+    ]
+    batch = PackedBatch.pack(rows)
+    return engine.score(batch).logprob.double().cpu()[batch.mask.bool().cpu()]
+
+
+def gap(a: Tensor, b: Tensor) -> dict[str, float]:
+    away = (a - b).abs()
+    return {
+        "tokens": away.numel(),
+        "mean": float(away.mean()),
+        "p99": float(away.quantile(0.99)),
+        "max": float(away.max()),
+    }
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,59 @@
+"""The experts that an engine returns for each token, in the formats of vLLM 0.33.0 and SGLang 0.5.10."""
+
+import base64
+import io
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dovetail.arch.spec import MoeSpec
+from dovetail.batch.routing import RoutingTrace, narrow_dtype
+from dovetail.errors import MachineError
+from dovetail.parallel.collectives import sum_over
+from dovetail.parallel.mesh import Mesh
+from dovetail.rollout.remote.wire import RETURNS_ROUTES
+
+NPY = b"\x93NUMPY"
+
+
+def read_experts(text: str, tokens: int, moe: MoeSpec) -> Tensor:
+    """The experts of the prompt and the reply, [tokens - 1, M, K] in the layers of `moe`: the last token was not routed.
+
+    text: base64 of an array of all layers, as a file of NumPy (vLLM) or as bare int32 (SGLang). MachineError if it is of
+    another model, or has rows that were never written.
+    """
+    if not text:
+        raise MachineError(f"an engine returned no routes of experts; start it with {RETURNS_ROUTES}")
+    expected = (tokens - 1, len(moe.layers), moe.top_k)
+    try:
+        data = base64.b64decode(text, validate=True)
+        named = data.startswith(NPY)
+        every = np.load(io.BytesIO(data), allow_pickle=False) if named else np.frombuffer(data, "<i4")
+    except ValueError as error:
+        raise MachineError(f"an engine returned routes that cannot be read: {error}") from None
+    if every.dtype.kind not in "iu" or (every.shape if named else every.size) != (
+        expected if named else math.prod(expected)
+    ):
+        raise MachineError(
+            f"an engine returned routes of shape {every.shape} and type {every.dtype}, expected {expected}: tokens without "
+            "the last one, layers, experts of a token"
+        )
+    experts = every.reshape(expected)[:, list(moe.numbers)]
+    outside = experts.size and not 0 <= experts.min() <= experts.max() < moe.num_experts
+    if outside or (moe.top_k > 1 and (experts[..., 0] == experts[..., 1]).any()):
+        raise MachineError(
+            f"an engine returned routes that are no choice of {moe.top_k} out of {moe.num_experts} experts: it did not record "
+            "all layers"
+        )
+    return torch.from_numpy(experts.astype(np.int32)).to(narrow_dtype(moe.num_experts))
+
+
+def share_trace(experts: Tensor | None, tokens: int, moe: MoeSpec, mesh: Mesh) -> RoutingTrace:
+    """Of one sample; experts: the first rank's. Collective."""
+    whole = torch.zeros((tokens, len(moe.numbers), moe.top_k), dtype=narrow_dtype(moe.num_experts))
+    if experts is not None:
+        whole[:-1] = experts
+    valid = torch.arange(tokens) < tokens - 1
+    return RoutingTrace(moe.numbers, sum_over(whole.to(mesh.device), mesh["world"]).cpu().to(torch.int32), valid)
