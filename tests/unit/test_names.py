@@ -56,20 +56,24 @@ def test_every_leaf_of_verl_is_ours_or_has_a_reason() -> None:
             assert (meaning.key or meaning.text) in nearest(name, known, meanings), name
 
 
-def test_every_field_of_trl_is_ours_or_has_a_reason() -> None:
-    """Wherever in a recipe it is typed."""
+SECTIONS = ("", "trainer.", "algorithm.", "optim.", "data.", "rollout.", "model.")
+
+
+@pytest.mark.parametrize("sections", [1, pytest.param(len(SECTIONS), marks=pytest.mark.soak)])
+def test_every_field_of_trl_is_ours_or_has_a_reason(sections: int) -> None:
+    """Wherever in a recipe it is typed: each name in so many sections, of which the next name has the next ones."""
     fields = yaml.safe_load((FOLDER / "names_of_trl.yaml").read_text())
     known, meanings = known_keys(), all_meanings()
-    for config, kind in TRL.items():
-        for name in {*fields["TrainingArguments"], *fields[config]}:
-            meaning = outcome(read_tables("trl")[kind], name)
-            for section in ("", "trainer.", "algorithm.", "optim.", "data.", "rollout.", "model."):
-                typed = section + name
-                right = {m.key or m.text for m in meanings if m.matches(name) or m.matches(typed)}
-                assert (meaning.key or meaning.text) in right
-                if typed not in known and typed not in BY_SPELLING:
-                    said = nearest(typed, known, meanings)
-                    assert any(words in said for words in right), (section, name, said)
+    kinds = {kind: {*fields["TrainingArguments"], *fields[config]} for config, kind in TRL.items()}
+    for number, name in enumerate(sorted(set().union(*kinds.values()))):
+        own = [outcome(read_tables("trl")[kind], name) for kind, names in kinds.items() if name in names]
+        for section in (SECTIONS[(number + i) % len(SECTIONS)] for i in range(sections)):
+            typed = section + name
+            right = {m.key or m.text for m in meanings if m.matches(name) or m.matches(typed)}
+            assert all((meaning.key or meaning.text) in right for meaning in own)
+            if typed not in known and typed not in BY_SPELLING:
+                said = nearest(typed, known, meanings)
+                assert any(words in said for words in right), (section, name, said)
 
 
 BY_SPELLING = ("optim.beta",)  # betas
