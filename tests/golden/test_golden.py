@@ -37,7 +37,7 @@ def test_the_rl_curve(inputs: Path, name: str) -> None:
     assert error <= GOLDEN_FP32, f"{where}: {error:.1e}"
 
 
-@pytest.mark.parametrize("bug", BUGS)
+@pytest.mark.parametrize("bug", [pytest.param(bug, marks=[pytest.mark.soak] * (i % 3)) for i, bug in enumerate(BUGS)])
 @pytest.mark.usefixtures("supervised")
 def test_a_planted_bug_is_caught(inputs: Path, bug: str) -> None:
     start, out = inputs.parent / "sft" / "hf", inputs.parent / bug.replace(" ", "-")
