@@ -132,7 +132,7 @@ def _load_state(source: Path, layout: Layout) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("layout", "width"),
     [
-        (Layout(tp=2), 1024),
+        (Layout(tp=2), 512),
         pytest.param(Layout(tp=2), 2048, marks=pytest.mark.soak),
         pytest.param(Layout(pp=2), 2048, marks=pytest.mark.soak),
     ],

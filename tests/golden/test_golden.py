@@ -10,7 +10,7 @@ from tests.golden.job import Played, play, rl, write_inputs
 from tests.harness import run
 from tests.tolerances import GOLDEN_BUG, GOLDEN_FP32
 
-RL_STEPS, SHOWN = 60, 10  # steps of the learning test, and how many of them make its beginning and its end
+RL_STEPS, SHOWN = 50, 10  # steps of the learning test, and how many of them make its beginning and its end
 LEAST_RISE = 0.15  # of the share of right sums
 
 
