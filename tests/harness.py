@@ -33,7 +33,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.utils._pytree import tree_map_only
 
 from dovetail.parallel.process_group import BACKENDS, pick_device
 from tests.template import TEMPLATES, Template
@@ -265,7 +268,7 @@ def worker_ids() -> dict[int, int]:
 
 def _serve(pipe: Connection, stacks: str) -> None:
     """A worker's life: one job after another until the pipe closes, or an empty message comes."""
-    with open(stacks, "w") as file, contextlib.suppress(EOFError):
+    with open(stacks, "w") as file, contextlib.suppress(EOFError), _shapes_inferred_once():
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
         pipe.send_bytes(b"%d" % os.getpid())
         while message := pipe.recv_bytes():
@@ -290,6 +293,22 @@ def _answer(
         return _pickled(("skipped", str(skipped)))
     except BaseException:
         return _pickled(("failed", traceback.format_exc()))
+
+
+@contextlib.contextmanager
+def _shapes_inferred_once() -> Iterator[None]:
+    """DTensor runs an operation on fake tensors for the shape that it gives, 10 ms each time; every body would do it anew."""
+    infer, known = ShardingPropagator._propagate_tensor_meta_non_cached, {}
+
+    def remembered(propagator: ShardingPropagator, schema: Any) -> Any:
+        given = (schema.args_schema, schema.kwargs_schema)
+        key = f"{schema.op} {tree_map_only(DTensorSpec, lambda spec: spec.tensor_meta, given)}"
+        if key not in known:
+            known[key] = infer(propagator, schema)
+        return known[key]
+
+    with mock.patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", remembered):
+        yield
 
 
 class _SharedLoopGloo(dist.ProcessGroupGloo):

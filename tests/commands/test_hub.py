@@ -4,8 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import constants
 
-from tests.commands.program import here, program, refusal, write_recipe, write_rows
+from tests.commands.program import here, refusal, write_recipe, write_rows
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -58,8 +59,9 @@ def test_anything_else_asks_nobody(name: str, words: str, asked: list[dict[str, 
     assert asked == []
 
 
-def test_a_hub_that_does_not_answer_is_told_as_such(tmp_path: Path) -> None:
+def test_a_hub_that_does_not_answer_is_told_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "home"))
     rows = write_rows(tmp_path / "rows.jsonl", [{"input_ids": [5]}])
     argv = ["score", "--model", f"org/model@{COMMIT}", "--data", rows, "--out", tmp_path / "o"]
-    ended = program(*argv, env={"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")})
-    assert "could not be fetched from the hub" in refusal(ended)
+    assert "could not be fetched from the hub" in refusal(here(*argv))

@@ -27,11 +27,11 @@ def others(rewards, groups, batch):
     same = groups[:, None] == groups[None]
     total, count = (same * rewards).sum(1), same.sum(1)
     return rewards - (total - rewards) / (count - 1)
-
-
-def count_reward(data_source, solution_str, ground_truth, extra_info):
-    return float(sum(map(ord, solution_str)) % 7)
 '''
+REWARD = """
+def count(data_source, solution_str, ground_truth, extra_info):
+    return float(sum(map(ord, solution_str)) % 7)
+"""  # its processes import no torch
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("own")
     make_model(folder / "model")
     (folder / "mine.py").write_text(MINE)
+    (folder / "reward.py").write_text(REWARD)
     shutil.copy(ROOT / "examples" / "own_loss.py", folder / "own_loss.py")
     write_rows(folder / "rows.jsonl", [{"prompt": text, "answer": text} for text in ("ab", "xyz", "hello", "q")])
     return folder
@@ -46,7 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def recipe(folder: Path, run: str, /, **algorithm: Any) -> Path:
     keys = {"name": "rloo", "num_mini_batches": 2, "kl_coef": 0.1, **algorithm}
-    sections: dict[str, Any] = {"reward": {"import": "mine:count_reward"}, "optim": {"lr": 1e-2}}
+    sections: dict[str, Any] = {"reward": {"import": "reward:count", "workers": 1}, "optim": {"lr": 1e-2}}
     path = write_recipe(folder / f"{run}.yaml", folder / "model", folder / "rows.jsonl", algorithm=keys, **sections)
     path.write_text(path.read_text().replace(str(folder / "run"), str(folder / f"run-{run}")))
     return path
@@ -89,7 +90,7 @@ def test_a_function_that_is_not_there_is_refused_before_ranks_start(folder: Path
         ),
         (
             {"loss": {"import": "mine:clip"}},
-            f"{folder}/mine.py has no function 'clip'; it has clipped, others, count_reward",
+            f"{folder}/mine.py has no function 'clip'; it has clipped, others",
         ),
         ({"advantage": {"import": "nowhere:f"}}, "algorithm.advantage 'nowhere:f'"),
         (

@@ -37,7 +37,11 @@ def forked(command: list[str], **options: Any) -> subprocess.Popen[str]:
 
 @pytest.mark.parametrize(
     "name",
-    ["first_run", "own_reward", "own_loop", pytest.param("image_model", marks=pytest.mark.soak), "many_gpus"],
+    [
+        "first_run",
+        "own_loop",
+        *(pytest.param(n, marks=pytest.mark.soak) for n in ("own_reward", "image_model", "many_gpus")),
+    ],
 )
 def test_a_tutorial_runs_as_it_is(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

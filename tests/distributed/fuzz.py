@@ -121,7 +121,7 @@ def outcome(folder: str, given: Draw) -> str | Figures:
         found, stray = measure(engine, _batch(given), given.loss)
     except DataError as error:
         return f"DataError: {error}"
-    return figures_of(found, stray, torch.load(Path(folder) / ALONE))
+    return figures_of(found, stray, torch.load(Path(folder) / ALONE, weights_only=False))
 
 
 def write_alone(folder: str, given: Draw) -> None:

@@ -216,7 +216,10 @@ def write_alone(folder: str, cases: Iterable[Case]) -> None:
 
 def compare(folder: str, layout: Layout, cases: Iterable[Case]) -> dict[Case, Figures]:
     """Each case on a layout against its file."""
-    return {case: figures_of(*compute(folder, case, layout), torch.load(_file(folder, case.alone))) for case in cases}
+    return {
+        case: figures_of(*compute(folder, case, layout), torch.load(_file(folder, case.alone), weights_only=False))
+        for case in cases
+    }
 
 
 def compute(

@@ -158,9 +158,12 @@ def differences(results: Sequence[tuple[dict[str, Fraction], Step]]) -> list[str
     return wrong + [f"copies: {of_copies} bytes too many"] * (of_copies != 0)
 
 
-@pytest.mark.parametrize("world", [4, *(pytest.param(n, marks=pytest.mark.soak) for n in (2, 8))])
-def test_every_byte_of_a_step(world: int) -> None:
-    cases = [case for case in CASES if case.layout.num_ranks == world]
+@pytest.mark.parametrize(
+    ("world", "stride"), [(4, 2), *(pytest.param(n, 1, marks=pytest.mark.soak) for n in (2, 4, 8))]
+)
+def test_every_byte_of_a_step(world: int, stride: int) -> None:
+    """Or of every other case: each axis, alone and with another."""
+    cases = [case for case in CASES if case.layout.num_ranks == world][::-stride]
     ranks = run(world, measure_all, cases)
     for case, results in zip(cases, zip(*ranks, strict=True), strict=True):
         assert not differences(results), f"{case}: {differences(results)}"

@@ -51,7 +51,7 @@ CUTS = (
     Layout(cp=4, cp_mode="gather", ep=2),
     Layout(pp=2, cp=2, ep=2),
 )
-WIDE = (CUTS[2], CUTS[5], CUTS[7], CUTS[8])  # what others of them have by pairs, or test_turns.py has
+WIDE = (CUTS[2], CUTS[4], CUTS[5], CUTS[7], CUTS[8])  # what others of them have by pairs, or test_turns.py has
 WHOLE = tuple(
     Layout(tp=tp, pp=pp, cp=cp, dp=dp, ep=ep)
     for tp, pp, cp, dp, ep in product((1, 2), (1, 2), (1, 2), (1, 2, 4), (1, 2, 4))

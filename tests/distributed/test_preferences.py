@@ -29,6 +29,8 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "orpo": {"beta": 0.4},
     "reward": {"center_rewards_coefficient": 0.02},
 }
+HALVES = (("dpo", "dpo-ipo", "kto", "reward"), ("dpo-early", "cpo", "simpo", "orpo"))
+LAYOUTS = ("tp=2", "dp=2", "pp=2", "cp=2")
 
 
 def rows_of() -> list[Preference]:
@@ -96,24 +98,38 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def alone(folder: Path) -> dict[str, Any]:
-    return run(1, train, folder, dt.Layout(), (*ALGORITHMS,), folder / "reward")[0]
+def alone(folder: Path) -> tuple[dict[str, Any], ...]:
+    """What one rank gives for each half of the algorithms."""
+    return tuple(run(1, train, folder, dt.Layout(), names, folder / "reward")[0] for names in HALVES)
 
 
-@pytest.mark.parametrize("layout", ["tp=2", "dp=2", "pp=2", "cp=2"])
-def test_every_layout_is_one_rank(layout: str, folder: Path, alone: dict[str, Any]) -> None:
-    for found in run(2, train, folder, dt.Layout.parse(layout), (*ALGORITHMS,)):
-        assert found.keys() == alone.keys() - {"scores"}
+@pytest.mark.parametrize(
+    ("layout", "half"),
+    [
+        pytest.param(layout, half, marks=[pytest.mark.soak] * (half != number % 2))
+        for number, layout in enumerate(LAYOUTS)
+        for half in (0, 1)
+    ],
+)
+def test_every_layout_is_one_rank(layout: str, half: int, folder: Path, alone: tuple[dict[str, Any], ...]) -> None:
+    """Every algorithm on two layouts of the four."""
+    for found in run(2, train, folder, dt.Layout.parse(layout), HALVES[half]):
+        assert found.keys() == alone[half].keys() - {"scores"}
         for name, value in found.items():
-            a, b = (torch.as_tensor(x, dtype=torch.float64) for x in (value, alone[name]))
+            a, b = (torch.as_tensor(x, dtype=torch.float64) for x in (value, alone[half][name]))
             assert_close(a, b, SUM_ORDER, f"{layout}: {name}")
 
 
-@pytest.mark.parametrize("layout", ["dp=2", pytest.param("cp=2", marks=pytest.mark.soak)])
-def test_the_engine_of_transformers_does_the_same(layout: str, folder: Path, alone: dict[str, Any]) -> None:
-    for found in run(2, train, folder, dt.Layout.parse(layout), (*ALGORITHMS,), None, "transformers"):
+@pytest.mark.parametrize(
+    ("layout", "half"),
+    [("dp=2", 0), *(pytest.param(*each, marks=pytest.mark.soak) for each in (("dp=2", 1), ("cp=2", 0), ("cp=2", 1)))],
+)
+def test_the_engine_of_transformers_does_the_same(
+    layout: str, half: int, folder: Path, alone: tuple[dict[str, Any], ...]
+) -> None:
+    for found in run(2, train, folder, dt.Layout.parse(layout), HALVES[half], None, "transformers"):
         for name, value in found.items():
-            a, b = (torch.as_tensor(x, dtype=torch.float64) for x in (value, alone[name]))
+            a, b = (torch.as_tensor(x, dtype=torch.float64) for x in (value, alone[half][name]))
             assert_close(a, b, CURVE_FP32, f"{layout}: {name}")  # its norms and angles are float32
 
 
@@ -129,9 +145,10 @@ def test_experts(layout: str, tmp_path: Path) -> None:
             assert_close(a, b, SUM_ORDER, f"{layout}: {name}")
 
 
-def test_metrics(alone: dict[str, Any]) -> None:
+def test_metrics(alone: tuple[dict[str, Any], ...]) -> None:
+    whole = {**alone[0], **alone[1]}
     for name in ALGORITHMS:
-        row = {key.partition(" ")[2]: x for key, x in alone.items() if key.startswith(f"{name} ")}
+        row = {key.partition(" ")[2]: x for key, x in whole.items() if key.startswith(f"{name} ")}
         margin = row["rewards/chosen"] - row["rewards/rejected"]
         assert row["rewards/margins"] == pytest.approx(margin)
         for prefix in ("eval_", "eval/more/"):
@@ -140,14 +157,14 @@ def test_metrics(alone: dict[str, Any]) -> None:
             } <= row.keys()
         assert ("logps/chosen" in row) == (name != "reward")
         assert ("nll_loss" in row) == (name in ("cpo", "simpo", "orpo"))
-    live, early = (alone[f"{name} eval_rewards/chosen"] for name in ("dpo", "dpo-early"))
+    live, early = (whole[f"{name} eval_rewards/chosen"] for name in ("dpo-ipo", "dpo-early"))
     assert live != early  # after other steps
 
 
-def test_a_saved_reward_model_scores_alike_in_transformers(folder: Path, alone: dict[str, Any]) -> None:
+def test_a_saved_reward_model_scores_alike_in_transformers(folder: Path, alone: tuple[dict[str, Any], ...]) -> None:
     model = AutoModelForSequenceClassification.from_pretrained(folder / "reward").eval()
     assert model.config.num_labels == 1
     scores: list[Tensor] = []
     with torch.no_grad():
         scores += [model(torch.tensor([row.chosen.ids])).logits[0, 0] for row in rows_of() if row.chosen]
-    assert_close(torch.stack(scores), alone["scores"].float(), MODEL_FP32)
+    assert_close(torch.stack(scores), alone[0]["scores"].float(), MODEL_FP32)

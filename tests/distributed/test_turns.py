@@ -74,7 +74,7 @@ def test_dense_layers_in_turns_equal_one_rank(dense: Path, layout: Layout, case:
     check(dense, layout, (case.on(layout),))
 
 
-@pytest.mark.parametrize(("layout", "case"), marked(MIXED, 3))
+@pytest.mark.parametrize(("layout", "case"), marked(MIXED, 2))
 def test_mixtures_in_turns_equal_one_rank(mixed: Path, layout: Layout, case: Case) -> None:
     check(mixed, layout, (case.on(layout),))
 

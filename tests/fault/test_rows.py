@@ -123,13 +123,20 @@ def test_a_tokenizer_that_knows_more_ids_than_the_model(command: str, tmp_path: 
     assert "lies outside the model's vocabulary of 50 (0 to 49); use this model's own tokenizer" in told
 
 
+@pytest.mark.parametrize(
+    "commands",
+    [
+        ((1, "generate"), (1, "grpo"), (2, "sft")),
+        pytest.param(((1, "score"), (1, "sft"), (2, "grpo")), marks=pytest.mark.soak),
+    ],
+)
 @pytest.mark.usefixtures("one_renderer")
-def test_a_chat_template_that_fails(model: Path, tmp_path: Path) -> None:
+def test_a_chat_template_that_fails(commands: tuple[tuple[int, str], ...], model: Path, tmp_path: Path) -> None:
     model = Path(shutil.copytree(model, tmp_path / "model"))
     (model / "chat_template.jinja").write_text("\n{{ 1 // (messages | length - 1) }}")
     row = {"prompt": [{"role": "user", "content": "a"}], "completion": "b", "answer": 1}
     rows = write_rows(tmp_path / "rows.jsonl", [row])
-    for world, command in ((1, "score"), (1, "generate"), (1, "sft"), (1, "grpo"), (2, "sft")):
+    for world, command in commands:
         told = refused_on(world, *asked(command, model, rows, tmp_path))
         cause = "ZeroDivisionError: integer division or modulo by zero (line 2 of the template)"
         assert told == f"{rows}:1: the chat template fails on these messages: {cause}\n"

@@ -32,6 +32,9 @@ TIGHT = 16  # of tokens: a sequence of LONELY each
 LONELY = ((9,), (1, SMALL, 4), (10,), (11,), (8,), (1, SMALL, 3))  # more micro-batches than images
 PICTURES = ((1, SMALL, 2), (TALL, 1), (2, WIDE), (CLIP, 1), (1, SMALL, SMALL), (3, TALL))
 
+CHUNKS = {"gather": "qwen3_vl", "product": "kimi_k25"}
+RECOMPUTED, TURNED = ("qwen3_vl", "glm4v"), "qwen3_vl_moe"
+
 
 @pytest.fixture(scope="session")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
@@ -49,24 +52,36 @@ def compare(
         check(found)
 
 
+NOT_BELOW = ("qwen2_vl", "qwen2_5_vl", "glm4v_moe", "qwen3_vl-value")  # the others are compared over cp by tests below
+
+
 @pytest.mark.parametrize(
-    "layout",
-    ["cp=2", *(pytest.param(name, marks=pytest.mark.soak) for name in ("dp=1", "dp=2", "cp=2,dp=2", "cp=4", "cp=8"))],
+    ("layout", "names"),
+    [
+        ("cp=2", NOT_BELOW),
+        *(
+            pytest.param(name, (*VISION, NOT_BELOW[-1]), marks=pytest.mark.soak, id=name)
+            for name in ("dp=1", "dp=2", "cp=2", "cp=2,dp=2", "cp=4", "cp=8")
+        ),
+    ],
 )
-def test_every_family_equals_transformers(seen: dict[str, Path], layout: str) -> None:
-    for name in seen:
+def test_every_family_equals_transformers(seen: dict[str, Path], layout: str, names: tuple[str, ...]) -> None:
+    for name in names:
         compare(seen, name, Layout.parse(layout))
 
 
-@pytest.mark.parametrize("mode", ["gather", "product"])
+def test_every_family_is_compared_over_cp() -> None:
+    assert {*NOT_BELOW, *CHUNKS.values(), *RECOMPUTED, TURNED} == {*VISION, NOT_BELOW[-1]}
+
+
+@pytest.mark.parametrize("mode", CHUNKS)
 def test_a_rank_with_two_chunks_of_the_tokens(seen: dict[str, Path], mode: str) -> None:
-    name = {"gather": "qwen3_vl", "product": "kimi_k25"}[mode]
-    compare(seen, name, Layout(cp=4, cp_mode=mode))
+    compare(seen, CHUNKS[mode], Layout(cp=4, cp_mode=mode))
 
 
 @pytest.mark.parametrize("recompute", [pytest.param("full", marks=pytest.mark.soak), "selective"])
 def test_recomputing_changes_nothing(seen: dict[str, Path], recompute: Recompute) -> None:
-    for name in ("qwen3_vl", "glm4v"):
+    for name in RECOMPUTED:
         compare(seen, name, Layout(cp=2), recompute)
 
 
@@ -180,7 +195,7 @@ def test_experts_that_a_checkpoint_has_turned(seen: dict[str, Path], tmp_path: P
         name: x.transpose(1, 2).contiguous() if ".experts." in name else x for name, x in tensors_of(turned).items()
     }
     save_file(tensors, turned / "model.safetensors", metadata={"format": "pt"})
-    compare({"qwen3_vl_moe": tmp_path}, "qwen3_vl_moe", Layout(cp=2))
+    compare({TURNED: tmp_path}, TURNED, Layout(cp=2))
     run(2, save, tmp_path, tmp_path / "saved", Layout(dp=2))
     assert_same_tensors(tensors_of(tmp_path / "saved"), tensors)
 

@@ -29,9 +29,12 @@ WHOLE_HEADS = (
     *("qwen2_yarn", "qwen2_window", "qwen3_window"),
 )
 SQUARE = ("llama", "qwen2")  # on tp=2,dp=2 instead of tp=2
+LIKE_OTHERS = (  # cut by tp as others are
+    *("apertus_biases", "llama_all_kv_heads", "llama_head_dim", "mistral", "mistral_window", "qwen3", "qwen3_tied"),
+)
 QUICK = {
     "tp=1,dp=1": (*tiny_configs(), CRITICS[0]),
-    "tp=2,dp=1": (*(name for name in tiny_configs() if name not in (*WHOLE_HEADS, *SQUARE)), CRITICS[0]),
+    "tp=2,dp=1": (*(name for name in tiny_configs() if name not in (*WHOLE_HEADS, *SQUARE, *LIKE_OTHERS)), CRITICS[0]),
     "tp=2,dp=2": (*SQUARE, CRITICS[3]),
     "pp=2": (
         *("apertus_biases", "llama", "llama_all_kv_heads", "llama_biases", "llama_dynamic", "llama_linear"),

@@ -13,12 +13,12 @@ ROWS, COLUMNS, CUTS = 4, 1501, (500, 1001)
 
 
 def gradient_errors(
-    vocab_stats: Callable[..., Tensor], vocab_grad_: Callable[..., Tensor], device: str = "cpu"
+    vocab_stats: Callable[..., Tensor], vocab_grad_: Callable[..., Tensor], device: str = "cpu", stride: int = 1
 ) -> dict[str, float]:
-    """Case -> the gradient's error. The vocabulary is cut in three, as by tp=3."""
+    """Case -> the gradient's error. The vocabulary is cut in three, as by tp=3. stride: between temperatures of a deviation."""
     result = {}
-    for deviation in DEVIATIONS:
-        for temperature in TEMPERATURES:
+    for number, deviation in enumerate(DEVIATIONS):
+        for temperature in TEMPERATURES[number % stride :: stride]:
             z, targets = _logits(deviation, temperature, device)
             tau = torch.full((ROWS,), temperature, device=device)
             g = torch.linspace(-1.0, 2.0, ROWS, device=device)

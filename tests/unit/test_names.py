@@ -46,30 +46,35 @@ def test_the_tables_name_keys_that_exist() -> None:
                 assert any(other.find(name) for other in tables.values()), (project, name)
 
 
-def test_every_leaf_of_verl_is_ours_or_has_a_reason() -> None:
+@pytest.mark.parametrize("stride", [8, pytest.param(1, marks=pytest.mark.soak)])
+def test_every_leaf_of_verl_is_ours_or_has_a_reason(stride: int) -> None:
+    """And is said to be that where it is typed: every eighth."""
     table, known, meanings = read_tables("verl")[""], known_keys(), all_meanings()
     names = list(leaves(yaml.safe_load((FOLDER / "names_of_verl.yaml").read_text())))
     assert len(names) > 700
-    for name in names:
-        if name not in known:
-            meaning = outcome(table, name)
-            assert (meaning.key or meaning.text) in nearest(name, known, meanings), name
+    foreign = {name: outcome(table, name) for name in names if name not in known}
+    for name, meaning in list(foreign.items())[::stride]:
+        assert (meaning.key or meaning.text) in nearest(name, known, meanings), name
 
 
-def test_every_field_of_trl_is_ours_or_has_a_reason() -> None:
-    """Wherever in a recipe it is typed."""
+SECTIONS = ("", "trainer.", "algorithm.", "optim.", "data.", "rollout.", "model.")
+
+
+@pytest.mark.parametrize("sections", [1, pytest.param(len(SECTIONS), marks=pytest.mark.soak)])
+def test_every_field_of_trl_is_ours_or_has_a_reason(sections: int) -> None:
+    """Wherever in a recipe it is typed: each name in so many sections, of which the next name has the next ones."""
     fields = yaml.safe_load((FOLDER / "names_of_trl.yaml").read_text())
     known, meanings = known_keys(), all_meanings()
-    for config, kind in TRL.items():
-        for name in {*fields["TrainingArguments"], *fields[config]}:
-            meaning = outcome(read_tables("trl")[kind], name)
-            for section in ("", "trainer.", "algorithm.", "optim.", "data.", "rollout.", "model."):
-                typed = section + name
-                right = {m.key or m.text for m in meanings if m.matches(name) or m.matches(typed)}
-                assert (meaning.key or meaning.text) in right
-                if typed not in known and typed not in BY_SPELLING:
-                    said = nearest(typed, known, meanings)
-                    assert any(words in said for words in right), (section, name, said)
+    kinds = {kind: {*fields["TrainingArguments"], *fields[config]} for config, kind in TRL.items()}
+    for number, name in enumerate(sorted(set().union(*kinds.values()))):
+        own = [outcome(read_tables("trl")[kind], name) for kind, names in kinds.items() if name in names]
+        for section in (SECTIONS[(number + i) % len(SECTIONS)] for i in range(sections)):
+            typed = section + name
+            right = {m.key or m.text for m in meanings if m.matches(name) or m.matches(typed)}
+            assert all((meaning.key or meaning.text) in right for meaning in own)
+            if typed not in known and typed not in BY_SPELLING:
+                said = nearest(typed, known, meanings)
+                assert any(words in said for words in right), (section, name, said)
 
 
 BY_SPELLING = ("optim.beta",)  # betas
