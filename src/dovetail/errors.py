@@ -6,6 +6,7 @@ The command line prints a `UserError` once, without a traceback, and exits with 
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Self
 
 MAX_QUOTED = 200  # characters of a given value in a message
 MAX_LINE = 2000  # characters of a line of a report
@@ -67,6 +68,26 @@ class SecondaryFailure(RuntimeError):
 
 class LostStore(SecondaryFailure):
     """The store of the ranks is gone."""
+
+
+class Caught:
+    """Ends the errors of its `with` blocks; `error` is the first."""
+
+    def __init__(self, kind: type[BaseException] = Exception) -> None:
+        self.kind = kind
+        self.error: BaseException | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> bool:
+        caught = isinstance(error, self.kind)
+        self.error = self.error or (error if caught else None)
+        return caught
+
+
+def one_line(error: BaseException | None) -> str:
+    return "" if error is None else " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def listing(items: list[str], limit: int = 20) -> str:

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+OPEN_FILES = 1 << 16  # for many groups of ranks, and for a file of each rank that wrote a checkpoint
 _PROC = Path("/proc")
 _CGROUPS = Path("/sys/fs/cgroup")
 _SET_PARENT_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
@@ -101,6 +102,14 @@ def limit_memory(more: int) -> None:
         hard = resource.getrlimit(resource.RLIMIT_AS)[1]
         limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+def allow_open_files() -> None:
+    """Raise this process's own limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
+    if 0 <= soft < wanted:  # RLIM_INFINITY is -1
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def end_children(spared: Iterable[int] = (), seconds: float = math.inf) -> set[int]:

@@ -27,7 +27,7 @@ from dovetail.launch.progress import Progress
 from dovetail.optim import optimizer
 from dovetail.optim.optimizer import OptimSettings, Shard, reduce_partial
 from dovetail.optim.replicas import _difference, _slices, hash_bits
-from dovetail.parallel.collectives import gather_text
+from dovetail.parallel.collectives import gather_objects
 from dovetail.parallel.layout import Layout
 from dovetail.parallel.mesh import Mesh
 from dovetail.weights.shards import local_tensor
@@ -250,7 +250,7 @@ def flipped(path: Path, layout: str, flips: int) -> tuple[int, int, list[str]]:
         engine.train_step(batch, tokenwise)
     engine.check_replicas()
     pieces = {piece.name: piece.tensor for piece in _slices(engine.model, engine.optimizer, engine.mesh)}
-    everyone = [set(json.loads(text)) for text in gather_text(json.dumps(list(pieces)), world)]
+    everyone = [set(theirs) for theirs in gather_objects(list(pieces), world)]
     draw, found, wrong = random.Random(layout), 0, []
     copied = sorted({name for names in everyone for name in names if sum(name in other for other in everyone) > 1})
     for _ in range(flips):

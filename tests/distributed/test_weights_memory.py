@@ -16,7 +16,7 @@ from dovetail.checkpoint.reader import ShardedReader
 from dovetail.engine.fsdp import shard_over_data
 from dovetail.engine.native import NativeEngine
 from dovetail.factory.engine import from_pretrained
-from dovetail.parallel.collectives import gather_text
+from dovetail.parallel.collectives import gather_objects
 from dovetail.parallel.layout import Layout
 from dovetail.parallel.mesh import Mesh
 from dovetail.weights.hf_reader import HFReader, StoredRegion, StoredTensor
@@ -117,7 +117,7 @@ def _load_state(source: Path, layout: Layout) -> dict[str, int]:
         _sparse_state(engine, path)
     else:
         engine.export_training(ROLE)
-    gather_text("", engine.mesh["world"])
+    gather_objects("", engine.mesh["world"])
     for tensors in engine.optimizer.state_tensors().values():
         for tensor in tensors.values():
             tensor.fill_(1.0)  # zeros that nobody has written take no memory yet

@@ -138,7 +138,7 @@ def test_columns_are_read_and_copied_many_at_once(
 
 def test_columns_of_a_file_that_is_cut_are_reported(written: tuple[Path, Tensor], tmp_path: Path) -> None:
     file, matrix = TensorFile(Path(shutil.copy(written[0], tmp_path))), written[1]
-    os.truncate(file.path, file.size // 2)
+    os.truncate(file.path, file.path.stat().st_size // 2)
     buffer = torch.empty(1 << 20, dtype=torch.uint8)
     with pytest.raises(CheckpointError, match="it was cut while being read"):
         file.fill("x", ((0, 4096), (0, 3072)), torch.empty(4096, 3072), buffer)

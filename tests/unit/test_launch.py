@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # it is public
 
+from dovetail import system
 from dovetail.errors import ConfigError, LayoutError, MachineError
 from dovetail.parallel import process_group
 from tests.commands.program import here, refusal
@@ -300,7 +301,7 @@ def test_a_device_is_one_ranks_alone() -> None:
 @pytest.mark.parametrize("world", [1, 2])
 def test_ranks_may_have_the_open_files_of_many_groups(world: int) -> None:
     before, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    few, most = 512, process_group.OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, process_group.OPEN_FILES)
+    few, most = 512, system.OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, system.OPEN_FILES)
     resource.setrlimit(resource.RLIMIT_NOFILE, (few, hard))
     try:
         with mock.patch("torch.distributed.init_process_group"):

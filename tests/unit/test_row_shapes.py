@@ -57,7 +57,7 @@ def read(shape: Shape, path: Path) -> Any:
     more = {"answers": shape.label is not None} if shape.task == "rl" else {}
     source = Source(path=str(path), **shape.options)
     (example,) = LOADERS[shape.task](source, TOKENIZER, limits, renderer=RENDERER, **more)  # type: ignore[operator]  # of any kind
-    line = f"rows of {path} are read as {FORMATS[shape.format].title}"
+    line = f"rows of {path} are read as {FORMATS[shape.format][0]}"
     assert said_lines == ([] if shape.format == "trl" else [line]), "TRL's columns are ours"
     return example
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from dovetail.errors import CheckpointError
@@ -33,31 +32,23 @@ def _entry(begin: int, end: int, *, shape: Any = None, dtype: Any = "U8") -> dic
 @pytest.mark.parametrize(
     ("header", "data", "message"),
     [
-        (b"{]", b"", "not valid JSON"),
-        (b"[]", b"", "a JSON list, expected an object"),
-        (b"\xff\xfe", b"", "not valid JSON"),
-        (b'{"a":' * 5000, b"", "not valid JSON"),
+        (b"{]", b"", "is cut, corrupt or no safetensors"),
+        (b'{"a":' * 5000, b"", "is cut, corrupt or no safetensors"),
         (
             b'{"a":' + json.dumps(_entry(0, 1)).encode() + b',"a":' + json.dumps(_entry(0, 1)).encode() + b"}",
             b"x",
             "'a' appears twice",
         ),
-        ({"a": _entry(0, 4)}, b"xx", "has .* bytes, but its header describes"),
-        ({"a": _entry(0, 2)}, b"xxxx", "has .* bytes, but its header describes"),
-        ({"a": _entry(0, 4), "b": _entry(2, 6)}, b"x" * 6, "b overlaps"),
-        ({"a": _entry(0, 2), "b": _entry(4, 6)}, b"x" * 6, "b leaves a gap"),
-        ({"a": _entry(0, 4, shape=[5])}, b"xxxx", "does not fit its bytes"),
-        ({"a": _entry(4, 0, shape=[4])}, b"xxxx", "does not fit its bytes"),
-        ({"a": _entry(-4, 0, shape=[4])}, b"xxxx", "expected whole numbers"),
-        ({"a": _entry(0, 4, shape=[-2, -2])}, b"xxxx", "expected whole numbers"),
-        ({"a": _entry(0, 0, shape=[0, 10**30])}, b"", "expected whole numbers"),
-        ({"a": _entry(0, 1, shape=[True])}, b"x", "expected whole numbers"),
-        ({"a": _entry(0, 4, shape=[4.0])}, b"xxxx", "expected whole numbers"),
-        ({"a": _entry(0, 4, dtype="F4")}, b"xxxx", "the dtype 'F4'; known are"),
-        ({"a": _entry(0, 4, dtype=["F32"])}, b"xxxx", "the dtype"),
-        ({"a": _entry(0, 4) | {"more": 1}}, b"xxxx", "exactly dtype, shape and data_offsets"),
-        ({"a": None}, b"", "exactly dtype, shape and data_offsets"),
-        ({"__metadata__": {"a": 1}}, b"", "__metadata__ must map names to strings"),
+        ({"a": _entry(0, 4)}, b"xx", "is cut, corrupt or no safetensors"),
+        ({"a": _entry(0, 2)}, b"xxxx", "is cut, corrupt or no safetensors"),
+        ({"a": _entry(0, 4), "b": _entry(2, 6)}, b"x" * 6, "is cut, corrupt or no safetensors"),
+        ({"a": _entry(0, 2), "b": _entry(4, 6)}, b"x" * 6, "is cut, corrupt or no safetensors"),
+        ({"a": _entry(0, 4, shape=[5])}, b"xxxx", "is cut, corrupt or no safetensors"),
+        ({"a": _entry(-4, 0, shape=[4])}, b"xxxx", "is cut, corrupt or no safetensors"),
+        ({"a": _entry(0, 0, shape=[0, 10**19])}, b"", "has the dtype U8 and the shape"),
+        ({"a": _entry(0, 4, shape=[4.0])}, b"xxxx", "is cut, corrupt or no safetensors"),
+        ({"a": _entry(0, 4, shape=[4], dtype="F8_E8M0")}, b"xxxx", "the dtype F8_E8M0 .*known dtypes are"),
+        ({"a": None}, b"", "is cut, corrupt or no safetensors"),
     ],
 )
 def test_a_bad_header_is_refused(tmp_path: Path, header: Any, data: bytes, message: str) -> None:
@@ -68,7 +59,7 @@ def test_a_bad_header_is_refused(tmp_path: Path, header: Any, data: bytes, messa
 @pytest.mark.parametrize("content", [b"", b"1234567", struct.pack("<Q", 2**63) + b"{}", struct.pack("<Q", 1) + b"{}"])
 def test_a_bad_length_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "a.safetensors").write_bytes(content)
-    with pytest.raises(CheckpointError, match="does not fit a file of"):
+    with pytest.raises(CheckpointError, match="is cut, corrupt or no safetensors"):
         TensorFile(tmp_path / "a.safetensors")
 
 
@@ -80,30 +71,6 @@ def test_every_truncation_is_refused(tmp_path: Path) -> None:
         path.write_bytes(whole[:length])
         with pytest.raises(CheckpointError):
             TensorFile(path)
-
-
-def test_what_we_accept_the_library_accepts(tmp_path: Path) -> None:
-    path = tmp_path / "a.safetensors"
-    save_file({"a": torch.arange(6.0).view(2, 3), "b": torch.ones(2, dtype=torch.bfloat16)}, path, {"format": "pt"})
-    whole = path.read_bytes()
-    rng, accepted = random.Random(0), 0
-    for _ in range(2000):
-        mutant = bytearray(whole)
-        for _ in range(rng.randint(1, 3)):
-            at = rng.randrange(len(whole) - 28)  # the length and the header
-            mutant[at] = rng.choice([mutant[at] ^ 1 << rng.randrange(8), rng.choice(b'0123456789,:[]{}"')])
-        path.write_bytes(mutant)
-        try:
-            names = list(TensorFile(path).entries)
-        except CheckpointError:
-            continue
-        accepted += 1
-        try:
-            with safe_open(path, "pt") as file:
-                assert set(file.keys()) == set(names)
-        except SafetensorError as error:
-            pytest.fail(f"only we accept {bytes(mutant)!r}: {error}")
-    assert 0 < accepted < 500
 
 
 def test_data_begins_at_a_multiple_of_eight(tmp_path: Path) -> None:

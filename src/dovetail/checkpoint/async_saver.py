@@ -2,15 +2,14 @@
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from dovetail.checkpoint.retention import Retention, prune
 from dovetail.checkpoint.writer import write_sharded
+from dovetail.errors import Caught
 from dovetail.memory import PinnedArena, wait_for
 from dovetail.parallel.consensus import agreed
 from dovetail.parallel.mesh import Mesh
@@ -78,15 +77,9 @@ class Saver:
         return replace(piece, read=partial(copies.__getitem__, 0))  # no operator: it would wait for the lock
 
     def _run(self, write: Callable[[], object]) -> None:
-        with ExitStack() as stack:
-            stack.push(self._keep_problem)
+        with Caught(BaseException) as caught:
             write()
             with agreed(self._host):
                 if self._host["world"].rank == 0:
                     prune(self.folder, self.retention)
-
-    def _keep_problem(
-        self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None
-    ) -> bool:
-        self._problem = error
-        return True
+        self._problem = caught.error

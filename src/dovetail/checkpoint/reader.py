@@ -12,8 +12,7 @@ from torch import Tensor
 
 from dovetail.checkpoint.manifest import TRAINING, Manifest, StoredFile
 from dovetail.errors import CheckpointError, DamagedError, listing
-from dovetail.parallel.collectives import gather_text
-from dovetail.parallel.consensus import agreed
+from dovetail.parallel.consensus import agreed, of_all
 from dovetail.parallel.mesh import Mesh
 from dovetail.parallel.placement import Slices
 from dovetail.weights.atomic import file_blocks
@@ -89,8 +88,7 @@ class ShardedReader(TensorSource):
         pieces = [(name, region) for name in names for region in self.manifest.tensors[name].regions]
         pieces = [piece for piece in pieces if piece[1] not in self._verified]
         marks = "".join("01"[region in self._crcs] for _, region in pieces)
-        everyone = gather_text(marks, world, mesh.device)
-        unread = [region for (_, region), *read in zip(pieces, *everyone, strict=True) if "1" not in read]
+        unread = [region for (_, region), *read in zip(pieces, *of_all(marks, mesh), strict=True) if "1" not in read]
         sides = list(self.manifest.sides) if pieces else []
         try:
             with agreed(mesh):

@@ -37,12 +37,7 @@ Others = Mapping[str, Tensor] | None  # None, on every rank: there is no such st
 
 
 def export_training(
-    model: StagedModel,
-    mesh: Mesh,
-    role: str,
-    states: States,
-    others: Others = None,
-    saved: Export | None = None,
+    model: StagedModel, mesh: Mesh, role: str, states: States, others: Others = None, saved: Export | None = None
 ) -> list[Export]:
     """Weights that `saved` does not hold exactly, and optimizer state. others: of `UpdateRule`. Collective."""
     exact = {} if saved is None else {name: spec.dtype for name, spec in saved.specs.items()}

@@ -3,7 +3,6 @@
 A step's directory has a unique name; the link `step_000050` and the file `latest` name it.
 """
 
-import json
 import uuid
 import zlib
 from collections.abc import Mapping, Sequence
@@ -14,8 +13,7 @@ from torch import nn
 
 from dovetail.checkpoint.manifest import Manifest, StoredFile
 from dovetail.checkpoint.retention import LATEST
-from dovetail.parallel.collectives import gather_text
-from dovetail.parallel.consensus import agreed
+from dovetail.parallel.consensus import agreed, of_all, of_first
 from dovetail.parallel.layout import DEGREES, Layout
 from dovetail.parallel.mesh import Mesh
 from dovetail.weights.atomic import AtomicDirectory, replace_file, replace_link, staged, write_file, write_sides
@@ -61,15 +59,14 @@ def write_sharded(
     target, link = path, None
     if step is not None:
         link = path / f"step_{step:06}"
-        attempt = gather_text(uuid.uuid4().hex[:8], mesh["world"], mesh.device)[0]
-        target = path / f"{link.name}.{attempt}"
+        target = path / f"{link.name}.{of_first(uuid.uuid4().hex[:8], mesh)}"
     with staged(target, mesh) as stage:
         written = [_write_share(stage, rank, share, layout) for rank, share in shares.items() if share]
-        everyone = gather_text(json.dumps(written), mesh["world"], mesh.device)
+        everyone = of_all(written, mesh)
         stage.verdict.raise_collectively()
         with stage.verdict.catch():
             if stage.lead:
-                shares_written = [share for text in everyone for share in json.loads(text)]
+                shares_written = [share for theirs in everyone for share in theirs]
                 tensors, pieces = _contents(specs, shares_written)
                 stored = {name: StoredFile(*entry) for name, entry in write_sides(sides, stage.path).items()}
                 degrees = {name: getattr(layout, name) for name in DEGREES}

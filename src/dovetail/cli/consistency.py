@@ -17,15 +17,8 @@ from dovetail.recipe.yaml import flat
 KEY, VERDICT = "dovetail/inputs", "dovetail/inputs/verdict"  # in the store
 LIBRARIES = ("torch", "transformers")
 MAY_DIFFER = ("out", "run_dir")  # run_dir is compared later, as a directory
-IN_RECIPE = (
-    "recipe",
-    "overrides",
-    "layout",
-    "dtype",
-    "engine",
-    "trust_remote_code",
-    "recipe_read",
-)  # arguments of train
+# Arguments of train.
+IN_RECIPE = ("recipe", "overrides", "layout", "dtype", "engine", "trust_remote_code", "recipe_read")
 
 
 def job_inputs(args: argparse.Namespace) -> dict[str, str]:

@@ -51,24 +51,19 @@ class Renderer:
 
     def render(self, tokenizer: Any, messages: Sequence[Any], **options: Any) -> str:
         """As `apply_chat_template`. Raises DataError where the template fails or exceeds a limit."""
-        text: str = self._render(tokenizer, messages, options)["text"]
-        return text
+        return self.render_marked(tokenizer, messages, spans=False, **options)[0]
 
-    def render_marked(self, tokenizer: Any, messages: Sequence[Any], **options: Any) -> tuple[str, list[list[int]]]:
+    def render_marked(
+        self, tokenizer: Any, messages: Sequence[Any], *, spans: bool = True, **options: Any
+    ) -> tuple[str, list[list[int]]]:
         """With the spans of characters that the template marks as generated."""
-        reply = self._render(tokenizer, messages, options, spans=True)
-        return reply["text"], reply["spans"]
-
-    def _render(
-        self, tokenizer: Any, messages: Sequence[Any], options: Mapping[str, Any], *, spans: bool = False
-    ) -> dict[str, Any]:
         # what is no JSON, such as a date of a parquet file, becomes its type
         asked = {"messages": messages, "options": {**self.options, **options}, "spans": spans}
         request = json.dumps(asked, default=lambda x: f"<{type(x).__name__}>")
         reply = answer(tokenizer, request) if renders_itself(tokenizer) else self._ask(tokenizer, request)
         if "error" in reply:
             raise DataError(f"the chat template {reply['error']}")
-        return reply
+        return reply["text"], reply["spans"]
 
     def _ask(self, tokenizer: Any, request: str) -> dict[str, Any]:
         setup = json.dumps({"template": tokenizer.chat_template, "special_tokens": tokenizer.special_tokens_map})
@@ -207,9 +202,7 @@ def messages_of(row: JsonRow, key: str) -> list[Message]:
 def _parsed_calls(message: Message) -> Message:
     """Calls with their arguments as an object, which templates write; OpenAI's are its JSON text."""
     calls = message.get("tool_calls")
-    if not isinstance(calls, list):
-        return {}
-    return {"tool_calls": [_parsed_call(call) for call in calls]}
+    return {"tool_calls": [_parsed_call(call) for call in calls]} if isinstance(calls, list) else {}
 
 
 def _parsed_call(call: Any) -> Any:

@@ -11,55 +11,46 @@ import signal
 import sys
 from collections.abc import Mapping
 from traceback import walk_tb
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn
 
 from jinja2 import TemplateError, TemplateSyntaxError
 
-from dovetail.errors import shortened
+from dovetail.errors import Caught, shortened
 from dovetail.system import die_with_parent, limit_memory
 
 MAX_ADDED = 1 << 22  # characters of output beyond those of the input
 SOURCE = "<template>"  # jinja2's file name
 
 
-class CaughtError:
-    """The exception of a `with` block, as the text `error`."""
-
-    error: str | None = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        if not isinstance(error, Exception):
-            return False
-        words = " ".join(str(error).split())
-        words = shortened("".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in words))
-        if isinstance(error, MemoryError):
-            self.error = "needs too much memory for these messages"
-        elif isinstance(error, (TemplateError, ValueError)) and not isinstance(error, UnicodeError):
-            self.error = f"refuses these messages: {words}"
-        else:
-            self.error = f"fails on these messages: {type(error).__name__}: {words}"
-        lines = [line for frame, line in walk_tb(error.__traceback__) if frame.f_code.co_filename == SOURCE]
-        line = error.lineno if isinstance(error, TemplateSyntaxError) else lines[-1] if lines else None
-        self.error += "" if line is None else f" (line {line} of the template)"
-        return True
-
-
 def answer(tokenizer: Any, line: str | bytes) -> dict[str, Any]:
     """{"text": the rendered request `line`, "spans": of characters, if asked for} or {"error": why not}."""
     text, spans = "", list[tuple[int, int]]()
-    with CaughtError() as caught:
+    with Caught() as caught:
         request: Mapping[str, Any] = json.loads(line)
         if request["spans"]:
             text, spans = _marked(tokenizer, request["messages"], **request["options"])
         else:
             text = tokenizer.apply_chat_template(request["messages"], tokenize=False, **request["options"])
         text.encode()  # half of a surrogate pair is no text
-    if caught.error is None and len(text) > len(line) + MAX_ADDED:
-        caught.error = f"writes {len(text)} characters, more than {MAX_ADDED} beyond its input"
-    return {"text": text, "spans": spans} if caught.error is None else {"error": caught.error}
+    if caught.error is not None:
+        return {"error": _described(caught.error)}
+    if len(text) > len(line) + MAX_ADDED:
+        return {"error": f"writes {len(text)} characters, more than {MAX_ADDED} beyond its input"}
+    return {"text": text, "spans": spans}
+
+
+def _described(error: BaseException) -> str:
+    words = " ".join(str(error).split())
+    words = shortened("".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in words))
+    if isinstance(error, MemoryError):
+        text = "needs too much memory for these messages"
+    elif isinstance(error, (TemplateError, ValueError)) and not isinstance(error, UnicodeError):
+        text = f"refuses these messages: {words}"
+    else:
+        text = f"fails on these messages: {type(error).__name__}: {words}"
+    lines = [line for frame, line in walk_tb(error.__traceback__) if frame.f_code.co_filename == SOURCE]
+    line = error.lineno if isinstance(error, TemplateSyntaxError) else lines[-1] if lines else None
+    return text if line is None else f"{text} (line {line} of the template)"
 
 
 def _marked(tokenizer: Any, messages: list[Mapping[str, Any]], **options: Any) -> tuple[str, list[tuple[int, int]]]:

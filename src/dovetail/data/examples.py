@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypedDict, TypeVar, Unpack
 
 from dovetail.batch.packed import Media, Sequence
 from dovetail.data.chat import Chat, Renderer
@@ -63,20 +63,23 @@ def sequences_of(example: Any) -> list[Any]:
     return [example] if hasattr(example, "ids") else [x for x in vars(example).values() if hasattr(x, "ids")]
 
 
+class Reading(TypedDict, total=False):
+    processor: Processor | None  # None: of a model that reads text only
+    renderer: Renderer
+
+
+def _encoder(tokenizer: Tokenizer | None, reading: Reading) -> Encoder:
+    return Encoder(Chat(tokenizer, reading.get("renderer") or Renderer()), reading.get("processor"))
+
+
 def load_prompts(
-    source: Rows,
-    tokenizer: Tokenizer | None,
-    limits: Limits,
-    *,
-    answers: bool = True,
-    processor: Processor | None = None,
-    renderer: Renderer | None = None,
+    source: Rows, tokenizer: Tokenizer | None, limits: Limits, *, answers: bool = True, **reading: Unpack[Reading]
 ) -> list[Prompt]:
     """RL rows {"prompt": str | messages, "answer": any, "id"?, ...}.
 
     answers: False for rows without an answer, or of {"input_ids"}, which need no tokenizer.
     """
-    encode = Encoder(Chat(tokenizer, renderer or Renderer()), processor)
+    encode = _encoder(tokenizer, reading)
 
     def example(index: int | str, row: JsonRow) -> Prompt:
         if answers:
@@ -98,18 +101,11 @@ def load_prompts(
     return _load(source, example, limits, encode)
 
 
-def load_sft(
-    source: Rows,
-    tokenizer: Tokenizer,
-    limits: Limits,
-    *,
-    processor: Processor | None = None,
-    renderer: Renderer | None = None,
-) -> list[Sequence]:
+def load_sft(source: Rows, tokenizer: Tokenizer, limits: Limits, **reading: Unpack[Reading]) -> list[Sequence]:
     """Rows {"prompt", "completion"}, training the completion and one EOS, {"messages"}, training assistant turns, {"text"},
     training all and one EOS, or {"input_ids", "labels"}.
     """
-    encode = Encoder(Chat(tokenizer, renderer or Renderer()), processor)
+    encode = _encoder(tokenizer, reading)
 
     def example(_: int | str, row: JsonRow) -> Sequence:
         if row.has("chosen", "rejected"):
@@ -141,16 +137,10 @@ def load_sft(
 
 
 def load_preferences(
-    source: Rows,
-    tokenizer: Tokenizer,
-    limits: Limits,
-    *,
-    processor: Processor | None = None,
-    renderer: Renderer | None = None,
-    paired: bool = False,
+    source: Rows, tokenizer: Tokenizer, limits: Limits, *, paired: bool = False, **reading: Unpack[Reading]
 ) -> list[Preference]:
     """Rows {"prompt", "chosen", "rejected"}, or, unless `paired`, {"prompt", "completion", "label": bool}."""
-    encode = Encoder(Chat(tokenizer, renderer or Renderer()), processor)
+    encode = _encoder(tokenizer, reading)
 
     def example(index: int | str, row: JsonRow) -> Preference:
         row.require("prompt")
@@ -170,16 +160,9 @@ def load_preferences(
     return _load(source, example, limits, encode)
 
 
-def load_score(
-    source: Rows,
-    tokenizer: Tokenizer | None,
-    limits: Limits,
-    *,
-    processor: Processor | None = None,
-    renderer: Renderer | None = None,
-) -> list[Scored]:
+def load_score(source: Rows, tokenizer: Tokenizer | None, limits: Limits, **reading: Unpack[Reading]) -> list[Scored]:
     """Rows {"input_ids"}, which need no tokenizer, or {"prompt", "completion"}, scored without an EOS."""
-    encode = Encoder(Chat(tokenizer, renderer or Renderer()), processor)
+    encode = _encoder(tokenizer, reading)
 
     def example(index: int | str, row: JsonRow) -> Scored:
         if row.gives("input_ids", instead_of="prompt"):

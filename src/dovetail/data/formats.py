@@ -6,7 +6,7 @@ Ours are `prompt`, `answer`, `completion`, `messages`, `text`, `input_ids` with 
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -26,24 +26,10 @@ PAIRED, GIVEN = ", paired with an input that provides further context", "### Inp
 GSM8K_ANSWER = re.compile(r"#### (-?[0-9.,]+)")
 LABELS = ("answer", "label", "solution", "ground_truth")
 SHAREGPT_ROLES: Mapping[str, str] = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "system": "system",
-    "observation": "tool",
-    "tool": "tool",
-    "function_call": "assistant",
-}
+    "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "function_call": "assistant",
+    "system": "system", "observation": "tool", "tool": "tool",
+}  # fmt: skip
 TAG = re.compile("(<image>|<video>)")
-
-
-@dataclass(frozen=True)
-class Format:
-    """read: the columns that a row gets."""
-
-    title: str
-    read: Callable[[JsonRow], Values]
 
 
 def _verl(row: JsonRow) -> Values:
@@ -107,10 +93,6 @@ def _gsm8k(row: JsonRow) -> Values:
     return {"prompt": question if row.chat else f"{question}\n", "completion": solution, "answer": answer}
 
 
-def _slime(row: JsonRow) -> Values:
-    return {"answer": row.values["label"]}
-
-
 def _openrlhf(row: JsonRow) -> Values:
     prompt, output = row.values["input"], row.values.get("output")
     if output is None and isinstance(prompt, list):
@@ -136,36 +118,20 @@ def _trl(row: JsonRow) -> Values:
 
 
 ROLES = ("user", "assistant")
-FORMATS: Mapping[str, Format] = {
-    "verl": Format("verl's", _verl),
-    "trl": Format("TRL's", _trl),
-    "openai": Format("OpenAI's", _openai),
-    "sharegpt": Format("ShareGPT's", _sharegpt),
-    "alpaca": Format("Alpaca's", _alpaca),
-    "gsm8k": Format("GSM8K's", _gsm8k),
-    "slime": Format("slime's", _slime),
-    "openrlhf": Format("OpenRLHF's", _openrlhf),
-}
+# Whose format it is, and the columns that a row gets.
+FORMATS: Mapping[str, tuple[str, Callable[[JsonRow], Values]]] = {
+    "verl": ("verl's", _verl), "trl": ("TRL's", _trl), "openai": ("OpenAI's", _openai),
+    "sharegpt": ("ShareGPT's", _sharegpt), "alpaca": ("Alpaca's", _alpaca), "gsm8k": ("GSM8K's", _gsm8k),
+    "slime": ("slime's", lambda row: {"answer": row.values["label"]}), "openrlhf": ("OpenRLHF's", _openrlhf),
+}  # fmt: skip
 # The format of rows that have all of these columns; the first that fits.
 COLUMNS: tuple[tuple[str, str], ...] = (
-    ("prompt reward_model", "verl"),
-    ("prompt answer", "trl"),
-    ("conversations", "sharegpt"),
-    ("instruction output", "alpaca"),
-    ("instruction chosen rejected", "alpaca"),
-    ("chosen rejected", "trl"),
-    ("prompt completion", "trl"),
-    ("prompt response", "verl"),
-    ("messages", "openai"),
-    ("question answer", "gsm8k"),
-    ("prompt label", "slime"),
-    ("prompt", "trl"),
-    ("input output", "openrlhf"),
-    ("input label", "openrlhf"),
-    ("text", "trl"),
-    ("input_ids", "trl"),
-    ("input", "openrlhf"),
-)
+    ("prompt reward_model", "verl"), ("prompt answer", "trl"), ("conversations", "sharegpt"),
+    ("instruction output", "alpaca"), ("instruction chosen rejected", "alpaca"), ("chosen rejected", "trl"),
+    ("prompt completion", "trl"), ("prompt response", "verl"), ("messages", "openai"), ("question answer", "gsm8k"),
+    ("prompt label", "slime"), ("prompt", "trl"), ("input output", "openrlhf"), ("input label", "openrlhf"),
+    ("text", "trl"), ("input_ids", "trl"), ("input", "openrlhf"),
+)  # fmt: skip
 
 
 def rows_of(source: Source | Path | str, say: Callable[[str], None]) -> Iterator[JsonRow]:
@@ -175,17 +141,16 @@ def rows_of(source: Source | Path | str, say: Callable[[str], None]) -> Iterator
         row = replace(_renamed(raw, source.columns), chat=source.chat)
         if not name:
             name = _recognized(row) if source.format == "auto" else source.format
+            title, read = FORMATS[name]
             if (name, source.format) != ("trl", "auto"):  # TRL's columns are ours
-                say(f"rows of {source.path} are read as {FORMATS[name].title}")
+                say(f"rows of {source.path} are read as {title}")
         alternatives = [columns.split() for columns, other in COLUMNS if other == name]
         if name not in ("trl", "openai") and not any(set(columns) <= row.values.keys() for columns in alternatives):
             row.require(*alternatives[0])
         try:
-            values = {**row.values, **FORMATS[name].read(row)}
+            values = {**row.values, **read(row)}
         except (AttributeError, TypeError, LookupError) as error:
-            raise row.error(
-                f"the row is not written as {FORMATS[name].title} are ({error}); see `dovetail docs data`"
-            ) from error
+            raise row.error(f"the row is not written as {title} are ({error}); see `dovetail docs data`") from error
         if source.chat and isinstance(values.get("prompt"), str):
             values["prompt"] = _user(values["prompt"])
         yield replace(row, values=values, given=row.values)
@@ -231,10 +196,8 @@ def _conversation(values: Mapping[str, Any], messages: list[Any]) -> Values:
 
 def _label(values: Mapping[str, Any], *names: str) -> Values:
     """A boolean `label` marks a completion as good or bad."""
-    given = [
-        name for name in names or LABELS if name in values and not (name == "label" and type(values[name]) is bool)
-    ]
-    return {"answer": values[given[0]]} if given else {}
+    given = [values[n] for n in names or LABELS if n in values and not (n == "label" and type(values[n]) is bool)]
+    return {"answer": given[0]} if given else {}
 
 
 def _user(prompt: Any) -> Any:
@@ -244,9 +207,7 @@ def _user(prompt: Any) -> Any:
 def _openai_message(message: Mapping[str, Any]) -> Values:
     """Image addresses as parts of type image."""
     content = message.get("content")
-    if not isinstance(content, list):
-        return dict(message)
-    return {**message, "content": [_openai_part(part) for part in content]}
+    return {**message, "content": [*map(_openai_part, content)]} if isinstance(content, list) else dict(message)
 
 
 def _openai_part(part: Any) -> Any:
@@ -265,9 +226,8 @@ def _sharegpt_message(row: JsonRow, number: int, turn: Mapping[str, Any]) -> Val
         return {"role": SHAREGPT_ROLES[sender], "content": text, **others}
     try:
         calls = json.loads(text)
-        functions = [
-            {"name": c["name"], "arguments": c["arguments"]} for c in (calls if type(calls) is list else [calls])
-        ]
+        calls = calls if type(calls) is list else [calls]
+        functions = [{"name": call["name"], "arguments": call["arguments"]} for call in calls]
     except (ValueError, TypeError, LookupError) as error:
         raise row.error(f"message {number} calls {quoted(text)}; expected the JSON of {{name, arguments}}") from error
     return {"role": "assistant", "tool_calls": [{"type": "function", "function": each} for each in functions]}
@@ -277,13 +237,13 @@ def _with_media(messages: Any, values: Mapping[str, Any]) -> Any:
     """Messages whose <image> and <video> are content parts, as verl and LLaMA-Factory read them."""
     if not (values.get("images") or values.get("videos")) or not isinstance(messages, list):
         return messages
-    return [
-        {**message, "content": [_tagged(text) for text in TAG.split(message["content"]) if text]}
-        if isinstance(message, Mapping) and isinstance(message.get("content"), str) and TAG.search(message["content"])
-        else message
-        for message in messages
-    ]
+    return [_tagged(message) for message in messages]
 
 
-def _tagged(text: str) -> Values:
-    return {"type": text[1:-1]} if TAG.fullmatch(text) else {"type": "text", "text": text}
+def _tagged(message: Any) -> Any:
+    content = message.get("content") if isinstance(message, Mapping) else None
+    if not isinstance(content, str) or not TAG.search(content):
+        return message
+    texts = filter(None, TAG.split(content))
+    parts = [{"type": text[1:-1]} if TAG.fullmatch(text) else {"type": "text", "text": text} for text in texts]
+    return {**message, "content": parts}

@@ -9,12 +9,8 @@ from dovetail.errors import DataError, quoted
 from dovetail.weights.config_file import COMMIT, newest_commit
 
 TABLES: Mapping[str, str] = {
-    ".parquet": "parquet",
-    ".pq": "parquet",
-    ".arrow": "arrow",
-    ".feather": "arrow",
-    ".csv": "csv",
-}
+    ".parquet": "parquet", ".pq": "parquet", ".arrow": "arrow", ".feather": "arrow", ".csv": "csv",
+}  # fmt: skip
 SUFFIXES = (".jsonl", ".ndjson", ".json", *TABLES)
 COMPRESSED = (".gz", ".zst")
 NOT_ROWS = frozenset({"dataset_info.json", "dataset_infos.json", "state.json"})  # of the library datasets

@@ -1,6 +1,5 @@
 """What was not finite in a training step, and its micro-batches."""
 
-import json
 import shutil
 import sys
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ from dovetail.batch.micro import MicroBatch
 from dovetail.engine.stage import Accumulated, inputs_of
 from dovetail.errors import shortened
 from dovetail.launch.progress import Progress
-from dovetail.parallel.collectives import gather_text
+from dovetail.parallel.consensus import of_all
 from dovetail.parallel.mesh import Mesh
 from dovetail.weights.atomic import write_file
 from dovetail.weights.safetensors import TensorFileWriter, TensorSpec, dump_json
@@ -35,7 +34,7 @@ class StepWatch:
 
     def record(self, own: Sequence[str], micros: Sequence[MicroBatch], mesh: Mesh) -> dict[int, list[str]]:
         """All ranks' faults; ranks with a cause, a gradient only if there is no other, write micro-batches. Collective."""
-        by_rank = [json.loads(text) for text in gather_text(json.dumps(list(own)), mesh["world"], mesh.device)]
+        by_rank = of_all(list(own), mesh)
         causes = [[fault for fault in names if not fault.startswith(GRADIENT)] for names in by_rank]
         faults = {rank: names for rank, names in enumerate(causes if any(causes) else by_rank) if names}
         rank = mesh["world"].rank

@@ -22,7 +22,7 @@ from dovetail.engine.fsdp import ReshardPolicy
 from dovetail.errors import SecondaryFailure
 from dovetail.nn.model import StagedModel
 from dovetail.nn.tiling import Tiled
-from dovetail.parallel.collectives import AsyncHostCopy, gather_text, stack_numbers, stack_over, sum_over
+from dovetail.parallel.collectives import AsyncHostCopy, gather_objects, stack_numbers, stack_over, sum_over
 from dovetail.parallel.mesh import Mesh
 from dovetail.pipeline.schedule import Action
 
@@ -217,12 +217,12 @@ def announce_failure(mesh: Mesh) -> None:
 
 def unify_names(sums: Sums, mesh: Mesh) -> None:
     """Add zeros for metrics of other ranks. SecondaryFailure where another has failed. Collective."""
-    names, world = json.dumps(sorted(sums)), mesh["world"]
-    hashes = stack_numbers([zlib.crc32(names.encode()) if sums else 0], world, mesh.device)
+    names, world = sorted(sums), mesh["world"]
+    hashes = stack_numbers([zlib.crc32(json.dumps(names).encode()) if sums else 0], world, mesh.device)
     if [FAILED] in hashes:
         raise SecondaryFailure(f"pipeline stage {hashes.index([FAILED])} failed in this pass; its rank says why")
     if len({value for (value,) in hashes if value}) > 1:  # 0: of stages without a loss
-        everywhere = {name for text in gather_text(names, world, mesh.device) for name in json.loads(text)}
+        everywhere = {name for theirs in gather_objects(names, world, mesh.device) for name in theirs}
         zero = torch.zeros((), dtype=torch.float64, device=mesh.device)
         sums |= {name: (zero, zero) for name in everywhere - sums.keys() if sums}
 
@@ -237,8 +237,7 @@ def reduce_sums(sums: Sums, mesh: Mesh) -> Tensor:
 
 def sums_by_name(names: list[str], rows: list[list[float]], mesh: Mesh) -> dict[str, tuple[float, float]]:
     """The last stage's sums, on all pipeline ranks. Collective."""
-    text = json.dumps(dict(zip(names, rows, strict=True)))
-    last = json.loads(gather_text(text, mesh["pp"], mesh.device)[-1])
+    last = gather_objects(dict(zip(names, rows, strict=True)), mesh["pp"], mesh.device)[-1]
     return {name: (total, count) for name, (total, count) in last.items()}
 
 

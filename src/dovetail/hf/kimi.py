@@ -23,12 +23,9 @@ LIMITS = ("in_token_limit", "in_patch_limit")  # of images by Kimi-VL, by Kimi-K
 MEDIA_PAD = 163605  # the image token's id where config.json lacks it
 # Supported values of keys that transformers' configs lack.
 TOWER_ONLY: Mapping[str, Any] = {
-    "merge_type": "sd2_tpool",
-    "mm_projector_type": "patchmerger",
-    "pos_emb_type": "divided_fixed",
-    "projector_hidden_act": "gelu",
-    "hidden_act": "gelu_pytorch_tanh",
-}
+    "merge_type": "sd2_tpool", "mm_projector_type": "patchmerger", "pos_emb_type": "divided_fixed",
+    "projector_hidden_act": "gelu", "hidden_act": "gelu_pytorch_tanh",
+}  # fmt: skip
 TEXT_ONLY: Mapping[str, Any] = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
 
 
@@ -63,10 +60,8 @@ def _vision(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 FORMS: Mapping[str, Callable[[Mapping[str, Any]], Mapping[str, Any]]] = {
-    "kimi_k2": _text,
-    "kimi_vl": _vision,
-    "kimi_k25": _vision,
-}
+    "kimi_k2": _text, "kimi_vl": _vision, "kimi_k25": _vision,
+}  # fmt: skip
 
 
 def _check(config: Mapping[str, Any], supported: Mapping[str, Any]) -> None:
@@ -188,8 +183,7 @@ TOWERS: Mapping[str, type[nn.Module]] = {VISION: MoonViT}
 
 
 def replace_tower(model: "transformers.PreTrainedModel") -> None:
-    tower = TOWERS.get(model.config.model_type)
-    if tower is not None:
+    if (tower := TOWERS.get(model.config.model_type)) is not None:
         model.get_submodule("model").add_module("vision_tower", tower(model.config.vision_config).to(model.dtype))
 
 

@@ -60,6 +60,15 @@ def _rows(pair: Pair, divergence: Divergence) -> Tensor:
 
 
 @triton.jit
+def _row_numbers(rows: tensor) -> tuple[tensor, tensor, tensor, tensor, tensor, tensor]:
+    """The first six of `rows` for this program."""
+    at = rows + tl.program_id(0).to(tl.int64)
+    n = tl.num_programs(0)
+    w_peak, w_log_total = tl.load(at + 2 * n), tl.load(at + 3 * n)
+    return tl.load(at), tl.load(at + n), w_peak, w_log_total, tl.load(at + 4 * n), tl.load(at + 5 * n)
+
+
+@triton.jit
 def _logs(z: tensor, peak: tensor, log_total: tensor, scale: tensor, at: tensor, columns: constexpr) -> tensor:
     logits = tl.load(z + at, mask=at < columns, other=float("-inf"))
     return tl.maximum((logits - peak) * scale - log_total, LOWEST)
@@ -76,23 +85,11 @@ def _to_mixture(a: tensor, b: tensor, beta: tensor) -> tuple[tensor, tensor]:
 
 @triton.jit
 def _pair_sums(
-    z: tensor,
-    w: tensor,
-    rows: tensor,
-    sums: tensor,
-    columns: constexpr,
-    KIND: constexpr,
-    BLOCK: constexpr,
+    z: tensor, w: tensor, rows: tensor, sums: tensor, columns: constexpr, KIND: constexpr, BLOCK: constexpr
 ) -> None:
     """rows: `_rows`."""
     row = tl.program_id(0).to(tl.int64)
-    n = tl.num_programs(0)
-    peak = tl.load(rows + row)
-    log_total = tl.load(rows + n + row)
-    w_peak = tl.load(rows + 2 * n + row)
-    w_log_total = tl.load(rows + 3 * n + row)
-    scale = tl.load(rows + 4 * n + row)
-    beta = tl.load(rows + 5 * n + row)
+    peak, log_total, w_peak, w_log_total, scale, beta = _row_numbers(rows)
     first = tl.zeros((BLOCK,), tl.float32)
     second = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, columns, BLOCK):
@@ -128,12 +125,7 @@ def _pair_grad(
     """rows [11, n]: `_rows`, g, h, entropy, k, second. `out` may be the front of z, as in `logprob_triton`."""
     row = tl.program_id(0).to(tl.int64)
     n = tl.num_programs(0)
-    peak = tl.load(rows + row)
-    log_total = tl.load(rows + n + row)
-    w_peak = tl.load(rows + 2 * n + row)
-    w_log_total = tl.load(rows + 3 * n + row)
-    scale = tl.load(rows + 4 * n + row)
-    beta = tl.load(rows + 5 * n + row)
+    peak, log_total, w_peak, w_log_total, scale, beta = _row_numbers(rows)
     g = tl.load(rows + 6 * n + row)
     h = tl.load(rows + 7 * n + row)
     entropy = tl.load(rows + 8 * n + row)

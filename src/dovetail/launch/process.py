@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from dovetail.errors import MachineError
+from dovetail.errors import MachineError, one_line
 
 CLOSED = ((0, os.O_RDONLY), (1, os.O_RDONLY), (2, os.O_WRONLY))  # writing to 1 fails, as it did
 OPEN_FILES = "too many open files"
@@ -87,7 +87,7 @@ def limit_behind(error: BaseException | None) -> str | None:
     """The message for an error that a ulimit on open files or memory, or a full device, caused; else None."""
     limits, cause = _memory_limits(), error
     while cause is not None:
-        text = " ".join(f"{type(cause).__name__}: {cause}".split())
+        text = one_line(cause)
         if isinstance(cause, RuntimeError) and type(cause).__name__ == "OutOfMemoryError":  # torch's
             return f"{DEVICE_FULL} ({text[:MAX_CAUSE]})"
         if OPEN_FILES in text.lower():

@@ -140,12 +140,10 @@ def _trained(
     state = {name: value for name, value in optimizer.state[parameter].items() if value is not None}
     shaped = {n: x.dtype for n, x in state.items() if isinstance(x, Tensor) and x.shape == parameter.shape}
     scalars = {n: x for n, x in state.items() if n not in shaped}
-    if odd := [n for n, x in scalars.items() if not isinstance(x, (int, float)) and not _is_scalar(x)]:
+    if odd := [
+        n for n, x in scalars.items() if not isinstance(x, int | float | Tensor) or torch.as_tensor(x).numel() != 1
+    ]:
         raise ValueError(
             f"its state {odd[0]} is neither of the parameter's shape nor a number, so no checkpoint can hold it"
         )
     return parameter.detach(), Layout(shaped, scalars)
-
-
-def _is_scalar(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.numel() == 1

@@ -1,6 +1,5 @@
 """Parameters by patterns of their names: frozen ones, and groups with a learning rate of their own."""
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from dovetail.errors import ConfigError, listing
-from dovetail.parallel.collectives import gather_text
+from dovetail.parallel.consensus import of_all
 from dovetail.parallel.mesh import Mesh
 from dovetail.parallel.placement import checkpoint_shapes
 from dovetail.weights.shards import LocalParam, in_checkpoint_form, local_params
@@ -43,7 +42,7 @@ def freeze(model: nn.Module, mesh: Mesh, patterns: Sequence[str]) -> None:
         if param.parameter is not None and param.name in chosen:
             param.parameter.requires_grad_(False)
     trains = any(param.requires_grad for param in model.parameters())
-    if not any(json.loads(text) for text in gather_text(json.dumps(trains), mesh["world"], mesh.device)):
+    if not any(of_all(trains, mesh)):
         raise ConfigError(f"frozen={[*patterns]} leaves nothing to train; name fewer parameters")
 
 
@@ -69,9 +68,9 @@ def match(model: nn.Module, mesh: Mesh, patterns: Sequence[str], what: str) -> d
             else:
                 chosen.setdefault(param.name, number)
     if patterns:
-        everyone = gather_text(json.dumps([problems, sorted(used)]), mesh["world"], mesh.device)
-        problems = list(dict.fromkeys(problem for text in everyone for problem in json.loads(text)[0]))
-        used = {pattern for text in everyone for pattern in json.loads(text)[1]}
+        everyone = of_all([problems, sorted(used)], mesh)
+        problems = list(dict.fromkeys(problem for theirs, _ in everyone for problem in theirs))
+        used = {pattern for _, theirs in everyone for pattern in theirs}
         problems += [f"{pattern!r} matches no parameter of the model" for pattern in patterns if pattern not in used]
     if problems:
         raise ConfigError(f"{what}: give patterns of checkpoint names, as 'model.layers.0.*':\n{listing(problems)}")

@@ -3,11 +3,10 @@
 Jordan et al. 2024 (https://kellerjordan.github.io/posts/muon/), as torch.optim.Muon has it.
 """
 
-import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,8 +17,8 @@ from dovetail.errors import ConfigError
 from dovetail.nn.model import StagedModel
 from dovetail.optim.adamw import MOMENTS, SkippableAdamW, UpdateRule
 from dovetail.optim.groups import match
-from dovetail.parallel.collectives import Handle, begin_all_to_all, gather_text
-from dovetail.parallel.consensus import agreed
+from dovetail.parallel.collectives import Handle, begin_all_to_all
+from dovetail.parallel.consensus import agreed, of_all
 from dovetail.parallel.mesh import Mesh
 from dovetail.parallel.placement import Region, Slices, as_index, overlap, within
 from dovetail.weights.shards import FUSED
@@ -66,6 +65,15 @@ class Job:
     shape: tuple[int, int]
     owner: int
     parts: tuple[Part, ...]
+
+
+class Move(NamedTuple):
+    """A rectangle of a matrix from a rank to another, or to itself."""
+
+    sender: int
+    receiver: int
+    matrix: str
+    part: Slices
 
 
 def pieces_of(held: Held) -> Iterator[Piece]:
@@ -197,11 +205,9 @@ class Muon(UpdateRule):
         pieces = [piece for each in held if each.local in matrices for piece in pieces_of(each)]
         self.pieces = {(piece.matrix, piece.part): piece for piece in pieces}
         wide = any(piece.parameter.dtype == torch.float64 for piece in pieces)
-        message = json.dumps([wide, [piece[:4] for piece in pieces]])
-        everyone = [json.loads(text) for text in gather_text(message, self.world, self.device)]
-        self.dtype = (
-            torch.float64 if any(each[0] for each in everyone) else torch.bfloat16
-        )  # of Newton-Schulz, as in torch
+        everyone = of_all([wide, [piece[:4] for piece in pieces]], mesh)
+        # of Newton-Schulz, as in torch
+        self.dtype = torch.float64 if any(each[0] for each in everyone) else torch.bfloat16
         rounds = _rounds(share_out([each[1] for each in everyone]), self.world.size)
         self.rounds = [[job for job in jobs if any(p.rank == self.world.rank for p in job.parts)] for jobs in rounds]
 
@@ -210,11 +216,7 @@ class Muon(UpdateRule):
             for parameter in group["params"]:
                 if not self.state.get(parameter):
                     self.state[parameter] = {MOMENTUM: torch.zeros_like(parameter)}
-        for group in self.param_groups[len(self.groups) :]:
-            for parameter in group["params"]:
-                if not self.state.get(parameter):
-                    count = torch.tensor(float(steps), dtype=torch.float32, device=parameter.device)
-                    self.state[parameter] = {"step": count, **{name: torch.zeros_like(parameter) for name in MOMENTS}}
+        self.adamw.begin(steps)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -246,10 +248,8 @@ class Muon(UpdateRule):
             assert coming is not None
             came = coming.wait()
             coming = self._gather(self.rounds[number + 1]) if number + 1 < len(self.rounds) else None
-            left = self._scatter(
-                jobs, self._orthogonalized([job for job in jobs if job.owner == self.world.rank], came)
-            )
-            leaving.append((jobs, left))
+            updates = self._orthogonalized([job for job in jobs if job.owner == self.world.rank], came)
+            leaving.append((jobs, self._scatter(jobs, updates)))
             if number:
                 self._apply(*leaving.pop(0), rates)
         for last in leaving:
@@ -257,23 +257,11 @@ class Muon(UpdateRule):
 
     def _gather(self, jobs: Sequence[Job]) -> Handle:
         """Owned rectangles to the owners of their matrices, in the order of jobs and parts."""
-        to, by, sent = (
-            [0] * self.world.size,
-            [0] * self.world.size,
-            list[list[Tensor]]([[] for _ in range(self.world.size)]),
-        )
-        for job in jobs:
-            for part in job.parts:
-                if not part.owned:
-                    continue
-                if part.rank == self.world.rank:
-                    sent[job.owner].append(self._source(self.pieces[job.matrix, part.part]))
-                    to[job.owner] += _elements(part.part)
-                if job.owner == self.world.rank:
-                    by[part.rank] += _elements(part.part)
-        return self._exchange([x for row in sent for x in row], to, by)
+        moves = [Move(part.rank, job.owner, job.matrix, part.part) for job in jobs for part in job.parts if part.owned]
+        return self._exchange(moves, self._source)
 
-    def _source(self, piece: Piece) -> Tensor:
+    def _source(self, move: "Move") -> Tensor:
+        piece = self.pieces[move.matrix, move.part]
         x = piece.parameter.grad if self.options.nesterov else self.state[piece.parameter][MOMENTUM]
         assert x is not None
         return x[piece.view]
@@ -304,25 +292,19 @@ class Muon(UpdateRule):
 
     def _scatter(self, jobs: Sequence[Job], updates: Mapping[str, Tensor]) -> Handle:
         """Each rectangle to every rank that holds it."""
-        to, by, sent = (
-            [0] * self.world.size,
-            [0] * self.world.size,
-            list[list[Tensor]]([[] for _ in range(self.world.size)]),
-        )
-        for job in jobs:
-            for part in job.parts:
-                if job.owner == self.world.rank:
-                    sent[part.rank].append(updates[job.matrix][as_index(part.part)])
-                    to[part.rank] += _elements(part.part)
-                if part.rank == self.world.rank:
-                    by[job.owner] += _elements(part.part)
-        return self._exchange([x for row in sent for x in row], to, by)
+        moves = [Move(job.owner, part.rank, job.matrix, part.part) for job in jobs for part in job.parts]
+        return self._exchange(moves, lambda move: updates[move.matrix][as_index(move.part)])
 
-    def _exchange(self, sent: Sequence[Tensor], to: list[int], by: list[int]) -> Handle:
-        flat = torch.empty(sum(to), dtype=self.dtype, device=self.device)
+    def _exchange(self, moves: Sequence["Move"], source: Callable[["Move"], Tensor]) -> Handle:
+        to, by = [0] * self.world.size, [0] * self.world.size
+        for move in moves:
+            to[move.receiver] += _elements(move.part) * (move.sender == self.world.rank)
+            by[move.sender] += _elements(move.part) * (move.receiver == self.world.rank)
+        own = sorted((m for m in moves if m.sender == self.world.rank), key=lambda m: m.receiver)  # sorted is stable
+        flat, sent = torch.empty(sum(to), dtype=self.dtype, device=self.device), [*map(source, own)]
         if sent:
             views = [row.view(x.shape) for row, x in zip(flat.split([x.numel() for x in sent]), sent, strict=True)]
-            torch._foreach_copy_(views, [*sent])
+            torch._foreach_copy_(views, sent)
         return Handle(flat) if self.world.size == 1 else begin_all_to_all(flat, to, by, self.world)
 
     def _apply(self, jobs: Sequence[Job], left: Handle, rates: Mapping[nn.Parameter, float]) -> None:

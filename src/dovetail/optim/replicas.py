@@ -1,7 +1,6 @@
 """Whether copies of a tensor still have the same bits on all ranks."""
 
 import hashlib
-import json
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -12,7 +11,8 @@ from torch import Tensor, nn
 from dovetail.errors import MachineError, listing
 from dovetail.nn.model import StagedModel
 from dovetail.optim.optimizer import Optimizer
-from dovetail.parallel.collectives import gather_text, stack_over
+from dovetail.parallel.collectives import stack_over
+from dovetail.parallel.consensus import of_all
 from dovetail.parallel.mesh import Mesh
 from dovetail.parallel.placement import as_index
 from dovetail.weights.shards import local_params
@@ -44,8 +44,7 @@ def check_replicas(model: nn.Module, mesh: Mesh, optimizer: Optimizer | None) ->
         for digest, value in zip(holders[rank], row, strict=True):
             values[digest][rank] = value
     differ = [f"{s.name}: {_difference(values[s.digest])}" for s in copied if len(set(values[s.digest].values())) > 1]
-    everyone = [json.loads(text) for text in gather_text(json.dumps(differ), mesh["world"], mesh.device)]
-    problems = list(dict.fromkeys(line for lines in everyone for line in lines))
+    problems = list(dict.fromkeys(line for lines in of_all(differ, mesh) for line in lines))
     if problems:
         raise MachineError(
             "copies that must be equal differ, so a device or its memory made a mistake:\n"

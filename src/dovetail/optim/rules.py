@@ -143,9 +143,8 @@ def _takes(name: str | Class) -> Sequence[str] | None:
 
 
 def _class(name: str | Class) -> Class:
-    return (
-        {cls.lower(): getattr(torch.optim, cls) for cls in torch.optim.__all__}[name] if isinstance(name, str) else name
-    )
+    classes = {cls.lower(): getattr(torch.optim, cls) for cls in torch.optim.__all__}
+    return classes[name] if isinstance(name, str) else name
 
 
 def _shown(name: str | Class) -> str:

@@ -207,10 +207,12 @@ class AsyncHostCopy:
         return self.numbers.tolist()
 
 
-def gather_text(text: str, axis: Axis, device: torch.device | str = "cpu") -> list[str]:
+def gather_objects(value: Any, axis: Axis, device: torch.device | str = "cpu") -> list[Any]:
+    """The value of each rank, as JSON has it."""
+    text = json.dumps(value)
     if axis.size == 1:
-        return [text]
-    data = torch.frombuffer(bytearray(json.dumps(text).encode()), dtype=torch.uint8).to(device)
+        return [json.loads(text)]
+    data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(device)
     sizes = stack_over(torch.tensor(len(data), device=device), axis)
     padded = torch.nn.functional.pad(data, (0, int(sizes.max()) - len(data)))
     rows = stack_over(padded, axis).cpu()

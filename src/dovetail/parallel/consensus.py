@@ -1,6 +1,5 @@
 """Errors of one rank raised on all, so that none waits in a collective."""
 
-import json
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -8,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.errors import CheckpointError, ConfigError, UserError, listing, unequal
-from dovetail.parallel.collectives import gather_text
+from dovetail.parallel.collectives import gather_objects
 from dovetail.parallel.mesh import Mesh
 
 SHOWN = 12  # characters of a fingerprint in a message
@@ -33,7 +32,7 @@ class CollectiveErrors:
         """Raise `CheckpointError` on every rank if any has a problem. Collective."""
         world = self.mesh["world"]
         ranks_of: dict[str, list[int]] = {}
-        for rank, problem in enumerate(gather_text(self.problem, world, self.mesh.device)):
+        for rank, problem in enumerate(of_all(self.problem, self.mesh)):
             if problem:
                 ranks_of.setdefault(problem, []).append(rank)
         lines = [
@@ -53,15 +52,19 @@ def agreed(mesh: Mesh, path: Path | None = None) -> Iterator[None]:
     errors.raise_collectively()
 
 
+def of_all(value: Any, mesh: Mesh) -> list[Any]:
+    """The `value` of each rank, as JSON has it. Collective."""
+    return gather_objects(value, mesh["world"], mesh.device)
+
+
 def of_first(value: Any, mesh: Mesh) -> Any:
     """The first rank's `value`. Collective."""
-    return json.loads(gather_text(json.dumps(value), mesh["world"], mesh.device)[0])
+    return of_all(value, mesh)[0]
 
 
 def refuse_different(fingerprints: Mapping[str, str], mesh: Mesh) -> None:
     """Raise ConfigError where ranks have different content behind a name. Collective."""
-    texts = gather_text(json.dumps([socket.gethostname(), fingerprints]), mesh["world"], mesh.device)
-    by_rank = [json.loads(text) for text in texts]
+    by_rank = of_all([socket.gethostname(), fingerprints], mesh)
     values = {name: [prints[name][:SHOWN] for _, prints in by_rank] for name in fingerprints}
     if problems := unequal(values, [host for host, _ in by_rank]):
         raise ConfigError(

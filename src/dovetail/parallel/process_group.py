@@ -6,7 +6,6 @@ Ranks come from the environment that torchrun sets, else this process is alone.
 import contextlib
 import importlib.util
 import os
-import resource
 import signal
 import threading
 import time
@@ -23,6 +22,7 @@ from torch.distributed import HashStore, PrefixStore, Store, rendezvous  # type:
 
 from dovetail.errors import ConfigError, LayoutError, LostStore, MachineError, SecondaryFailure
 from dovetail.parallel.mesh import TIMEOUT
+from dovetail.system import allow_open_files
 
 BACKENDS: Mapping[str, str] = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}
 RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -37,7 +37,6 @@ CUBLAS = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 PROFILER = ("KINETO_LOG_LEVEL", "6")  # the profiler writes to standard error at its start and end
 NOT_DETERMINISTIC = "does not have a deterministic implementation"  # in torch's message
 KERNEL_CACHES = ("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", "QUACK_CACHE_DIR")
-OPEN_FILES = 1 << 13  # a group has dozens of sockets, a layout a dozen groups
 
 
 def pick_device(name: str = "auto") -> torch.device:
@@ -249,7 +248,7 @@ def _meet() -> tuple[Store, int, int]:
 
 def _initialize(device: torch.device, store: Store, rank: int, world: int, timeout: timedelta = TIMEOUT) -> None:
     if world > 1:
-        _allow_open_files()
+        allow_open_files()  # a group has dozens of sockets, a layout a dozen groups
         _claim_device(device, store, rank)
     dist.init_process_group(
         BACKENDS[device.type],
@@ -271,10 +270,3 @@ def _claim_device(device: torch.device, store: Store, rank: int) -> None:
             f"ranks {owner} and {rank} have the same {device.type} device, {name}; use fewer ranks a machine, show each rank "
             f"another by {CUDA_VISIBLE_DEVICES}, or use --device cpu"
         )
-
-
-def _allow_open_files() -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # RLIM_INFINITY is -1
-    wanted = OPEN_FILES if hard < 0 else min(hard, OPEN_FILES)
-    if 0 <= soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

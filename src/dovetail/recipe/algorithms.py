@@ -8,14 +8,7 @@ from pydantic import Field, NonNegativeInt, model_validator
 from dovetail.bounds import MAX_FLOAT
 from dovetail.recipe.correction import CorrectionSection
 from dovetail.recipe.functions import LossSection, OwnFunction, PolicyTerm
-from dovetail.recipe.types import (
-    Estimator,
-    NonNegativeFloat,
-    PositiveFloat,
-    Share,
-    Updates,
-    key,
-)
+from dovetail.recipe.types import Estimator, NonNegativeFloat, PositiveFloat, Share, Updates, key
 
 
 class Algorithm(Updates):
@@ -62,7 +55,7 @@ class PolicyGradient(Algorithm):
     )
 
     @property
-    def wants_reference(self) -> bool:
+    def wants_reference(self) -> bool:  # type: ignore[override]  # in others a constant
         return self.kl_coef > 0
 
     @property

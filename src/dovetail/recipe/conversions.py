@@ -339,23 +339,18 @@ def _cut_rows(draft: Draft, name: str, *, cut: bool = True) -> None:
 def _part(given: Mapping[str, Any]) -> dict[str, Any]:
     """Of a mixture."""
     files = given.get("data_files")
-    path = (
-        files[0] if isinstance(files, list) and len(files) == 1 else files if isinstance(files, str) else given["path"]
-    )
-    ours = {"path": path} | {
-        key: given[name] for key, name in (("subset", "name"), ("split", "split")) if given.get(name)
-    }
+    files = files[0] if isinstance(files, list) and len(files) == 1 else files
+    ours = {"path": files if isinstance(files, str) else given["path"]}
+    ours |= {key: given[name] for key, name in (("subset", "name"), ("split", "split")) if given.get(name)}
     return ours | ({"format": "alpaca"} if given.get("type") == "alpaca" else {})
 
 
 def _own_reward(draft: Draft, path: Any, function: str, model: str, otherwise: str) -> None:
     if path:
-        draft.put(
-            "reward.import", f"{Path(str(path)).stem if '/' in str(path) else str(path).removesuffix('.py')}:{function}"
-        )
-        draft.decide.append(
-            f"reward.import: put {path} into the directory of the recipe; docs/rewards.md has its arguments"
-        )
+        module = Path(str(path)).stem if "/" in str(path) else str(path).removesuffix(".py")
+        draft.put("reward.import", f"{module}:{function}")
+        where = "the directory of the recipe; docs/rewards.md has its arguments"
+        draft.decide.append(f"reward.import: put {path} into {where}")
     elif not draft.look(model) or model in draft.taken:
         draft.decide.append(OWN_REWARD.format(otherwise))
 
@@ -381,19 +376,11 @@ def _rewards(draft: Draft, prefix: str) -> None:
 
 
 def _eval_sets(draft: Draft, files: Mapping[str, Any], samples: Any, temperature: Any) -> None:
-    sets = [
-        {"name": name, "data": path, "samples": samples, "temperature": temperature}
-        for name, path in files.items()
-        if path
-    ]
-    if sets:
+    same = {"samples": samples, "temperature": temperature}
+    if sets := [{"name": name, "data": path, **same} for name, path in files.items() if path]:
         draft.put("eval.sets", sets)
 
 
 CONVERSIONS: Mapping[str, Callable[[Draft], None]] = {
-    "verl": verl,
-    "TRL": trl,
-    "OpenRLHF": openrlhf,
-    "axolotl": axolotl,
-    "slime": slime,
-}
+    "verl": verl, "TRL": trl, "OpenRLHF": openrlhf, "axolotl": axolotl, "slime": slime,
+}  # fmt: skip

@@ -17,11 +17,8 @@ REJECTED: Mapping[str, tuple[str, str]] = {  # of verl's rollout_rs, those that 
 
 def put_correction(draft: Draft) -> None:
     projects: Mapping[str, Callable[[Draft], None]] = {
-        "verl": _verl,
-        "TRL": _trl,
-        "OpenRLHF": _openrlhf,
-        "slime": _slime,
-    }
+        "verl": _verl, "TRL": _trl, "OpenRLHF": _openrlhf, "slime": _slime,
+    }  # fmt: skip
     if draft.table.title in projects and draft.algorithm in ("grpo", "rloo", "ppo", "reinforce_plus_plus"):
         try:
             projects[draft.table.title](draft)

@@ -1,6 +1,6 @@
 """Algorithms of preferences: keys, names and defaults are TRL's where it has them."""
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -23,6 +23,7 @@ class Preferences(Updates):
 class DPO(Preferences):
     """Direct preference optimization: log-probs against the reference's (reference.path), by pair."""
 
+    wants_reference: ClassVar[bool] = True
     name: Literal["dpo"] = "dpo"
     loss: Literal["sigmoid", "hinge", "ipo", "robust"] = key("sigmoid", "of a pair's margin")
     beta: PositiveFloat = key(
@@ -31,22 +32,15 @@ class DPO(Preferences):
     label_smoothing: Smoothing = key(0.0, "share of pairs with the wrong order; sigmoid: cDPO")
     precompute_ref_log_probs: bool = key(False, "score the reference once, before training, and free it")
 
-    @property
-    def wants_reference(self) -> bool:
-        return True
-
 
 class KTO(Preferences):
     """Kahneman-Tversky optimization: completions that are marked as good or bad, without pairs."""
 
+    wants_reference: ClassVar[bool] = True
     name: Literal["kto"] = "kto"
     beta: PositiveFloat = key(0.1, "scale of implicit rewards")
     desirable_weight: NonNegativeFloat = key(1.0, "weight of good completions")
     undesirable_weight: NonNegativeFloat = key(1.0, "weight of bad completions")
-
-    @property
-    def wants_reference(self) -> bool:
-        return True
 
 
 class CPO(Preferences):

@@ -34,11 +34,7 @@ def numeric_match(completion: str, answer: Any, _finish: str, *, tolerance: floa
 
 
 def format_match(
-    completion: str,
-    _answer: Any,
-    _finish: str,
-    *,
-    pattern: str = r"\s*<think>.*</think>\s*<answer>.*</answer>\s*",
+    completion: str, _answer: Any, _finish: str, *, pattern: str = r"\s*<think>.*</think>\s*<answer>.*</answer>\s*"
 ) -> float:
     """1 if the whole completion matches the regular expression `pattern`; a dot matches line ends too."""
     return float(re.fullmatch(pattern, completion, re.DOTALL) is not None)

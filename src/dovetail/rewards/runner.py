@@ -182,8 +182,7 @@ class RewardRunner:
 
     def _replace(self, worker: "_Worker") -> "_Worker":
         worker.kill()
-        fresh = _Worker(self._setup)
-        self._workers[self._workers.index(worker)] = fresh
+        fresh = self._workers[self._workers.index(worker)] = _Worker(self._setup)
         self._await_ready(fresh)
         return fresh
 
@@ -265,20 +264,10 @@ class _Worker:
 def _parsed(line: bytes, request_id: str) -> list[RewardResult] | None:
     try:
         answer = json.loads(line)
-    except (ValueError, RecursionError):
+        known = answer["results"] if answer["id"] == request_id else None
+        return None if known is None else [RewardResult(each["value"], each["error"]) for each in known]
+    except (ValueError, RecursionError, LookupError, TypeError):
         return None
-    match answer:
-        case {"id": str() as answer_id, "results": [*results]} if answer_id == request_id:
-            parsed = [_parsed_result(result) for result in results]
-            return None if None in parsed else [result for result in parsed if result is not None]
-    return None
-
-
-def _parsed_result(result: Any) -> RewardResult | None:
-    match result:
-        case {"value": int() | float() | None as value, "error": str() | None as error}:
-            return RewardResult(value, error)
-    return None
 
 
 def count_errors(results: Seq[RewardResult], ids: Seq[Any], where: str) -> tuple[int, str | None]:

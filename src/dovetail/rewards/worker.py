@@ -124,15 +124,12 @@ def _end(child: int) -> NoReturn:
 
 def run_calls(scorer: Scorer, asynchronous: bool, calls: Seq[Seq[Sample]], timeout: float) -> list[Result]:
     """Results of all samples in order. Asynchronous calls run at the same time, each with its own time limit."""
-    if asynchronous:
-        parts = asyncio.run(_gather(scorer, calls, timeout))
-    else:
-        parts = [_run_call(scorer, call) for call in calls]
+
+    async def gathered() -> list[list[Result]]:
+        return await asyncio.gather(*[_await_call(scorer, call, timeout) for call in calls])
+
+    parts = asyncio.run(gathered()) if asynchronous else [_run_call(scorer, call) for call in calls]
     return [result for part in parts for result in part]
-
-
-async def _gather(scorer: Scorer, calls: Seq[Seq[Sample]], timeout: float) -> list[list[Result]]:
-    return await asyncio.gather(*[_await_call(scorer, call, timeout) for call in calls])
 
 
 async def _await_call(scorer: Scorer, call: Seq[Sample], timeout: float) -> list[Result]:
@@ -183,7 +180,8 @@ def load(setup: Mapping[str, Any]) -> tuple[Scorer, bool]:
     if function is None:
         accepted = frozenset(inspect.signature(BUILT_IN[name]).parameters) - POSITIONAL
         _check_options(options, accepted)
-        return _each(partial(_built_in, BUILT_IN[name], options)), False
+        built_in = BUILT_IN[name]
+        return _each(lambda s: built_in(s["completion"], s["answer"], s["finish"], **options)), False
     module, _, attribute = function.partition(":")
     if setup["directory"] is not None:
         look_in(setup["directory"], module)
@@ -193,23 +191,25 @@ def load(setup: Mapping[str, Any]) -> tuple[Scorer, bool]:
     asynchronous = inspect.iscoroutinefunction(reward)
     parameters = inspect.signature(reward).parameters
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-    accepted_or_all = None if takes_all else frozenset(parameters)
-    if accepted_or_all is not None:
-        _check_options(options, accepted_or_all)
+    if not takes_all:
+        _check_options(options, frozenset(parameters))
+
+    def call(arguments: dict[str, Any]) -> Any:
+        given = {**arguments, **options}
+        return reward(**{key: value for key, value in given.items() if takes_all or key in parameters})
+
     if "solution_str" in parameters:
-        call_one = partial(_verl, reward, accepted_or_all, options)
-        return (_each_awaited if asynchronous else _each)(call_one), asynchronous
+        return (_each_awaited if asynchronous else _each)(lambda sample: call(_verl_arguments(sample))), asynchronous
     arguments = {"completions": _trl_arguments, "solution_strs": _verl_batch_arguments}
-    for parameter, make in arguments.items():
-        if parameter in parameters:
-            call_all = partial(_call_with_lists, reward, make, accepted_or_all, options)
-            if asynchronous:
-                return partial(_awaited_list, call_all, spread=setup["metric"]), True
-            return partial(_checked_list, call_all, spread=setup["metric"]), False
-    raise TypeError(
-        f"{function}({', '.join(parameters)}) has neither signature of a reward: "
-        "f(data_source, solution_str, ground_truth, extra_info) or f(prompts, completions, **columns)"
-    )
+    make = next((make for parameter, make in arguments.items() if parameter in parameters), None)
+    if make is None:
+        raise TypeError(
+            f"{function}({', '.join(parameters)}) has neither signature of a reward: "
+            "f(data_source, solution_str, ground_truth, extra_info) or f(prompts, completions, **columns)"
+        )
+    if asynchronous:
+        return partial(_awaited_list, lambda samples: call(make(samples)), spread=setup["metric"]), True
+    return lambda samples: _as_list(call(make(samples)), len(samples), spread=setup["metric"]), False
 
 
 def _check_options(options: Mapping[str, Any], accepted: frozenset[str]) -> None:
@@ -246,16 +246,6 @@ def _each_awaited(call_one: Callable[[Sample], Awaitable[Any]]) -> Scorer:
     return score
 
 
-def _built_in(function: Callable[..., float], options: Mapping[str, Any], sample: Sample) -> float:
-    return function(sample["completion"], sample["answer"], sample["finish"], **options)
-
-
-def _verl(
-    function: Callable[..., Any], accepted: frozenset[str] | None, options: Mapping[str, Any], sample: Sample
-) -> Any:
-    return function(**_only({**_verl_arguments(sample), **options}, accepted))
-
-
 def _verl_arguments(sample: Sample) -> dict[str, Any]:
     columns = dict(sample["columns"])
     source, extra = columns.pop("data_source", None), columns.pop("extra_info", None)
@@ -286,20 +276,6 @@ def _trl_arguments(samples: Seq[Sample]) -> dict[str, list[Any]]:
     return {key: [row.get(key) for row in rows] for key in dict.fromkeys(key for row in rows for key in row)}
 
 
-def _call_with_lists(
-    function: Callable[..., Any],
-    make: Callable[[Seq[Sample]], dict[str, list[Any]]],
-    accepted: frozenset[str] | None,
-    options: Mapping[str, Any],
-    samples: Seq[Sample],
-) -> Any:
-    return function(**_only({**make(samples), **options}, accepted))
-
-
-def _checked_list(call: Callable[[Seq[Sample]], Any], samples: Seq[Sample], *, spread: bool) -> list[Any]:
-    return _as_list(call(samples), len(samples), spread=spread)
-
-
 async def _awaited_list(
     call: Callable[[Seq[Sample]], Awaitable[Any]], samples: Seq[Sample], *, spread: bool = False
 ) -> list[Any]:
@@ -317,7 +293,3 @@ def _as_list(returned: Any, count: int, *, spread: bool) -> list[Any]:
     if len(rewards) != count:
         raise ValueError(f"{expected}, got {len(rewards)}")
     return rewards
-
-
-def _only(arguments: dict[str, Any], accepted: frozenset[str] | None) -> dict[str, Any]:
-    return arguments if accepted is None else {key: value for key, value in arguments.items() if key in accepted}

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from dovetail.engine.base import Engine
 from dovetail.errors import CallbackError, quoted
-from dovetail.parallel.collectives import gather_text
-from dovetail.parallel.consensus import of_first
+from dovetail.parallel.consensus import of_all, of_first
 from dovetail.parallel.mesh import Mesh
 
 if TYPE_CHECKING:  # the loop does not need pydantic
@@ -127,7 +126,7 @@ class Callbacks:
             self._together("on_rollout_end", each, called)
             (samples,) = taken
             rewards = json.dumps([[sample.group, sample.completion.sample, float(sample.reward)] for sample in samples])
-            if len({*gather_text(rewards, self.mesh["world"], self.mesh.device)}) > 1:
+            if len({*of_all(rewards, self.mesh)}) > 1:
                 name = f"{type(each).__name__}.on_rollout_end"
                 raise CallbackError(
                     f"{name} returned other samples or rewards on one rank than on another; make them equal"
@@ -147,10 +146,7 @@ class Callbacks:
     def _problems(self, name: str, own: str) -> str:
         """Of all ranks, which also agree on the flags."""
         state = self.state
-        texts = gather_text(
-            json.dumps([own, *(vars(state)[flag] for flag in FLAGS)]), self.mesh["world"], self.mesh.device
-        )
-        ranks = [json.loads(text) for text in texts]
+        ranks = of_all([own, *(vars(state)[flag] for flag in FLAGS)], self.mesh)
         for i, flag in enumerate(FLAGS):
             setattr(state, flag, any(rank[1 + i] for rank in ranks))
         failed = {rank: found[0] for rank, found in enumerate(ranks) if found[0]}

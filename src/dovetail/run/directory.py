@@ -28,8 +28,8 @@ from dovetail.engine.base import Engine
 from dovetail.errors import CheckpointError, ConfigError
 from dovetail.jsonl import ODD_LETTERS, append, json_line
 from dovetail.launch.progress import Progress
-from dovetail.parallel.collectives import gather_text, stack_over
-from dovetail.parallel.consensus import agreed, of_first
+from dovetail.parallel.collectives import stack_over
+from dovetail.parallel.consensus import agreed, of_all, of_first
 from dovetail.parallel.mesh import Mesh
 from dovetail.recipe.schema import Recipe
 from dovetail.run.callbacks import Callbacks, TrainerState
@@ -311,8 +311,6 @@ class RunDirectory:
             self.say(f"A SAVE FAILED, the run goes on and earlier checkpoints are whole: {error}")
 
     def _state(self, step: int) -> RunState:
-        mesh = self.mesh
-        rng = gather_text(json.dumps(random_state(mesh.device)), mesh["world"], mesh.device)
         return RunState(
             run_id=self.run_id,
             order=self._order,
@@ -324,7 +322,7 @@ class RunDirectory:
             cursor=self.first_row + step * self.recipe.trainer.prompts_per_step,
             updates={role: engine.updates for role, engine in self.contents.engines.items()},
             before=self._before,
-            rng=[json.loads(text) for text in rng],
+            rng=of_all(random_state(self.mesh.device), self.mesh),
         )
 
     def _report_resume(self, resumed: Resumed) -> None:

@@ -1,7 +1,7 @@
 """Notes on how a run learns, each with the keys that change it."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence as Seq
 from statistics import fmean
 from typing import Any
 
@@ -24,29 +24,22 @@ EQUAL = (
 class LearningNotes:
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
-        self._said: dict[str, int] = {}  # the step of the last note of a kind
+        self._said: dict[int, int] = {}  # the step of the last note of a kind
         self._starts: dict[str, list[float]] = {}
         self._equal = 0
-        self._kinds: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
-            "equal": self._equal_rewards,
-            "entropy": self._entropy,
-            "length": self._truncated,
-            "kl": self._kl,
-            "gap": self._gap,
-            "mismatch": self._mismatch,
-            "clip": self._clipped,
-        }
+        self._kinds: Seq[Callable[[Mapping[str, Any]], str]] = (
+            self._equal_rewards, self._entropy, self._truncated, self._kl, self._gap, self._mismatch, self._clipped,
+        )  # fmt: skip
 
     def of(self, row: Mapping[str, Any]) -> list[str]:
         """For every step, in order. Each kind at most once in `APART` steps."""
         if not isinstance(self.recipe.algorithm, PolicyGradient):
             return []
         row = {name: value for name, value in row.items() if value is not None}  # as an earlier start wrote NaN
-        texts = {kind: note(row) for kind, note in self._kinds.items()}
-        step = row["step"]
-        due = {kind for kind, text in texts.items() if text and step >= self._said.get(kind, -APART) + APART}
+        step, texts = row["step"], dict(enumerate(note(row) for note in self._kinds))
+        due = [kind for kind, text in texts.items() if text and step >= self._said.get(kind, -APART) + APART]
         self._said |= dict.fromkeys(due, step)
-        return [text for kind, text in texts.items() if kind in due]
+        return [texts[kind] for kind in due]
 
     def _equal_rewards(self, row: Mapping[str, Any]) -> str:
         self._equal = self._equal + 1 if row.get("equal_groups") == 1.0 else 0

@@ -11,8 +11,7 @@ import uuid
 from pathlib import Path
 
 from dovetail.errors import ConfigError
-from dovetail.parallel.collectives import gather_text
-from dovetail.parallel.consensus import agreed, of_first
+from dovetail.parallel.consensus import agreed, of_all, of_first
 from dovetail.parallel.mesh import Mesh
 from dovetail.run.paths import LOCK
 
@@ -94,11 +93,10 @@ def refuse_unshared(path: Path, mesh: Mesh) -> None:
             if world.rank == 0:
                 (folder / name).touch()
         same = [*path.absolute().relative_to(folder).parts] == inside and _appears(folder / name)
-        ranks = gather_text(json.dumps([socket.gethostname(), same]), world, mesh.device)
+        everyone = of_all([socket.gethostname(), same], mesh)
     finally:
         if world.rank == 0:
             (folder / name).unlink(missing_ok=True)
-    everyone = [json.loads(text) for text in ranks]
     if without := [f"{host} (rank {rank})" for rank, (host, same) in enumerate(everyone) if not same]:
         raise ConfigError(
             f"run_dir {path} is not the same directory on all hosts: {', '.join(without[:MOST_SHOWN])} cannot see what "

@@ -57,22 +57,17 @@ def check_loggers(sections: Seq[LoggerSection]) -> None:
 def grouped(row: Row) -> dict[str, float]:
     """Numbers under the names that trackers show in groups."""
     numbers = {k: v for k, v in row.items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
-    return {grouped_name(name): value for name, value in numbers.items() if name not in ("step", "timestamp")}
-
-
-def grouped_name(name: str) -> str:
-    start, group = next((start, group) for start, group in GROUPS if name.startswith(start))
-    return group + name.removeprefix(start)
+    grouped = dict[str, float]()
+    for name in numbers.keys() - {"step", "timestamp"}:
+        start, group = next((start, group) for start, group in GROUPS if name.startswith(start))
+        grouped[group + name.removeprefix(start)] = numbers[name]
+    return grouped
 
 
 def start_logger(section: LoggerSection, run: RunFacts) -> Log:
     starts: Mapping[str, Callable[[LoggerSection, RunFacts], Log]] = {
-        "wandb": _wandb,
-        "mlflow": _mlflow,
-        "tensorboard": _tensorboard,
-        "trackio": _trackio,
-        "swanlab": _swanlab,
-    }
+        "wandb": _wandb, "mlflow": _mlflow, "tensorboard": _tensorboard, "trackio": _trackio, "swanlab": _swanlab,
+    }  # fmt: skip
     return starts[section.name](section, run)
 
 

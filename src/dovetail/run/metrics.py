@@ -6,16 +6,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence as Seq
-from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save
 
 from dovetail.batch.routing import RoutingTrace
+from dovetail.errors import Caught, one_line
 from dovetail.jsonl import ODD_LETTERS, Row, append, json_line
 from dovetail.launch.process import without_secrets
 from dovetail.recipe.tracking import LoggerSection
@@ -137,16 +136,11 @@ class LoggerThread(threading.Thread):
         self.rows: queue.SimpleQueue[tuple[int, Mapping[str, float], Seq[Row]] | None] = queue.SimpleQueue()
 
     def run(self) -> None:
-        with ExitStack() as stack:
-            stack.callback(self.tried.set)
-            stack.push(self._note_failure)
+        with Caught(BaseException) as caught:
             log, finish = start_logger(self.section, self.facts)
             self.tried.set()
             while (entry := self.rows.get()) is not None:
                 log(*entry)
             finish()
-
-    def _note_failure(self, kind: object, error: BaseException | None, _: TracebackType | None) -> bool:
-        text = "" if error is None else " ".join(f"{type(error).__name__}: {error}".split())
-        self.cause = without_secrets(text)[:MOST_CAUSE]
-        return True
+        self.cause = without_secrets(one_line(caught.error))[:MOST_CAUSE]
+        self.tried.set()

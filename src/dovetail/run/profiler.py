@@ -6,13 +6,13 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from types import TracebackType
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from dovetail.errors import Caught, one_line
 from dovetail.launch.progress import Progress
-from dovetail.parallel.collectives import gather_text
+from dovetail.parallel.consensus import of_all
 from dovetail.parallel.mesh import Mesh
 from dovetail.recipe.tracking import ProfileSection
 from dovetail.report.trace import read_events, summarize
@@ -20,22 +20,6 @@ from dovetail.report.trace import read_events, summarize
 SNAPSHOT_ENTRIES = 100_000  # allocations and frees
 GZIP_LEVEL = 5
 MOST_CAUSE = 300  # characters
-
-
-class Attempt:
-    """Keeps the first error of its blocks."""
-
-    def __init__(self) -> None:
-        self.error = ""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> bool:
-        if isinstance(error, Exception):
-            text = " ".join(f"{type(error).__name__}: {error}".split())
-            self.error = self.error or text[:MOST_CAUSE]
-        return isinstance(error, Exception)
 
 
 class Profiler:
@@ -59,7 +43,7 @@ class Profiler:
         if not self.wanted and step not in self.steps:
             yield
             return
-        self.wanted, attempt = False, Attempt()
+        self.wanted, attempt = False, Caught()
         rank, place = self.mesh["world"].rank, self.folder / f"step-{step}"
         recording = _Recording(self.mesh.device, self.progress, place / f"rank-{rank}", memory=self.memory)
         self.progress.phase("profile", step)
@@ -79,7 +63,7 @@ class Profiler:
         with attempt:
             if not attempt.error:
                 recording.write_trace(step, rank)
-        errors = gather_text(attempt.error, self.mesh["world"], self.mesh.device)
+        errors = of_all(one_line(attempt.error)[:MOST_CAUSE], self.mesh)
         failed = [f"rank {rank}: {error}" for rank, error in enumerate(errors) if error]
         if failed:
             self.say(f"warning: {len(failed)} of {len(errors)} ranks wrote no profile of step {step}: {failed[0]}")
@@ -105,7 +89,7 @@ class _Recording:
             torch.cuda.memory._record_memory_history(max_entries=SNAPSHOT_ENTRIES, stacks="python", clear_history=True)
         self.progress.mark = record_function
 
-    def end(self, attempt: Attempt) -> None:
+    def end(self, attempt: Caught) -> None:
         """Of a step that failed there is the snapshot, which shows why memory ran out."""
         self.progress.mark = nullcontext
         if not self.running:

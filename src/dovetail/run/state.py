@@ -19,8 +19,7 @@ import torch
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from dovetail.errors import CheckpointError
-from dovetail.parallel.collectives import gather_text
-from dovetail.parallel.consensus import agreed, refuse_different
+from dovetail.parallel.consensus import agreed, of_all, refuse_different
 from dovetail.parallel.mesh import Mesh
 from dovetail.weights.hf_directory import Pretrained
 from dovetail.weights.safe_paths import SideFiles
@@ -88,13 +87,13 @@ class RunState(BaseModel):
 def model_fingerprint(config: Mapping[str, Any], sides: SideFiles, directory: Path, mesh: Mesh) -> str:
     """Of config, tokenizer and every byte of the weights, for any number of ranks. Collective."""
     digest = _text_digest(config, sides)
-    world, own, chunks = mesh["world"], "", list[tuple[Path, int]]()
+    world, own, chunks = mesh["world"], list[str](), list[tuple[Path, int]]()
     with agreed(mesh, directory):
         for path, size in _weight_files(directory, digest):
             chunks += [(path, start) for start in range(0, size, CHUNK)]
         with ThreadPoolExecutor(READERS) as readers:
-            own = " ".join(readers.map(_checksum, chunks[world.rank :: world.size]))
-    shares = [share.split() for share in gather_text(own, world, mesh.device)]
+            own = list(readers.map(_checksum, chunks[world.rank :: world.size]))
+    shares = of_all(own, mesh)
     for i in range(len(chunks)):
         digest.update(shares[i % world.size][i // world.size].encode())
     return digest.hexdigest()

@@ -9,8 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from dovetail.parallel.collectives import gather_text
-from dovetail.parallel.consensus import CollectiveErrors, agreed
+from dovetail.parallel.consensus import CollectiveErrors, agreed, of_first
 from dovetail.parallel.mesh import Mesh
 from dovetail.weights.safe_paths import SideFiles, refuse_occupied, refuse_unwritable
 from dovetail.weights.safetensors import CHUNK
@@ -36,7 +35,7 @@ def staged(target: Path, mesh: Mesh) -> Iterator[AtomicDirectory]:
             refuse_unwritable(target, "the directory")
             make_directory(target.parent)
             hidden.mkdir()
-    path = Path(gather_text(str(hidden), mesh["world"], mesh.device)[0])
+    path = Path(of_first(str(hidden), mesh))
     stage = AtomicDirectory(path, CollectiveErrors(mesh, target), lead)
     complete = False
     try:

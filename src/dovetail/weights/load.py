@@ -3,7 +3,6 @@
 All mismatches of all ranks are one error on every rank, before any parameter changes.
 """
 
-import json
 from collections.abc import Collection, Mapping
 from fnmatch import fnmatchcase
 from typing import TypedDict, Unpack
@@ -12,8 +11,7 @@ import torch
 from torch import nn
 
 from dovetail.errors import CheckpointError, listing
-from dovetail.parallel.collectives import gather_text
-from dovetail.parallel.consensus import agreed
+from dovetail.parallel.consensus import agreed, of_all
 from dovetail.parallel.mesh import Mesh
 from dovetail.parallel.placement import as_index, checkpoint_shapes
 from dovetail.weights.hf_reader import TensorSource
@@ -111,8 +109,7 @@ def _raise_together(
     problems: list[str], present: Mapping[str, list[str]], source: TensorSource, mesh: Mesh, ignore: Collection[str]
 ) -> None:
     """Only all pipeline ranks together know which tensors are extra."""
-    message = json.dumps([problems, [name for names in present.values() for name in names]])
-    everyone = [json.loads(text) for text in gather_text(message, mesh["world"], mesh.device)]
+    everyone = of_all([problems, [name for names in present.values() for name in names]], mesh)
     merged = list(dict.fromkeys(problem for theirs, _ in everyone for problem in theirs))
     asked = {name for _, names in everyone for name in names}
     extra = [name for name in source.names if name not in asked and not tolerated(name, ignore)]

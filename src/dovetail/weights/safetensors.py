@@ -1,50 +1,36 @@
-"""Safetensors files: strict headers, positioned reads, writes tensor by tensor (docs/adr/007-own-safetensors-reader.md)."""
+"""Safetensors files: positioned reads, writes tensor by tensor (docs/adr/007-own-safetensors-reader.md)."""
 
 import ctypes
 import json
 import os
-import resource
 import stat
 import struct
 import threading
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from errno import EMFILE
 from math import prod
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dovetail.errors import CheckpointError, quoted
 from dovetail.jsonl import parse_json
 from dovetail.memory import view_at
 from dovetail.parallel.placement import Slices
+from dovetail.system import allow_open_files
 from dovetail.weights.parallel_read import MAX_RANGES, blocks, byte_ranges, copy_out, range_elements, scatter_reads
 
-DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
-    {
-        "F64": torch.float64,
-        "F32": torch.float32,
-        "F16": torch.float16,
-        "BF16": torch.bfloat16,
-        "F8_E4M3": torch.float8_e4m3fn,
-        "F8_E5M2": torch.float8_e5m2,
-        "I64": torch.int64,
-        "I32": torch.int32,
-        "I16": torch.int16,
-        "I8": torch.int8,
-        "U8": torch.uint8,
-        "BOOL": torch.bool,
-    }
-)
-CODES: Mapping[torch.dtype, str] = MappingProxyType({dtype: code for code, dtype in DTYPES.items()})
-MAX_HEADER = 100_000_000  # bytes; the format's own limit
+DTYPES: Mapping[str, torch.dtype] = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+CODES: Mapping[torch.dtype, str] = {dtype: code for code, dtype in DTYPES.items()}
 MAX_LENGTH = 2**62  # of one dim; torch cannot count further
-OPEN_FILES = 1 << 16  # one for each rank that wrote a checkpoint
 CHUNK = 1 << 26  # bytes of one read or write
 
 
@@ -79,15 +65,15 @@ class TensorFile:
         self._fd, self._counting = -1, threading.Lock()
         if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would block
             raise CheckpointError(f"{path} is not a regular file")
-        self._fd = _opened(path)
-        self.size = os.fstat(self._fd).st_size
-        length = struct.unpack("<Q", self._bytes(8))[0] if self.size >= 8 else -1
-        if not 2 <= length <= min(MAX_HEADER, self.size - 8):
-            raise CheckpointError(
-                f"{path}: a header of {length} bytes does not fit a file of {self.size}; it is cut or no safetensors"
-            )
-        self.header = self._bytes(8 + length)
-        self.entries = _parse_header(self.header, self.size, str(path))
+        allow_open_files()
+        self._fd = os.open(path, os.O_RDONLY)
+        try:
+            with safe_open(path, framework="numpy"):  # checks that header and size fit each other
+                pass
+        except SafetensorError as error:
+            raise CheckpointError(f"{path} is cut, corrupt or no safetensors file: {error}") from error
+        self.header = self._bytes(8 + struct.unpack("<Q", self._bytes(8))[0])
+        self.entries = _parse_header(self.header, str(path))
 
     def __del__(self) -> None:
         if self._fd >= 0:
@@ -152,19 +138,6 @@ class TensorFile:
                 buffers[0] = buffers[0][got:]
 
 
-def _opened(path: Path) -> int:
-    """Raises the limit of open files if a checkpoint of many ranks needs it."""
-    try:
-        return os.open(path, os.O_RDONLY)
-    except OSError as error:
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
-        if error.errno != EMFILE or not 0 <= soft < wanted:
-            raise
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-        return os.open(path, os.O_RDONLY)
-
-
 def memory_of(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, which the caller keeps alive.
 
@@ -177,43 +150,19 @@ def memory_of(tensor: Tensor) -> memoryview:
     return memoryview((ctypes.c_ubyte * num_bytes).from_address(tensor.data_ptr())).cast("B")
 
 
-def _parse_header(data: bytearray, size: int, what: str) -> dict[str, Entry]:
-    entries = []
+def _parse_header(data: bytearray, what: str) -> dict[str, Entry]:
+    """Of a header that the library takes."""
+    entries = {}
     for name, value in parse_json(bytes(data[8:]), f"the header of {what}").items():
         if name == "__metadata__":
-            if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
-                raise CheckpointError(f"{what}: __metadata__ must map names to strings")
             continue
-        entries.append(_parse_entry(name, value, len(data), what))
-    end = len(data)
-    entries.sort(key=lambda entry: (entry.start, entry.num_bytes))
-    for entry in entries:
-        if entry.start != end:
-            kind = "overlaps the tensor before it" if entry.start < end else "leaves a gap before it"
-            raise CheckpointError(f"{what}: {entry.name} {kind} (starts at byte {entry.start}, expected {end})")
-        end += entry.num_bytes
-    if end != size:
-        raise CheckpointError(
-            f"{what} has {size} bytes, but its header describes {end}; the file is incomplete or corrupt"
-        )
-    return {entry.name: entry for entry in entries}
-
-
-def _parse_entry(name: str, value: Any, base: int, what: str) -> Entry:
-    if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
-        raise CheckpointError(f"{what}: {name} must have exactly dtype, shape and data_offsets")
-    code, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
-    if not isinstance(code, str) or code not in DTYPES:
-        raise CheckpointError(f"{what}: {name} has the dtype {quoted(code)}; known are {', '.join(DTYPES)}")
-    for numbers in (shape, offsets):
-        if not isinstance(numbers, list) or not all(type(n) is int and 0 <= n <= MAX_LENGTH for n in numbers):
+        code, shape = value["dtype"], value["shape"]
+        if code not in DTYPES or max(shape, default=0) > MAX_LENGTH:
             raise CheckpointError(
-                f"{what}: {name} has the shape {quoted(shape)} and offsets {quoted(offsets)}, expected whole numbers"
+                f"{what}: {name} has the dtype {code} and the shape {quoted(shape)}; known dtypes are {', '.join(DTYPES)}"
             )
-    dtype = DTYPES[code]
-    if len(offsets) != 2 or offsets[1] - offsets[0] != prod(shape) * dtype.itemsize:
-        raise CheckpointError(f"{what}: {name} of shape {shape} and dtype {code} does not fit its bytes {offsets}")
-    return Entry(name, dtype, tuple(shape), base + offsets[0])
+        entries[name] = Entry(name, DTYPES[code], tuple(shape), len(data) + value["data_offsets"][0])
+    return entries
 
 
 class TensorFileWriter:

@@ -3,7 +3,6 @@
 Each region has one owner. A bucket is one all-gather of flat bytes over the whole mesh.
 """
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Unpack
@@ -12,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from dovetail.memory import aligned, view_at
-from dovetail.parallel.collectives import gather_text, stack_over
+from dovetail.parallel.collectives import stack_over
+from dovetail.parallel.consensus import of_all
 from dovetail.parallel.mesh import Mesh
 from dovetail.parallel.placement import Slices, as_index
 from dovetail.weights.safetensors import CODES, DTYPES, TensorSpec
@@ -50,7 +50,7 @@ def export_params(params: list[LocalParam], mesh: Mesh, prefix: str = "", **rule
         [(prefix + spec.name, CODES[spec.dtype], spec.shape) for spec in export_specs(params, **rules)],
         [(name, piece.region.checkpoint_slice) for name, piece in held],
     ]
-    everyone = [json.loads(text) for text in gather_text(json.dumps(message), mesh["world"], mesh.device)]
+    everyone = of_all(message, mesh)
     specs = {name: TensorSpec(name, DTYPES[code], tuple(shape)) for rows, _ in everyone for name, code, shape in rows}
     if (listed := rules.get("listed")) is not None:
         specs = {name: specs[name] for name in dict.fromkeys([*(n for n in listed if n in specs), *specs])}
