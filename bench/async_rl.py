@@ -33,6 +33,7 @@ from bench.push import PLUGIN, wait
 from dovetail import Layout
 from dovetail.arch.registry import spec_from_config
 from dovetail.rollout.remote.http import Client
+from dovetail.rollout.simulator import Setup, Simulation
 
 PROMPT, ROWS = 128, 512
 CONCURRENT = (1, 8, 64, 256)  # requests, at which decoding is measured for the simulator
@@ -67,11 +68,12 @@ def main() -> int:
     rates = {mode: train(mode, session, []) for mode in modes[0]}
     if modes[1]:
         with server(session) as client:
-            decode = {str(n): decoding(client, n) for n in CONCURRENT}
+            decode = {n: decoding(client, n) for n in CONCURRENT}
             session.keep({"mode": "decode", "tokens_per_second": decode})
             session.say("decode: " + ",".join(f"{n}:{rate:.0f}" for n, rate in decode.items()))
             for mode in modes[1]:
                 rates[mode] = train(mode, session, [f"rollout.engines={client.url}"])
+                simulate(mode, session, list(decode.items()))
     slow = max((rate for mode, rate in rates.items() if not mode.startswith("lag")), default=float("nan"))
     for mode, rate in rates.items():
         session.say(f"{mode}: {rate:.0f} tokens/s, {rate / slow:.2f} x the fastest synchronous")
@@ -159,6 +161,43 @@ def train(mode: str, session: Session, engines: Sequence[str]) -> float:
         + ", ".join(f"{name} {value:.2f}" for name, value in found.items())
     )
     return float(tokens / seconds)
+
+
+def simulate(mode: str, session: Session, decode: Sequence[tuple[int, float]]) -> None:
+    """What the simulator says of the run of `mode`, given its lengths, its trainer's speed and the engine's."""
+    given, row = session.given, session.rows[-1]
+    steps, found = row["steps"], row["mean"]
+    lengths: dict[str, list[int]] = {}
+    for file in sorted((given.folder / f"run-{mode}" / "rollouts").glob("*.jsonl")):
+        for line in file.read_text().splitlines():
+            sample = json.loads(line)
+            lengths.setdefault(sample["prompt"], []).append(len(sample["token_ids"]))
+    trained = mean(each["tokens"] for each in row["rows"][given.warm :]) / (
+        found["seconds/score"] + found["seconds/update"]
+    )
+    setup = Setup(
+        engines=1,
+        max_running=max(CONCURRENT),
+        decode=decode,
+        train_tokens_per_second=trained,
+        step_ms=1000 * found["seconds/reward"],
+        push_ms=1000 * found["seconds/push"],
+        groups_per_step=given.prompts,
+        samples=given.samples,
+        prompt_tokens=PROMPT,
+        max_lag=int(mode.removeprefix("lag=")) if mode.startswith("lag=") else 0,
+        steps=given.warm + steps,
+        warmup=given.warm,
+    )
+    outcome = Simulation(setup, list(lengths.values())).run()
+    real = (row["tokens_per_second"] / mean(each["tokens"] for each in row["rows"][given.warm :])) * found[
+        "response_length_mean"
+    ]
+    real *= given.prompts * given.samples
+    session.keep({"mode": f"simulated {mode}", "tokens_per_second": outcome.tokens_per_second, "real": real,
+                  "idle": outcome.trainer_idle, "ratio": outcome.tokens_per_second / real})  # fmt: skip
+    session.say(f"{mode}: simulated {outcome.tokens_per_second:.0f} response tokens/s, real {real:.0f}: "
+                f"{outcome.tokens_per_second / real:.2f} x; idle {100 * outcome.trainer_idle:.0f} %")  # fmt: skip
 
 
 def decoding(client: Client, requests: int) -> float:
