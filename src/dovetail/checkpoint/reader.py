@@ -55,9 +55,7 @@ class ShardedReader(TensorSource):
                 raise CheckpointError(f"{path} has {path.stat().st_size} bytes, but the manifest says {stored.size}")
             file = TensorFile(path)
             if zlib.crc32(file.header) != stored.crc32:
-                raise CheckpointError(
-                    f"{path}: its header does not match its checksum; it was changed after it was written"
-                )
+                raise CheckpointError(f"{path}: its header does not match its checksum; it was changed since")
         except (CheckpointError, OSError) as error:
             lost = [tensor for tensor, t in self.manifest.tensors.items() if any(r.file == name for r in t.regions)]
             raise CheckpointError(f"{error}; lost with it are parts of:\n{listing(lost)}") from error

@@ -70,12 +70,10 @@ class Mistakes:
             return None
 
     def raise_all(self) -> None:
+        if len(self.errors) > 1:
+            raise ConfigError(f"{len(self.errors)} mistakes:\n{listing(list(self.errors))}")
         for error in self.errors.values():
-            raise (
-                error
-                if len(self.errors) == 1
-                else ConfigError(f"{len(self.errors)} mistakes:\n{listing(list(self.errors))}")
-            )
+            raise error
 
 
 def preflight(args: argparse.Namespace, layout: Layout) -> bool:
@@ -261,17 +259,16 @@ def _check_function(what: str, function: str, folder: Path) -> None:
             f"{where}ModuleNotFoundError: No module named {top!r}; put {top}.py into the directory of the recipe, or "
             "install it"
         )
-    found = PathFinder.find_spec(top, search_path(folder))
-    elsewhere = found and found.origin and not Path(found.origin).is_relative_to(folder.resolve())
+    spec = PathFinder.find_spec(top, search_path(folder))
+    elsewhere = spec and spec.origin and not Path(spec.origin).is_relative_to(folder.resolve())
     if not file.is_file() or elsewhere:  # on PYTHONPATH
         return
     try:
         tree = ast.parse(file.read_bytes(), str(file))
     except (SyntaxError, ValueError) as error:
         raise ConfigError(f"{where}{type(error).__name__}: {error}") from error
-    functions = [
-        node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
-    ]
+    named = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    functions = [node.name for node in tree.body if isinstance(node, named)]
     others = (ast.Assign, ast.AnnAssign, ast.Import, ast.ImportFrom, ast.If, ast.Try, ast.With, ast.For)
     if name not in functions and not any(isinstance(node, others) and name in ast.unparse(node) for node in tree.body):
         raise ConfigError(f"{where}{file} has no function {name!r}; it has {', '.join(functions) or 'none'}")

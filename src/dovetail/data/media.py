@@ -149,9 +149,7 @@ class MediaLocator:
         if len(sizes) != 1:
             raise DataError(f"{name} has {len(frames)} frames of {len(sizes)} sizes; expected frames of one size")
         if sum(frame.height * frame.width for frame in frames) > MAX_PIXELS:
-            raise DataError(
-                f"{name} has {len(frames)} frames of {sizes.pop()}, more than {MAX_PIXELS} pixels; give fewer"
-            )
+            raise DataError(f"{name} has {len(frames)} frames of {sizes.pop()}, over {MAX_PIXELS} pixels; give fewer")
         return Clip(name, frames, fps=float(rate))
 
     def _source(self, value: Any, name: str) -> Path | bytes:

@@ -73,9 +73,7 @@ def packed_attention(
     context: BatchAttention | None = options.get("context")
     name = type(module).__name__
     if context is None:
-        raise ModelError(
-            f"{name} does not hand arguments of the forward pass on to attention, so packed sequences would not be kept apart"
-        )
+        raise ModelError(f"{name} does not hand arguments on to attention, so packed sequences would mix")
     window = attention_mask if isinstance(attention_mask, Window) else None
     passed = {"attention_mask": None if window else attention_mask, **options}
     unknown = [option for option, x in passed.items() if not (option in KNOWN or x is None or x is False)]

@@ -40,9 +40,7 @@ def verl(draft: Draft) -> None:
     _micro_batch(draft, longest, tokens * cp if draft.take(f"{ACTOR}use_dynamic_bsz") else rows * longest)
     in_loss, in_reward = draft.take(f"{ACTOR}use_kl_loss"), draft.take("algorithm.use_kl_in_reward")
     if in_loss and in_reward:
-        draft.decide.append(
-            "verl adds two KL terms here, in the loss and in the reward; the recipe has that of the loss"
-        )
+        draft.decide.append("verl adds KL terms in the loss and in the reward; the recipe has that of the loss")
     coefs = draft.take(f"{ACTOR}kl_loss_coef"), draft.take("algorithm.kl_ctrl.kl_coef")
     _kl(draft, "loss" if in_loss else "reward" if in_reward else "", coefs[0] if in_loss else coefs[1])
     kinds = {f"{ACTOR}kl_loss_type": in_loss, "algorithm.kl_penalty": in_reward and not in_loss}
@@ -103,9 +101,7 @@ def trl(draft: Draft) -> None:
     elif draft.kind == "sft":
         _cut_rows(draft, "max_length")
         if not draft.take("assistant_only_loss"):
-            draft.decide.append(
-                "rows with messages: TRL trains all tokens of theirs, a recipe those of the assistant's turns"
-            )
+            draft.decide.append("rows with messages: TRL trains all their tokens, a recipe the assistant's turns")
         if draft.look("packing"):
             draft.decide.append(PACKED.format("packing", "max_length"))
     else:
@@ -136,9 +132,7 @@ def _batch_of_processes(draft: Draft, size: str, prefix: str) -> float:
     processes = next(filter(None, (draft.take(name) for name in ("num_processes", "nproc_per_node", "num_gpus"))), None)
     if not isinstance(processes, int):
         processes = 1
-        draft.decide.append(
-            "trainer.prompts_per_step: that of one process, as theirs are not counted; multiply it by yours"
-        )
+        draft.decide.append("trainer.prompts_per_step: that of one process, as theirs are not counted; multiply it")
     origin = f"{size} x gradient_accumulation_steps x {processes} processes"
     if draft.algorithm in ("sft", "dpo"):
         draft.put("trainer.prompts_per_step", rows * accumulated * processes, origin)
@@ -186,9 +180,7 @@ def openrlhf(draft: Draft) -> None:
     room = longest - (draft.look("data.prompt_max_len") or longest // 2)
     if draft.look("rollout.max_new_tokens") is None:
         draft.put("rollout.max_new_tokens", room)
-        draft.decide.append(
-            f"rollout.max_new_tokens: what a prompt leaves of data.max_len={longest} there, {room} here"
-        )
+        draft.decide.append(f"rollout.max_new_tokens: what a prompt leaves of data.max_len={longest}: {room}")
     micro, tokens = draft.number("train.micro_batch_size", 1), draft.number("train.max_tokens_per_gpu", 16192)
     _micro_batch(draft, longest, tokens * cp if draft.look("train.dynamic_batch_enable") else micro * longest)
     coef = draft.take("algo.kl.init_coef")
@@ -248,9 +240,7 @@ def _axolotl_rows(draft: Draft) -> None:
         if isinstance(parts := draft.take(theirs), list) and parts:
             draft.put(ours, [_part(part) for part in parts])
             kinds = {str(part.get("type")) for part in parts} - {"alpaca", "chat_template", "None"}
-            draft.decide += (
-                [f"datasets: rows of type {', '.join(kinds)}: set data.format or data.columns"] if kinds else []
-            )
+            draft.decide += [f"datasets: rows of type {', '.join(kinds)}: set data.format or columns"] * bool(kinds)
     if draft.take("val_set_size"):
         draft.decide.append("data.eval: axolotl holds rows back; put such rows into a file of their own")
 

@@ -24,9 +24,7 @@ class AddressSection(Section):
     @model_validator(mode="after")
     def _no_key_in_url(self) -> "AddressSection":
         if "@" in self.url.partition("://")[2].partition("/")[0]:
-            raise ValueError(
-                "the url holds a user or a key; put that into an environment variable, and name it by key_env"
-            )
+            raise ValueError("the url holds a user or a key; put it into an environment variable, named by key_env")
         return self
 
 

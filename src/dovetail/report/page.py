@@ -219,28 +219,16 @@ def _facts(run: Run, columns: Mapping[str, Sequence[float | None]]) -> dict[str,
     """What a reader wants first."""
     config, last = run.config, run.rows[-1]["step"] if run.rows else 0
     facts = {"algorithm": config.get("algorithm.name"), "model": config.get("model.path")}
-    degrees = [
-        f"{axis}={config[key]}"
-        for axis in ("tp", "pp", "cp", "dp", "ep")
-        if config.get(key := f"layout.{axis}", 1) != 1
-    ]
-    facts |= {"layout": ",".join(degrees) or "one rank", "steps": f"{last} of {config.get('trainer.steps', '?')}"}
-    for name in (
-        "reward_mean",
-        "eval_reward_mean",
-        "eval_solved",
-        "eval_loss",
-        *(["loss"] if "reward_mean" not in columns else []),
-    ):
+    degrees = {axis: config.get(f"layout.{axis}", 1) for axis in ("tp", "pp", "cp", "dp", "ep")}
+    layout = ",".join(f"{axis}={degree}" for axis, degree in degrees.items() if degree != 1)
+    facts |= {"layout": layout or "one rank", "steps": f"{last} of {config.get('trainer.steps', '?')}"}
+    names = ["reward_mean", "eval_reward_mean", "eval_solved", "eval_loss"]
+    for name in names if "reward_mean" in columns else [*names, "loss"]:
         known = [value for value in columns.get(name, ()) if value is not None]
-        if len(known) > 1:
-            facts[name] = f"{known[0]:.4g} \u2192 {known[-1]:.4g}"
-        elif known:
-            facts[name] = f"{known[0]:.4g}"
-    for name, text, how in (
-        ("step_seconds", "median step", "{:.3g} s"),
-        ("tokens_per_second", "median tokens/s", "{:,.0f}"),
-    ):
+        if known:
+            facts[name] = f"{known[0]:.4g}" + (f" \u2192 {known[-1]:.4g}" if len(known) > 1 else "")
+    medians = (("step_seconds", "median step", "{:.3g} s"), ("tokens_per_second", "median tokens/s", "{:,.0f}"))
+    for name, text, how in medians:
         if known := [value for value in columns.get(name, ()) if value is not None]:
             facts[text] = how.format(statistics.median(known))
     if known := [value for value in columns.get("peak_memory_gib", ()) if value is not None]:

@@ -180,9 +180,7 @@ class RunDirectory:
         if evaluation and self.resumed is None:
             self.say("before training: " + "  ".join(f"{name} {value:.3f}" for name, value in evaluation.items()))
             if math.isnan(evaluation.get("eval_reward_mean", 0.0)):
-                self.say(
-                    "warning: the reward returned None for every sample of data.eval; nothing is trained without one"
-                )
+                self.say("warning: the reward returned None for every sample of data.eval; nothing trains without one")
         self.console.start()
 
     def record(self, row: Row, samples: Seq[Row]) -> None:
