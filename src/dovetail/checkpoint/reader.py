@@ -97,11 +97,8 @@ class ShardedReader(TensorSource):
                     for name, region in pieces
                     if region not in self._problems and self._crcs.get(region, region.crc32) != region.crc32
                 ]
-                problems += [
-                    f"{name} does not match its checksum"
-                    for name in sides[world.rank :: world.size]
-                    if self._is_damaged(name)
-                ]
+                damaged = filter(self._is_damaged, sides[world.rank :: world.size])
+                problems += [f"{name} does not match its checksum" for name in damaged]
                 if problems:
                     text = listing(list(dict.fromkeys(problems)))
                     raise CheckpointError(f"{self.path} is damaged; use an older checkpoint or another copy:\n{text}")

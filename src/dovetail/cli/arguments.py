@@ -56,8 +56,6 @@ class Parser(ArgumentParser):
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
-    """Appends defaults."""
-
     def _get_help_string(self, action: Action) -> str:
         text, default = action.help or "", action.default
         hidden = default is None or default is False or default in (argparse.SUPPRESS, [])
@@ -98,7 +96,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _hints(unknown: Sequence[str]) -> str:
-    """What flags of other projects are as keys of a recipe."""
     hint: Callable[..., str] = importlib.import_module("dovetail.recipe.schema").hint_of
     names = [word[2:].partition("=")[0].replace("-", "_") for word in unknown if word.startswith("--")]
     return "".join(f"; {text}" for text in map(hint, names) if text)
@@ -176,12 +173,8 @@ def _add_compute(parser: ArgumentParser, dtype: str | None = "float32", engine: 
     _add_device(parser)
     recipe = "" if dtype else "; default: the recipe's"
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default=dtype, help="compute type" + recipe)
-    parser.add_argument(
-        "--engine",
-        choices=["auto", "native", "transformers"],
-        default=engine,
-        help="native if it knows the family" + recipe,
-    )
+    engines = ["auto", "native", "transformers"]
+    parser.add_argument("--engine", choices=engines, default=engine, help="native if it knows the family" + recipe)
     parser.add_argument("--trust-remote-code", action="store_true", help="run the code of its tokenizer or processor")
 
 

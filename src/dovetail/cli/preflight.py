@@ -174,7 +174,6 @@ def _train(args: argparse.Namespace, layout: Layout, mistakes: Mistakes, device:
 
 
 def _check_others(recipe: Recipe, policy: Model | None, layout: Layout, mistakes: Mistakes) -> list[Model | None]:
-    """More models that are trained."""
     trained = list[Model | None]()
     for key, path, section in _others(recipe):
         model = policy if path is None else mistakes.of(read_model, path, recipe.model.engine)
@@ -288,7 +287,6 @@ def _check_device(name: str, layout: Layout) -> None:
 
 
 def _check_memory(needed: int, layout: Layout, device: str) -> None:
-    """By what weights and processes need at least."""
     ranks, free = layout.num_ranks, system.free_memory()
     host = ranks * RANK_BYTES + (needed if device == "cpu" else 0)
     if free is not None and host > free:

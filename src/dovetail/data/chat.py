@@ -149,7 +149,6 @@ class Chat:
         return ids, _trained(row, mask)
 
     def _marked(self, row: JsonRow, messages: list[Message]) -> tuple[list[int], list[bool]]:
-        """By the template's {% generation %}, as TRL's assistant_only_loss."""
         given = self._options(row)
         with row.locating():
             text, spans = self.renderer.render_marked(self.tokenizer, messages, **given)

@@ -155,7 +155,6 @@ def _refuse_twice(names: Iterable[str], path: Path) -> None:
 
 
 def _hub_rows(source: Source, name: str, revision: str) -> Iterator[JsonRow]:
-    """Through the library datasets, which knows subsets and splits."""
     try:
         library = importlib.import_module("datasets")
     except ImportError as error:

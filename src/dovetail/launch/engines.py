@@ -115,7 +115,6 @@ def _is_healthy(url: str) -> bool:
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Each with what it started."""
     for process in processes:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGTERM)

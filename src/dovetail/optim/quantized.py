@@ -63,8 +63,9 @@ class QuantizedAdamW(Elementwise):
         return {name: _plain(x).to("cpu", parameter.dtype, copy=True) for name, x in held.items()}
 
     def resident(self) -> Iterator[Tensor]:
-        for x in super().resident():
-            yield from (x,) if type(x) is Tensor else (getattr(x, name) for name in _attributes(x))
+        held: Iterator[Any] = super().resident()
+        for x in held:
+            yield from (x,) if type(x) is Tensor else (getattr(x, name) for name in x.__tensor_flatten__()[0])
 
     def others(self) -> dict[str, Tensor]:
         """The scales of all blocks here, under a name for exactly these shards."""
@@ -95,11 +96,6 @@ class QuantizedAdamW(Elementwise):
         for parameter in self._params:
             if (x := self.state.get(parameter, {}).get(name)) is not None and type(x) is not Tensor:
                 yield parameter, x
-
-
-def _attributes(x: Any) -> list[str]:
-    names: list[str] = x.__tensor_flatten__()[0]
-    return names
 
 
 def _plain(x: Any) -> Tensor:

@@ -20,11 +20,8 @@ from dovetail.recipe.optimizers import refuse_name
 
 Schedule = Literal["constant", "linear", "cosine", "wsd"]
 OURS = ("params", "lr", "weight_decay")  # keys of `OptimSettings` itself
-OPTIONS: Mapping[str, Sequence[str]] = {
-    "adamw": (),
-    "adamw8bit": ("block_size",),
-    "muon": tuple(field.name for field in fields(MuonOptions)),
-}
+MUON = tuple(field.name for field in fields(MuonOptions))
+OPTIONS: Mapping[str, Sequence[str]] = {"adamw": (), "adamw8bit": ("block_size",), "muon": MUON}
 Class = Callable[..., torch.optim.Optimizer]
 
 

@@ -33,10 +33,8 @@ def verl(draft: Draft) -> None:
     if ulysses > 1:
         draft.put("layout.cp_mode", "ulysses")
     longest = sum(draft.number(f"data.max_{part}_length", 512, keep=True) for part in ("prompt", "response"))
-    rows, tokens = (
-        draft.number(f"{ACTOR}ppo_micro_batch_size_per_gpu", 1),
-        draft.number(f"{ACTOR}ppo_max_token_len_per_gpu"),
-    )
+    rows = draft.number(f"{ACTOR}ppo_micro_batch_size_per_gpu", 1)
+    tokens = draft.number(f"{ACTOR}ppo_max_token_len_per_gpu")
     _micro_batch(draft, longest, tokens * cp if draft.take(f"{ACTOR}use_dynamic_bsz") else rows * longest)
     in_loss, in_reward = draft.take(f"{ACTOR}use_kl_loss"), draft.take("algorithm.use_kl_in_reward")
     if in_loss and in_reward:
@@ -108,10 +106,8 @@ def trl(draft: Draft) -> None:
         _rewards(draft, "")
         _clip_of_trl(draft, draft.look("loss_type"))
         if draft.look("beta") and draft.take("use_bias_correction_kl", True):
-            draft.lose(
-                "not supported, because the KL term is not weighted by the ratio of probabilities",
-                "use_bias_correction_kl=true",
-            )
+            why = "not supported, because the KL term is not weighted by the ratio of probabilities"
+            draft.lose(why, "use_bias_correction_kl=true")
 
 
 def _clip_of_trl(draft: Draft, loss: str) -> None:
@@ -294,7 +290,6 @@ def _algorithm(draft: Draft, name: str) -> None:
 
 
 def _loss(draft: Draft, name: str, *temperatures: str) -> None:
-    """temperatures: their names of those of sapo."""
     options = zip(("tau_positive", "tau_negative"), map(draft.take, temperatures), strict=True)
     given = {option: value for option, value in options if value is not None}
     draft.put("algorithm.loss", {"name": name, "options": given} if name == "sapo" else name)
@@ -327,7 +322,6 @@ def _cut_rows(draft: Draft, name: str, *, cut: bool = True) -> None:
 
 
 def _part(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a mixture."""
     files = given.get("data_files")
     files = files[0] if isinstance(files, list) and len(files) == 1 else files
     ours = {"path": files if isinstance(files, str) else given["path"]}

@@ -166,7 +166,6 @@ def _require(draft: Draft, path: Path) -> None:
 
 
 def _drop_impossible(draft: Draft) -> None:
-    """Values that a recipe does not take are left to the user."""
     for _ in [*draft.recipe]:
         try:
             Recipe.model_validate(nested(draft.recipe))

@@ -96,10 +96,6 @@ class RewardPart(Section):
         return self.name or ("judge" if self.judge is not None else "model")
 
 
-def _as_parts(given: Any) -> Any:
-    return {"parts": given} if isinstance(given, list | tuple) else given
-
-
 class RewardSection(RewardPart):
     """What a completion is worth. A list of these sections is a weighted sum."""
 
@@ -120,4 +116,5 @@ class RewardSection(RewardPart):
         return named
 
 
-Rewards = Annotated[RewardSection, pydantic.BeforeValidator(_as_parts)]
+AsParts = pydantic.BeforeValidator(lambda given: {"parts": given} if isinstance(given, list | tuple) else given)
+Rewards = Annotated[RewardSection, AsParts]

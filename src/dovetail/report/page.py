@@ -91,11 +91,8 @@ def page_data(runs: Sequence[Run], reload: float = 0) -> dict[str, Any]:
     for name in names:
         groups[next(title for title, pattern in GROUPS if re.search(pattern, name))].append(name)
     keys = list(dict.fromkeys(key for run in runs for key in (*run.config, *run.defaults)))
-    samples = [
-        {"run": i, **row}
-        for i, run in enumerate(runs)
-        for row in choose(run.path, MOST_SAMPLES // len(runs), SAMPLE_BYTES // len(runs))
-    ]
+    share = (MOST_SAMPLES // len(runs), SAMPLE_BYTES // len(runs))
+    samples = [{"run": i, **row} for i, run in enumerate(runs) for row in choose(run.path, *share)]
     return {
         "made": datetime.now().astimezone().isoformat(timespec="seconds"),
         "reload": reload,
@@ -110,7 +107,6 @@ def page_data(runs: Sequence[Run], reload: float = 0) -> dict[str, Any]:
 
 
 def _config(source: Mapping[str, Any], key: str) -> str | None:
-    """None: no such key."""
     return text_of(source[key]) if key in source else None
 
 
@@ -216,7 +212,6 @@ def _state(run: Run) -> str:
 
 
 def _facts(run: Run, columns: Mapping[str, Sequence[float | None]]) -> dict[str, str]:
-    """What a reader wants first."""
     config, last = run.config, run.rows[-1]["step"] if run.rows else 0
     facts = {"algorithm": config.get("algorithm.name"), "model": config.get("model.path")}
     degrees = {axis: config.get(f"layout.{axis}", 1) for axis in ("tp", "pp", "cp", "dp", "ep")}

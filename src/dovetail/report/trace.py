@@ -166,7 +166,6 @@ def _merged(events: Iterable[Event]) -> list[tuple[float, float]]:
 
 
 def _overlap(windows: Sequence[tuple[float, float]], spans: Sequence[tuple[float, float]]) -> float:
-    """Both in order, and disjoint."""
     total, at = 0.0, 0
     for start, stop in windows:
         while at < len(spans) and spans[at][1] <= start:

@@ -153,12 +153,8 @@ def as_text(prompt: Any) -> str:
 
 def fill(template: str, sample: Mapping[str, Any]) -> str:
     """`template` with {prompt}, {completion}, {answer} and {COLUMN} replaced; other braces stay."""
-    values = {
-        **sample["columns"],
-        "prompt": as_text(sample["prompt"]),
-        "completion": sample["completion"],
-        "answer": sample["answer"],
-    }
+    own = {"prompt": as_text(sample["prompt"]), "completion": sample["completion"], "answer": sample["answer"]}
+    values = {**sample["columns"], **own}
     return re.sub(r"\{(\w+)\}", lambda match: str(values.get(match.group(1), match.group())), template)
 
 
