@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from dovetail.arch.registry import spec_from_config
+from dovetail.batch.routing import RoutingTrace
 from dovetail.engine.fsdp import shard_over_data
 from dovetail.kernels.registry import KernelSet
 from dovetail.nn.decoder import Decoder
@@ -100,3 +102,13 @@ def digests(path: Path, *, weights: bool = True) -> dict[str, str]:
         for file in sorted(path.rglob("*"))
         if file.is_file() and (weights or "safetensors" not in file.name)
     }
+
+
+def read_routes(path: Path) -> list[RoutingTrace]:
+    """What `run.metrics.write_routes` wrote."""
+    tensors = load_file(path)
+    layers, starts = tuple(tensors["layers"].tolist()), tensors["starts"].tolist()
+    return [
+        RoutingTrace(layers, tensors["indices"][a:b].to(torch.int32), tensors["valid"][a:b])
+        for a, b in pairwise(starts)
+    ]

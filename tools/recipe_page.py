@@ -13,7 +13,8 @@ from typing import Any, get_args
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined, to_jsonable_python
 
-from dovetail.recipe.keys import VARIANTS, keys_of, leaf_of, scalar
+from dovetail.recipe.keys import VARIANTS, keys_of, scalar
+from dovetail.recipe.names import leaf_of
 from dovetail.recipe.schema import Recipe
 from dovetail.rewards.built_in import BUILT_IN, final_number
 

@@ -82,7 +82,7 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     message = refusal(here("rollouts", tmp_path / "a", "--step", "9"))
     assert message == f"{tmp_path / 'a'} has no such sample; it has samples of steps 1 to 1\n"
     shutil.rmtree(tmp_path / "a" / "rollouts")
-    assert "it has no samples yet; sft draws none" in refusal(here("rollouts", tmp_path / "a"))
+    assert "it has none yet; sft draws none" in refusal(here("rollouts", tmp_path / "a"))
     assert "cannot be written" in refusal(here("report", tmp_path / "a", "--out", tmp_path / "no" / "r.html"))
 
 

@@ -19,9 +19,8 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from dovetail.run.metrics import read_routes
 from examples.quickstart.scratch import character_tokenizer
-from tests.checkpoints import assert_same_tensors, tensors_of
+from tests.checkpoints import assert_same_tensors, read_routes, tensors_of
 from tests.commands.program import here, on_ranks, refused_on
 from tests.distributed.test_training_layouts import assert_same_rl, assert_same_sft, played_on
 from tests.golden.job import MODEL, rl, sft, write_inputs

@@ -59,7 +59,7 @@ def test_a_missing_logger_is_refused_with_the_command_that_installs_it(
     find = importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda asked, *rest: None if asked == name else find(asked, *rest))
     told = refusal(here("train", recipe, f"trainer.loggers=[{name}]"))
-    assert f"trainer.loggers names {name}, which is not installed: pip install 'dovetail-rl[{name}]'" in told
+    assert f"trainer.loggers has {name}, which is not installed: pip install 'dovetail-rl[{name}]'" in told
     assert not (tmp_path / "run").exists()
 
 

@@ -169,7 +169,7 @@ def test_a_model_that_reads_text_only(model: Path, folder: Path) -> None:
     for row in (shows("good.png"), {"prompt": "?", "completion": "", "images": ["good.png"]}, shows("a", "video")):
         data = write_rows(folder / "rows.jsonl", [row])
         told = refusal(here("score", "--model", model, "--data", data, "--out", folder / "o"))
-        assert "but this model reads text only; drop them, or give a model that sees" in told
+        assert "but this model reads text only; drop them, or give one that sees" in told
 
 
 def test_a_run_stops_before_its_first_step(seeing: Path, folder: Path) -> None:

@@ -12,7 +12,7 @@ from dovetail.engine.native import NativeEngine
 from dovetail.factory.engine import EngineOptions, from_pretrained
 from dovetail.optim.optimizer import OptimSettings
 from dovetail.parallel.layout import Layout
-from dovetail.run.state import RunState, random_state
+from dovetail.run.state import RandomState, RunState, random_state
 
 ROLE = "policy"
 OPTIM = OptimSettings(lr=1e-2)
@@ -37,7 +37,7 @@ def fill(engine: NativeEngine, value: float) -> None:
 
 def state_of(order: int, step: int, ranks: int = 1, **changes: Any) -> dict[str, Any]:
     """The state of a run beside its tensors."""
-    rng: list[Mapping[str, str]] = [random_state(torch.device("cpu"))] * ranks
+    rng: list[RandomState] = [random_state(torch.device("cpu"))] * ranks
     state = RunState(
         run_id="r", order=order, step=step, score=1.0, recipe={}, model="m", data="d", cursor=step, updates={ROLE: step},
         before={}, rng=rng,

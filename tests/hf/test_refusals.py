@@ -167,7 +167,7 @@ def test_an_attention_function_that_needs_more_is_refused(tmp_path: Path) -> Non
             _make(DogeConfig, sliding_window=5),
             "the model changes its attention masks (dtype), which packed attention does",
         ),
-        (_make(NemotronConfig), "NemotronAttention does not hand arguments of the forward pass on to attention"),
+        (_make(NemotronConfig), "NemotronAttention does not hand arguments on to attention"),
     ],
 )
 def test_what_only_the_call_of_attention_shows(config: Any, words: str, tmp_path: Path) -> None:

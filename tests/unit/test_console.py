@@ -11,7 +11,7 @@ import pytest
 
 from dovetail.rl.step_metrics import EMPTY_UPDATE
 from dovetail.run.console import WIDTH, Console, curve
-from dovetail.run.rank_log import RankLog, log_path, note_failure
+from dovetail.run.rank_log import log_path, note_failure, rank_log
 
 
 def test_a_rising_curve_rises() -> None:
@@ -116,10 +116,10 @@ def test_a_phase_that_lasts_gets_a_line_a_minute_without_a_terminal(
 
 def test_a_rank_has_a_log_of_every_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = log_path(tmp_path, 1)
-    with RankLog(path, "rank 1 of 2", quiet=True):
+    with rank_log(path, "rank 1 of 2", quiet=True):
         sys.stdout.write("printed\n")
         sys.stderr.write("careful\n")
-    with RankLog(path, "rank 1 of 2", quiet=False):
+    with rank_log(path, "rank 1 of 2", quiet=False):
         sys.stdout.write("shown\n")
         sys.stderr.write("both\n")
     note_failure(path, ValueError("broken"))
@@ -129,6 +129,6 @@ def test_a_rank_has_a_log_of_every_start(tmp_path: Path, capsys: pytest.CaptureF
     )
     assert text.count("rank 1 of 2 on") == 2
     assert capsys.readouterr() == ("shown\n", "both\n")
-    with RankLog(tmp_path / "logs/rank-1.log/no", "rank 1 of 2", quiet=False):  # a run goes on without it
+    with rank_log(tmp_path / "logs/rank-1.log/no", "rank 1 of 2", quiet=False):  # a run goes on without it
         sys.stdout.write("shown\n")
     assert capsys.readouterr() == ("shown\n", "")

@@ -75,7 +75,7 @@ CASES: Mapping[str, tuple[Mapping[str, Any], tuple[str, ...]]] = {
             "reward.import": "rewards:score", "data.epochs": 3, "optim.schedule": "linear",
             "trainer.activation_checkpointing": "full",
         },
-        ("that of one process, as theirs are not counted; multiply it by yours",),
+        ("that of one process, as theirs are not counted; multiply it",),
     ),
     "trl_dpo.yaml": (
         {
@@ -91,7 +91,7 @@ CASES: Mapping[str, tuple[Mapping[str, Any], tuple[str, ...]]] = {
             "data.eval": [{"path": "trl-lib/Capybara", "split": "test"}], "trainer.tokens_per_batch": 2048,
             "data.truncate": "right", "trainer.eval_every": 100, "optim.lr": 2e-5,
         },
-        ("packing: a row there has max_length tokens", "hub_token=...", "TRL trains all tokens", "NAME@COMMIT"),
+        ("packing: a row there has max_length tokens", "hub_token=...", "TRL trains all their tokens", "NAME@COMMIT"),
     ),
     "openrlhf_ppo.sh": (
         {
@@ -187,7 +187,7 @@ def test_what_cannot_be_imported_is_refused(tmp_path: Path) -> None:
         code, told = imported(str(tmp_path / "c.yaml"))
         assert (code, message in told) == (2, True), told
     assert imported(str(tmp_path / "c.yaml"), "--from", "trl-sft")[0] == 0
-    assert "--from trl-x: no trainer of that name" in imported(str(tmp_path / "c.yaml"), "--from", "trl-x")[1]
+    assert "--from trl-x: no such trainer" in imported(str(tmp_path / "c.yaml"), "--from", "trl-x")[1]
     assert "--from megatron" in imported(str(tmp_path / "c.yaml"), "--from", "megatron")[1]
     (tmp_path / "c.sh").write_text("trl kto --beta 0.1 --model_name_or_path M")
     assert "kto of TRL is not supported yet" in imported(str(tmp_path / "c.sh"))[1]

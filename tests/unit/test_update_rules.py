@@ -249,7 +249,7 @@ MISTAKES: Sequence[tuple[dict[str, Any], str]] = (
         r"optim.options: Adjust learning rate function x is not supported",
     ),
     ({"name": "muon", "options": {"matrices": "*"}}, r"matrices='\*'; expected a list of patterns"),
-    ({"name": "muon", "on_host": True}, r"offload_optimizer moves the moments of adamw only, and optim.name is muon"),
+    ({"name": "muon", "on_host": True}, r"offload_optimizer moves the moments of adamw alone, not of muon"),
 )
 
 

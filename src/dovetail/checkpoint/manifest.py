@@ -74,9 +74,7 @@ class Manifest:
             )
         crc = body.pop("crc32", None)
         if crc != _checksum(body):
-            raise CheckpointError(
-                f"{what} does not match its own checksum; it was changed or damaged after it was written"
-            )
+            raise CheckpointError(f"{what} does not match its own checksum; it was changed after it was written")
         try:
             manifest = cls(
                 layout={name: _whole(degree) for name, degree in body["layout"].items()},

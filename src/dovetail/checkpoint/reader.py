@@ -55,9 +55,7 @@ class ShardedReader(TensorSource):
                 raise CheckpointError(f"{path} has {path.stat().st_size} bytes, but the manifest says {stored.size}")
             file = TensorFile(path)
             if zlib.crc32(file.header) != stored.crc32:
-                raise CheckpointError(
-                    f"{path}: its header does not match its checksum; it was changed after it was written"
-                )
+                raise CheckpointError(f"{path}: its header does not match its checksum; it was changed since")
         except (CheckpointError, OSError) as error:
             lost = [tensor for tensor, t in self.manifest.tensors.items() if any(r.file == name for r in t.regions)]
             raise CheckpointError(f"{error}; lost with it are parts of:\n{listing(lost)}") from error
@@ -99,11 +97,8 @@ class ShardedReader(TensorSource):
                     for name, region in pieces
                     if region not in self._problems and self._crcs.get(region, region.crc32) != region.crc32
                 ]
-                problems += [
-                    f"{name} does not match its checksum"
-                    for name in sides[world.rank :: world.size]
-                    if self._is_damaged(name)
-                ]
+                damaged = filter(self._is_damaged, sides[world.rank :: world.size])
+                problems += [f"{name} does not match its checksum" for name in damaged]
                 if problems:
                     text = listing(list(dict.fromkeys(problems)))
                     raise CheckpointError(f"{self.path} is damaged; use an older checkpoint or another copy:\n{text}")

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import TypeVar
 
 from dovetail.checkpoint.manifest import Manifest
@@ -20,7 +19,7 @@ from dovetail.weights.atomic import replace_file
 from dovetail.weights.safe_paths import LEFTOVERS, MANIFEST, contained
 
 T = TypeVar("T")
-NONE: Mapping[str, str] = MappingProxyType({})
+NONE: Mapping[str, str] = {}
 NAME = re.compile(r"step_(\d{6,})\.\w+")
 LINK = re.compile(r"step_\d{6,}")
 ORDER, SCORE = "order", "score"  # keys of a manifest's state

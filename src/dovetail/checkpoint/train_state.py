@@ -73,9 +73,9 @@ def load_training(
     if others is None:
         return {}
     source = reader.training_state(prefix(role, OTHERS))
-    found = {name: tensor for name, tensor in others.items() if name in source.names}
-    load_into(_other_params(found), source, mesh, ignore=ANYTHING)
-    return found
+    held = {name: tensor for name, tensor in others.items() if name in source.names}
+    load_into(_other_params(held), source, mesh, ignore=ANYTHING)
+    return held
 
 
 def _cause(reader: ShardedReader, role: str, kind: str) -> str:

@@ -84,18 +84,14 @@ def _write_share(stage: AtomicDirectory, rank: int, share: Share, layout: Layout
     file = f"pieces-{rank:05}-of-{layout.num_ranks:05}.safetensors"
     entry: dict[str, Any] = {"rank": rank, "file": file}
     with stage.verdict.catch():
-        pieces = [
-            (f"{name}#{i}" if i else name, name, piece) for name, held in share.items() for i, piece in enumerate(held)
-        ]
+        pieces = [(f"{name}#{i}" if i else name, name, p) for name, held in share.items() for i, p in enumerate(held)]
         specs = [TensorSpec(key, piece.dtype, piece.region.shape) for key, _, piece in pieces]
         writer = TensorFileWriter(stage.path / file, specs)
         for key, _, piece in pieces:
             writer.write(key, piece.read())
         writer.close()
         entry |= {"size": writer.size, "header_crc32": zlib.crc32(writer.header)}
-        entry["regions"] = [
-            (name, key, piece.region.checkpoint_slice, writer.crc32[key]) for key, name, piece in pieces
-        ]
+        entry["regions"] = [(name, key, p.region.checkpoint_slice, writer.crc32[key]) for key, name, p in pieces]
     return entry
 
 

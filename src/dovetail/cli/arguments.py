@@ -56,8 +56,6 @@ class Parser(ArgumentParser):
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
-    """Appends defaults."""
-
     def _get_help_string(self, action: Action) -> str:
         text, default = action.help or "", action.default
         hidden = default is None or default is False or default in (argparse.SUPPRESS, [])
@@ -78,9 +76,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     commands = "\n".join(f"  {name:<15}{command.help}" for name, command in COMMANDS.items())
     about = f"A parallel model engine for RL post-training.\n\ncommands:\n{commands}"
     top = Parser(prog="dovetail", description=about, epilog=f"{EXAMPLE}train RECIPE.yaml\n\n{EPILOG}")
-    top.add_argument(
-        "command", nargs="?", choices=list(COMMANDS), metavar="command", help="dovetail COMMAND --help says more"
-    )
+    top.add_argument("command", nargs="?", choices=list(COMMANDS), metavar="command", help="COMMAND --help says more")
     top.add_argument("--version", action="version", version=f"dovetail {dovetail.__version__}")
     name = top.parse_args(argv[:1] or ["--help"]).command
     is_train = name == "train"
@@ -100,10 +96,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _hints(unknown: Sequence[str]) -> str:
-    """What flags of other projects are as keys of a recipe."""
     hint: Callable[..., str] = importlib.import_module("dovetail.recipe.schema").hint_of
     names = [word[2:].partition("=")[0].replace("-", "_") for word in unknown if word.startswith("--")]
-    return "".join(f"; {found}" for found in map(hint, names) if found)
+    return "".join(f"; {text}" for text in map(hint, names) if text)
 
 
 def _check_eval(args: argparse.Namespace) -> None:
@@ -150,9 +145,8 @@ def supervision_of(args: argparse.Namespace) -> Supervision:
     if recipe.rollout.start is not None and not args.dry_run:
         on_gpus = importlib.import_module("dovetail.cli.header").chosen_device(args.device) == "cuda"
         engines = importlib.import_module("dovetail.factory.engines").engine_start(recipe, ranks_on_gpus=on_gpus)
-    return Supervision(
-        limits=limits, run_dir=Path(recipe.run_dir), restarts=args.restarts, resume=resume, engines=engines
-    )
+    run_dir, restarts = Path(recipe.run_dir), args.restarts
+    return Supervision(limits=limits, run_dir=run_dir, restarts=restarts, resume=resume, engines=engines)
 
 
 def _split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -179,12 +173,8 @@ def _add_compute(parser: ArgumentParser, dtype: str | None = "float32", engine: 
     _add_device(parser)
     recipe = "" if dtype else "; default: the recipe's"
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default=dtype, help="compute type" + recipe)
-    parser.add_argument(
-        "--engine",
-        choices=["auto", "native", "transformers"],
-        default=engine,
-        help="native if it knows the family" + recipe,
-    )
+    engines = ["auto", "native", "transformers"]
+    parser.add_argument("--engine", choices=engines, default=engine, help="native if it knows the family" + recipe)
     parser.add_argument("--trust-remote-code", action="store_true", help="run the code of its tokenizer or processor")
 
 
@@ -223,9 +213,7 @@ def _generate(parser: ArgumentParser) -> None:
 def _eval(parser: ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help=MODEL)
     parser.add_argument("--data", required=True, metavar="PROMPTS.jsonl", help="rows as train takes them")
-    parser.add_argument(
-        "--out", metavar="OUT.jsonl", help="completions with their rewards; an existing file is replaced"
-    )
+    parser.add_argument("--out", metavar="OUT.jsonl", help="completions with rewards; an existing file is replaced")
     reward = "a built-in reward, or module:function in this directory; several are added; default: exact_match"
     parser.add_argument("--reward", action="append", metavar="NAME", help=reward)
     parser.add_argument("--reward-timeout-seconds", type=SECONDS, default=10.0, metavar="X", help="default: 10")
@@ -238,12 +226,8 @@ def _eval(parser: ArgumentParser) -> None:
 def _add_sampling(parser: ArgumentParser, temperature: float) -> None:
     parser.add_argument("--samples", type=COUNT, default=1, metavar="N", help="completions of each prompt")
     parser.add_argument("--max-new-tokens", type=COUNT, default=64, metavar="N", help="longest completion")
-    parser.add_argument(
-        "--temperature", type=number(float), default=temperature, metavar="X", help="0: always the likeliest token"
-    )
-    parser.add_argument(
-        "--top-p", type=share, default=1.0, metavar="X", help="sample from the smallest set with this mass"
-    )
+    parser.add_argument("--temperature", type=number(float), default=temperature, metavar="X", help="0: the likeliest")
+    parser.add_argument("--top-p", type=share, default=1.0, metavar="X", help="sample the smallest set with this mass")
     parser.add_argument("--top-k", type=number(int), default=0, metavar="N", help="sample from the likeliest; 0: all")
     parser.add_argument("--seed", type=number(int), default=0, metavar="N", help="of the sampling noise")
 
@@ -265,9 +249,7 @@ def _inspect(parser: ArgumentParser) -> None:
 def _report(parser: ArgumentParser) -> None:
     parser.add_argument("runs", metavar="RUN", nargs="+", help="run_dir of a recipe; several are compared")
     parser.add_argument("--out", metavar="FILE.html", help="default: report.html in the first RUN")
-    parser.add_argument(
-        "--watch", type=SECONDS, default=0, metavar="SECONDS", help="write it anew until the runs are finished"
-    )
+    parser.add_argument("--watch", type=SECONDS, default=0, metavar="SECONDS", help="write it anew until the runs end")
 
 
 def _rollouts(parser: ArgumentParser) -> None:
@@ -277,9 +259,7 @@ def _rollouts(parser: ArgumentParser) -> None:
     parser.add_argument("--prompt", metavar="ID", help="one prompt, old and new")
     parser.add_argument("--search", metavar="TEXT", help="in prompts, completions and answers")
     parser.add_argument("--sort", choices=["best", "worst"], help="by reward; default: as they were written")
-    parser.add_argument(
-        "--limit", type=number(int, positive=True), default=8, metavar="N", help="samples that are shown"
-    )
+    parser.add_argument("--limit", type=number(int, positive=True), default=8, metavar="N", help="samples to show")
 
 
 def _plan(parser: ArgumentParser) -> None:
@@ -296,9 +276,7 @@ def _plan(parser: ArgumentParser) -> None:
     parser.add_argument("--samples", type=COUNT, default=8, metavar="N", help="of a prompt")
     parser.add_argument("--prompt-tokens", type=number(int), default=256, metavar="N", help="of a prompt")
     parser.add_argument("--prefill", type=RATE, default=20000.0, metavar="X", help="tokens a second of an engine")
-    parser.add_argument(
-        "--push-seconds", type=number(float), default=1.0, metavar="X", help="of new weights to engines"
-    )
+    parser.add_argument("--push-seconds", type=number(float), default=1.0, metavar="X", help="of weights to engines")
 
 
 def _docs(parser: ArgumentParser) -> None:
@@ -309,9 +287,7 @@ def _import_config(parser: ArgumentParser) -> None:
     parser.add_argument("file", metavar="FILE", help="a YAML file, or a shell script that starts a training")
     whose = "verl, trl (trl-sft, trl-grpo), openrlhf, axolotl or slime; default: by its names"
     parser.add_argument("--from", dest="project", default="", metavar="PROJECT", help=whose)
-    parser.add_argument(
-        "-o", "--out", metavar="RECIPE.yaml", help="an existing file is replaced; default: standard output"
-    )
+    parser.add_argument("-o", "--out", metavar="RECIPE.yaml", help="replaced if it exists; default: standard output")
 
 
 def _resume(text: str) -> str:

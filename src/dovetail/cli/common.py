@@ -159,7 +159,7 @@ class RowFile:
                 if self._file is not None:
                     if error is None:
                         os.replace(self.part, self.path)
-                        self._say_written()
+                        tell(f"wrote {self._written} rows to {self.given}\n" if self.job else "")
                     self._file.close()
         finally:
             self._progress.stop()
@@ -172,10 +172,6 @@ class RowFile:
                 complain(f"dovetail: not finished; the first {self._written} rows are in {self.part}\n")
             elif self._file is not None:
                 self.part.unlink(missing_ok=True)
-
-    def _say_written(self) -> None:
-        if self.job:
-            tell(f"wrote {self._written} rows to {self.given}\n")
 
 
 def fingerprint_of(args: argparse.Namespace, source: Pretrained, rows: Iterable[Scored | Prompt]) -> str:

@@ -23,13 +23,9 @@ from dovetail.rl.experience import Sample, sample_row
 def run(args: argparse.Namespace, progress: Progress) -> None:
     """Metrics go to standard output as one JSON object, completions with their rewards to --out."""
     folder, seconds = Path.cwd(), args.reward_timeout_seconds
-    parts = tuple(
-        RewardPart(function=name, timeout_seconds=seconds)
-        if ":" in name
-        else RewardPart(name=name, timeout_seconds=seconds)
-        for name in args.reward or ("exact_match",)
-    )
-    rewarded = RewardSection(parts=parts)
+    names = args.reward or ("exact_match",)
+    parts = [{"function" if ":" in name else "name": name, "timeout_seconds": seconds} for name in names]
+    rewarded = RewardSection(parts=tuple(map(RewardPart.model_validate, parts)))
     made = Generation(args, answers=reads_answer(rewarded))
     metrics = args.metrics or default_metrics(args.samples)
     with ExitStack() as stack:

@@ -32,9 +32,7 @@ def header(recipe: "Recipe", layout: Layout, device: str) -> str:
     facts = ", ".join(filter(None, (family, f"{_short(parameters)} parameters" if parameters else "")))
     rows = recipe.data.train if isinstance(recipe.data.train, str) else f"{len(recipe.data.train)} sources"
     held_out = f"; held out: {recipe.data.eval}" if isinstance(recipe.data.eval, str) else ""
-    sampled = (
-        "" if not samples else f" with {rollout.samples_per_prompt} samples of at most {rollout.max_new_tokens} tokens"
-    )
+    sampled = f" with {rollout.samples_per_prompt} samples of at most {rollout.max_new_tokens} tokens" * samples
     steps = f"{recipe.data.epochs:g} epochs" if recipe.data.epochs else str(trainer.steps)
     ranks = layout.num_ranks
     lines = {

@@ -36,9 +36,7 @@ def run(args: argparse.Namespace) -> None:
     else:
         holds = f"holds no {MANIFEST}, {CONFIG} or {RUN_CONFIG}" if path.is_dir() else "is no directory"
         problem = holds if path.exists() else "does not exist"
-        raise CheckpointError(
-            f"{path} {problem}; give a sharded checkpoint, an HF directory, or the run_dir of a recipe"
-        )
+        raise CheckpointError(f"{path} {problem}; give a sharded checkpoint, an HF directory, or a run_dir")
 
 
 def _show_sharded(path: Path, verify: bool) -> None:

@@ -70,12 +70,10 @@ class Mistakes:
             return None
 
     def raise_all(self) -> None:
+        if len(self.errors) > 1:
+            raise ConfigError(f"{len(self.errors)} mistakes:\n{listing(list(self.errors))}")
         for error in self.errors.values():
-            raise (
-                error
-                if len(self.errors) == 1
-                else ConfigError(f"{len(self.errors)} mistakes:\n{listing(list(self.errors))}")
-            )
+            raise error
 
 
 def preflight(args: argparse.Namespace, layout: Layout) -> bool:
@@ -176,7 +174,6 @@ def _train(args: argparse.Namespace, layout: Layout, mistakes: Mistakes, device:
 
 
 def _check_others(recipe: Recipe, policy: Model | None, layout: Layout, mistakes: Mistakes) -> list[Model | None]:
-    """More models that are trained."""
     trained = list[Model | None]()
     for key, path, section in _others(recipe):
         model = policy if path is None else mistakes.of(read_model, path, recipe.model.engine)
@@ -261,17 +258,16 @@ def _check_function(what: str, function: str, folder: Path) -> None:
             f"{where}ModuleNotFoundError: No module named {top!r}; put {top}.py into the directory of the recipe, or "
             "install it"
         )
-    found = PathFinder.find_spec(top, search_path(folder))
-    elsewhere = found and found.origin and not Path(found.origin).is_relative_to(folder.resolve())
+    spec = PathFinder.find_spec(top, search_path(folder))
+    elsewhere = spec and spec.origin and not Path(spec.origin).is_relative_to(folder.resolve())
     if not file.is_file() or elsewhere:  # on PYTHONPATH
         return
     try:
         tree = ast.parse(file.read_bytes(), str(file))
     except (SyntaxError, ValueError) as error:
         raise ConfigError(f"{where}{type(error).__name__}: {error}") from error
-    functions = [
-        node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
-    ]
+    named = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    functions = [node.name for node in tree.body if isinstance(node, named)]
     others = (ast.Assign, ast.AnnAssign, ast.Import, ast.ImportFrom, ast.If, ast.Try, ast.With, ast.For)
     if name not in functions and not any(isinstance(node, others) and name in ast.unparse(node) for node in tree.body):
         raise ConfigError(f"{where}{file} has no function {name!r}; it has {', '.join(functions) or 'none'}")
@@ -291,7 +287,6 @@ def _check_device(name: str, layout: Layout) -> None:
 
 
 def _check_memory(needed: int, layout: Layout, device: str) -> None:
-    """By what weights and processes need at least."""
     ranks, free = layout.num_ranks, system.free_memory()
     host = ranks * RANK_BYTES + (needed if device == "cpu" else 0)
     if free is not None and host > free:

@@ -18,7 +18,5 @@ def run(args: argparse.Namespace) -> None:
         shown += 1
     if not shown:
         steps = sorted({file.step for file in sample_files(path)})
-        known = (
-            f"it has samples of steps {steps[0]} to {steps[-1]}" if steps else "it has no samples yet; sft draws none"
-        )
+        known = f"it has samples of steps {steps[0]} to {steps[-1]}" if steps else "it has none yet; sft draws none"
         raise DataError(f"{path} has no such sample; {known}")

@@ -149,7 +149,6 @@ class Chat:
         return ids, _trained(row, mask)
 
     def _marked(self, row: JsonRow, messages: list[Message]) -> tuple[list[int], list[bool]]:
-        """By the template's {% generation %}, as TRL's assistant_only_loss."""
         given = self._options(row)
         with row.locating():
             text, spans = self.renderer.render_marked(self.tokenizer, messages, **given)
@@ -220,9 +219,7 @@ def _template_options(row: JsonRow) -> dict[str, Any]:
     """Of columns of TRL's and of verl's rows."""
     options, thinking = row.values.get("chat_template_kwargs"), row.values.get("enable_thinking")
     if options is not None and not isinstance(options, dict):
-        raise row.error(
-            f"chat_template_kwargs is {quoted(options)}; expected a mapping such as {{enable_thinking: false}}"
-        )
+        raise row.error(f"chat_template_kwargs is {quoted(options)}; expected a mapping, as {{enable_thinking: false}}")
     given = {"enable_thinking": thinking, **(options or {})}
     return {key: value for key, value in given.items() if value is not None}
 

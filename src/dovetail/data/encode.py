@@ -133,9 +133,7 @@ def _refuse_media(row: JsonRow, messages: Seq[Message]) -> None:
     parts = [part for message in messages if isinstance(message["content"], list) for part in message["content"]]
     for kind in KINDS:
         if row.values.get(f"{kind}s") or any(isinstance(part, dict) and part.get("type") == kind for part in parts):
-            raise row.error(
-                f"the row has {kind}s, but this model reads text only; drop them, or give a model that sees"
-            )
+            raise row.error(f"the row has {kind}s, but this model reads text only; drop them, or give one that sees")
 
 
 def _as_string(row: JsonRow, message: Message) -> Message:
@@ -159,9 +157,8 @@ def _encode_text(text: str, tokenizer: Tokenizer) -> list[int]:
 
 def labelled(row: JsonRow, ids: list[int]) -> tuple[list[int], list[bool]]:
     """Ids without padding, and a mask of those that the row's labels or masks train; all without either."""
-    columns = {
-        name: row.values.get(name) for name in ("attention_mask", "labels", "completion_mask", "assistant_masks")
-    }
+    names = ("attention_mask", "labels", "completion_mask", "assistant_masks")
+    columns = {name: row.values.get(name) for name in names}
     for name, column in columns.items():
         if column is not None and (not isinstance(column, list) or len(column) != len(ids)):
             raise row.error(f"{name} must be a list of {len(ids)} numbers, as input_ids is, not {quoted(column)}")

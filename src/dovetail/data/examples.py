@@ -245,9 +245,7 @@ def _truncated(row: JsonRow, example: Example, limits: Limits) -> Example | None
         shorter = {name: _truncated(row, x, limits) for name, x in long.items()}
         return None if None in shorter.values() else type(example)(**{**fields, **shorter})
     if fields["media"] is not None:
-        raise row.error(
-            "a row with images or videos cannot be truncated; shorten it, or set data.overlong_rows=drop alone"
-        )
+        raise row.error("a row with images or videos cannot be truncated; shorten it, or set data.overlong_rows=drop")
     kept = slice(-limits.max_tokens, None) if limits.truncate == "left" else slice(limits.max_tokens)
     mask = fields.get("mask")
     if mask is not None and not any(mask[kept]):

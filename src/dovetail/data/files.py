@@ -49,12 +49,8 @@ def read_rows(source: Source | Path | str) -> Iterator[JsonRow]:
         yield from _hub_rows(source, hub["name"], hub["revision"])
         return
     try:
-        folder = snapshot_download(
-            hub["name"],
-            repo_type="dataset",
-            revision=hub["revision"],
-            allow_patterns=[hub["files"], f"{hub['files']}/*"],
-        )
+        files = [hub["files"], f"{hub['files']}/*"]
+        folder = snapshot_download(hub["name"], repo_type="dataset", revision=hub["revision"], allow_patterns=files)
     except (OSError, ValueError) as error:
         raise DataError(f"{source.path} could not be fetched from the hub: {error}") from error
     for path in data_files(f"{folder}/{hub['files']}"):
@@ -109,9 +105,7 @@ def _csv_rows(file: IO[bytes], path: Path) -> Iterator[JsonRow]:
     for values in rows:
         row = JsonRow(values, path, rows.line_num)
         if None in values or None in values.values():
-            raise row.error(
-                f"more or fewer cells than the {len(rows.fieldnames or ())} of the first line; quote commas"
-            )
+            raise row.error(f"more or fewer cells than the {len(names)} of the first line; quote commas")
         yield row
 
 
@@ -161,7 +155,6 @@ def _refuse_twice(names: Iterable[str], path: Path) -> None:
 
 
 def _hub_rows(source: Source, name: str, revision: str) -> Iterator[JsonRow]:
-    """Through the library datasets, which knows subsets and splits."""
     try:
         library = importlib.import_module("datasets")
     except ImportError as error:

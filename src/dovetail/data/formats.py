@@ -88,8 +88,8 @@ def _alpaca(row: JsonRow) -> Values:
 def _gsm8k(row: JsonRow) -> Values:
     """The worked solution is the completion, what stands behind its #### the answer."""
     question, solution = row.values["question"], row.values["answer"]
-    found = GSM8K_ANSWER.search(str(solution))
-    answer = found[1].replace(",", "") if found else solution
+    match = GSM8K_ANSWER.search(str(solution))
+    answer = match[1].replace(",", "") if match else solution
     return {"prompt": question if row.chat else f"{question}\n", "completion": solution, "answer": answer}
 
 
@@ -160,8 +160,8 @@ def _renamed(row: JsonRow, columns: Mapping[str, str]) -> JsonRow:
     """With `columns`: our name -> theirs, which may lie inside another column: `reward_model.ground_truth`."""
     if not columns:
         return row
-    found = {ours: _column(row, theirs) for ours, theirs in columns.items()}
-    return replace(row, values={**{k: v for k, v in row.values.items() if k not in columns.values()}, **found})
+    named = {ours: _column(row, theirs) for ours, theirs in columns.items()}
+    return replace(row, values={**{k: v for k, v in row.values.items() if k not in columns.values()}, **named})
 
 
 def _column(row: JsonRow, name: str) -> Any:

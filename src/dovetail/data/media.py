@@ -100,7 +100,7 @@ class MediaLocator:
                 parts.append({"type": kind})
             else:
                 raise DataError(
-                    f'a content part is {_brief(part)}; expected {{"type": "text", "text": ...}}, {{"type": "image", '
+                    f'a content part is {part!r:.80}; expected {{"type": "text", "text": ...}}, {{"type": "image", '
                     '...} or {"type": "video", ...}'
                 )
         return parts
@@ -138,7 +138,7 @@ class MediaLocator:
     def _clip(self, value: Any, name: str, fps: Any) -> Clip:
         rate = FRAMES_PER_SECOND if fps is None else fps
         if not isinstance(rate, (int, float)) or not 0 < rate < math.inf:
-            raise DataError(f"{name}: fps is {_brief(fps)}; expected frames a second")
+            raise DataError(f"{name}: fps is {fps!r:.80}; expected frames a second")
         if not isinstance(value, list):
             source = self._source(value, name)
             if isinstance(source, bytes):
@@ -149,9 +149,7 @@ class MediaLocator:
         if len(sizes) != 1:
             raise DataError(f"{name} has {len(frames)} frames of {len(sizes)} sizes; expected frames of one size")
         if sum(frame.height * frame.width for frame in frames) > MAX_PIXELS:
-            raise DataError(
-                f"{name} has {len(frames)} frames of {sizes.pop()}, more than {MAX_PIXELS} pixels; give fewer"
-            )
+            raise DataError(f"{name} has {len(frames)} frames of {sizes.pop()}, over {MAX_PIXELS} pixels; give fewer")
         return Clip(name, frames, fps=float(rate))
 
     def _source(self, value: Any, name: str) -> Path | bytes:
@@ -160,7 +158,7 @@ class MediaLocator:
         if isinstance(value, bytes):
             return value
         if not isinstance(value, str) or not value:
-            raise DataError(f"{name} is {_brief(value)}; expected a path, bytes, or base64")
+            raise DataError(f"{name} is {value!r:.80}; expected a path, bytes, or base64")
         if value.startswith("data:"):
             try:
                 return base64.b64decode(value.partition(",")[2], validate=True)
@@ -223,9 +221,5 @@ def _has_exif(image: Any) -> bool:
 def _column(values: Mapping[str, Any], key: str) -> list[Any]:
     column = values.get(key)
     if column is not None and not isinstance(column, list):
-        raise DataError(f"{key} is {_brief(column)}; expected a list")
+        raise DataError(f"{key} is {column!r:.80}; expected a list")
     return list(column or ())
-
-
-def _brief(value: Any) -> str:
-    return f"{value!r:.80}"

@@ -174,9 +174,7 @@ class MoonViT(nn.Module):
         (a, b), rows = self.merge_kernel_size, []
         for image, (height, width) in zip(x.split([h * w for h, w in sizes]), sizes, strict=True):
             rows.append(image.view(height // a, a, width // b, b, -1).transpose(1, 2).flatten(0, 1).flatten(1, 2))
-        return transformers.modeling_outputs.BaseModelOutputWithPooling(
-            last_hidden_state=x, pooler_output=torch.cat(rows)
-        )
+        return transformers.modeling_outputs.BaseModelOutputWithPooling(x, torch.cat(rows))
 
 
 TOWERS: Mapping[str, type[nn.Module]] = {VISION: MoonViT}
@@ -242,7 +240,5 @@ class KimiImages:
         h, w = (-(-n // (p * self.merge_size)) * self.merge_size for n in scaled)
         longest = self.max_side if self.is_k25 else self.max_side - 1
         if max(h, w) > longest:
-            raise ValueError(
-                f"an image of {width} x {height} pixels becomes {w} x {h} patches; at most {longest} fit a side"
-            )
+            raise ValueError(f"an image of {width} x {height} pixels is {w} x {h} patches; at most {longest} fit")
         return scaled, (h, w)

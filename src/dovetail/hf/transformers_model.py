@@ -73,9 +73,7 @@ def packed_attention(
     context: BatchAttention | None = options.get("context")
     name = type(module).__name__
     if context is None:
-        raise ModelError(
-            f"{name} does not hand arguments of the forward pass on to attention, so packed sequences would not be kept apart"
-        )
+        raise ModelError(f"{name} does not hand arguments on to attention, so packed sequences would mix")
     window = attention_mask if isinstance(attention_mask, Window) else None
     passed = {"attention_mask": None if window else attention_mask, **options}
     unknown = [option for option, x in passed.items() if not (option in KNOWN or x is None or x is False)]
@@ -279,7 +277,6 @@ def _refuse(problems: Iterable[str]) -> None:
 
 
 def _config_problems(config: "transformers.PreTrainedConfig") -> Iterator[str]:
-    """What would be computed wrongly."""
     text = config.get_text_config()
     values = vars(text)
     if any(vars(part).get("quantization_config") is not None for part in (config, text)):
@@ -289,10 +286,7 @@ def _config_problems(config: "transformers.PreTrainedConfig") -> Iterator[str]:
             yield f"config.json: {name}={values[name]} changes attention, which packed attention does not compute"
     if kinds := {kind for kind in values.get("layer_types") or () if kind not in LAYERS}:
         names = ", ".join(sorted(kinds))
-        yield (
-            f"config.json: layers of type {names} carry state over sequence boundaries, or choose what a "
-            "token sees in a way of their own"
-        )
+        yield f"config.json: layers of type {names} carry state over sequence boundaries, or choose what a token sees"
     if values.get("is_causal") is False:
         yield "config.json: is_causal=False; tokens that see what follows them have no log-probs"
     if has_vision(config):
@@ -300,7 +294,6 @@ def _config_problems(config: "transformers.PreTrainedConfig") -> Iterator[str]:
 
 
 def _model_problems(model: "transformers.PreTrainedModel") -> Iterator[str]:
-    """What a config does not say."""
     name, head, sees = type(model).__name__, model.get_output_embeddings(), has_vision(model.config)
     if not model._can_set_attn_implementation():
         yield f"{name} does not call attention through AttentionInterface, so its batches cannot be packed"

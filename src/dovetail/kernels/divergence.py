@@ -99,14 +99,14 @@ def divergence_grad_(
 
 def _logs(z: Tensor, pair: Pair, rows: slice) -> tuple[Tensor, Tensor]:
     """a and b; of a logit of -inf so low that it adds nothing, but finite."""
-    found = []
+    logs = []
     for logits, peak, total in ((z, pair.peak, pair.total), (pair.w, pair.teacher_peak, pair.teacher_total)):
         shifted = logits[rows].to(wide(z.dtype)) - peak[rows, None]
         if pair.temperature is not None:
             shifted /= pair.temperature[rows, None]
         shifted -= total[rows, None].log()
-        found.append(shifted.clamp_(min=torch.finfo(shifted.dtype).min / 4))
-    return found[0], found[1]
+        logs.append(shifted.clamp_(min=torch.finfo(shifted.dtype).min / 4))
+    return logs[0], logs[1]
 
 
 def _distances(a: Tensor, b: Tensor, divergence: Divergence) -> tuple[Tensor, Tensor]:

@@ -127,7 +127,6 @@ def unpermute_rows(x: Tensor, rows: Tensor, copies: int, weights: Tensor | None 
 
 
 def _launch(x: Tensor, tokens: int, copies: int) -> tuple[RowSize, tuple[int], int]:
-    """Sizes, grid and warps."""
     piece = min(PIECE, triton.next_power_of_2(x.shape[1]))
     return RowSize(x.shape[1], copies, piece), (tokens * triton.cdiv(x.shape[1], piece),), max(1, piece // 256)
 

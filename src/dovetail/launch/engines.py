@@ -91,9 +91,7 @@ def _wait(
     while waiting and not stopped():
         for i, url in list(waiting.items()):
             if (code := processes[i].poll()) is not None:
-                raise ConfigError(
-                    f"rollout.start: engine {i} ended with code {code}; its last lines:\n{_tail(start, i)}"
-                )
+                raise ConfigError(f"rollout.start: engine {i} ended with code {code}; its log:\n{_tail(start, i)}")
             if _is_healthy(url):
                 del waiting[i]
         if waiting and time.monotonic() > deadline:
@@ -117,7 +115,6 @@ def _is_healthy(url: str) -> bool:
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Each with what it started."""
     for process in processes:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGTERM)

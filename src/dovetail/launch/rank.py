@@ -37,9 +37,7 @@ class RankFiles:
     """Written by a rank for its supervisor."""
 
     def __init__(self, folder: Path | str, rank: int | str) -> None:
-        self.state, self.stacks, self.report = (
-            Path(folder) / f"rank_{rank}.{x}" for x in ("state", "stacks", "report")
-        )
+        self.state, self.stacks, self.report = (Path(folder, f"rank_{rank}.{x}") for x in ("state", "stacks", "report"))
 
 
 class RankProcess:

@@ -152,7 +152,7 @@ class _Stop:
 
     def pass_on(self, number: int, _: FrameType | None) -> None:
         """To the first rank, once it handles signals."""
-        if self.job is not None and self.job.has_begun():
+        if self.job is not None and self.job.files and self.job.state(0).phase != "init":
             self.job.processes[0].send_signal(number)
 
     def wait(self, seconds: float) -> bool:
@@ -179,9 +179,6 @@ class _Job:
         self.processes.append(process)
         if self.stop.signal:
             process.send_signal(self.stop.signal)
-
-    def has_begun(self) -> bool:
-        return bool(self.files) and self._state(0).phase != "init"
 
     def wait(self) -> ExitReport:
         """Until all ranks have ended, one hangs, or shortly after a failure or a stop."""
@@ -239,7 +236,7 @@ class _Job:
         text = _read(self.files[rank].report)
         if self.ended[rank] == USER_ERROR:
             return ExitReport(USER_ERROR, text)
-        state, cause = self._state(rank), self._cause(rank, text)
+        state, cause = self.state(rank), self._cause(rank, text)
         incident = Incident(kind="death", rank=rank, phase=state.phase, step=state.step, cause=cause)
         stacks = _read(self.files[rank].stacks) if self.ended[rank] < 0 else ""  # of a crash inside a library
         name = f"rank {rank} ({incident.host}, pid {self.processes[rank].pid})"
@@ -259,12 +256,12 @@ class _Job:
     def _stack(self, rank: int) -> Stack:
         return main_stack(_read(self.files[rank].stacks))
 
-    def _state(self, rank: int) -> State:
+    def state(self, rank: int) -> State:
         return read_state(self.files[rank].state) or State(0, "init", None, self.begun, self.begun)
 
     def _hung(self) -> ExitReport | None:
         now = time.monotonic()
-        alive = {rank: self._state(rank) for rank in range(len(self.processes)) if rank not in self.ended}
+        alive = {rank: self.state(rank) for rank in range(len(self.processes)) if rank not in self.ended}
         late = [state for state in alive.values() if now - state.since > self.limits[state.phase]]
         if not late:
             return None
@@ -290,7 +287,6 @@ class _Job:
         return ExitReport(DEFECT, "".join(lines), incident)
 
     def _look_closely(self, alive: Mapping[int, State]) -> list[RankStatus]:
-        """With stacks, of which a stopped rank writes none."""
         pids = {rank: self.processes[rank].pid for rank in alive}
         kernel = {rank: system.kernel_state(pids[rank]) for rank in alive}
         for rank in alive:

@@ -75,11 +75,8 @@ class _Keep(_Mode):
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         if is_kept(self.recompute, name := str(func)):
-            attention = is_attention(name)
-            kept = (
-                tree_map_only(Tensor, lambda x: self.transfer(x.detach()), out) if attention else _Product(out.detach())
-            )
-            self.kept.append((name, kept))
+            put = partial(tree_map_only, Tensor, lambda x: self.transfer(x.detach()))
+            self.kept.append((name, put(out) if is_attention(name) else _Product(out.detach())))
         elif func._schema.is_mutable:
             changed = _written_storages(func, args, kwargs or {})
             for _, product in self.kept:

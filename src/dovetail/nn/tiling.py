@@ -80,9 +80,7 @@ def tile_mlps(model: nn.Module, tokens: int, *, elsewhere: bool = False) -> None
     for block in blocks:
         block.add_module("mlp", Tiled(block.get_submodule("mlp"), tokens))
     if not blocks and not elsewhere:
-        raise ModelError(
-            f"mlp_tile_tokens={tokens}, but the model has no MLP of up_proj and down_proj alone; leave it out or set 0"
-        )
+        raise ModelError(f"mlp_tile_tokens={tokens}, but the model has no MLP of up_proj and down_proj alone; set 0")
 
 
 def _is_dense(mlp: nn.Module | None) -> bool:

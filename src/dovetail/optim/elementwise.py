@@ -73,8 +73,10 @@ class Elementwise(UpdateRule):
         """Scalars, equal for all parameters of a group."""
         if not self._scalars():
             return None
-        found = ((name, group, states[0][name]) for group, states in self._states() for name in self._scalars())
-        return {_key(name, group): torch.as_tensor(value).detach().reshape(1).to("cpu") for name, group, value in found}
+        scalars = ((name, group, states[0][name]) for group, states in self._states() for name in self._scalars())
+        return {
+            _key(name, group): torch.as_tensor(value).detach().reshape(1).to("cpu") for name, group, value in scalars
+        }
 
     def restored(self, stored: Stored, others: Mapping[str, Tensor]) -> None:
         for group, states in self._states():
@@ -143,7 +145,5 @@ def _trained(
     if odd := [
         n for n, x in scalars.items() if not isinstance(x, int | float | Tensor) or torch.as_tensor(x).numel() != 1
     ]:
-        raise ValueError(
-            f"its state {odd[0]} is neither of the parameter's shape nor a number, so no checkpoint can hold it"
-        )
+        raise ValueError(f"its state {odd[0]} is neither of the parameter's shape nor a number, as checkpoints need")
     return parameter.detach(), Layout(shaped, scalars)

@@ -91,10 +91,8 @@ def pieces_of(held: Held) -> Iterator[Piece]:
                 if (shared := overlap(there, matrix)) is not None:
                     rows, columns = within(shared, matrix)[1:]
                     inside = [slice(a + at, b + at) for (a, b), at in zip(within(shared, there), starts, strict=True)]
-                    index = (inside[0].start, *inside[1:])
-                    yield Piece(
-                        f"{name}.{expert}.{number}", (size, shape[2]), (rows, columns), region.owned, held.local, index
-                    )
+                    index, sizes = (inside[0].start, *inside[1:]), (size, shape[2])
+                    yield Piece(f"{name}.{expert}.{number}", sizes, (rows, columns), region.owned, held.local, index)
 
 
 def muon_names(model: nn.Module, mesh: Mesh, held: Sequence[Held], patterns: Sequence[str]) -> set[str]:
@@ -119,7 +117,7 @@ def share_out(pieces: Sequence[Sequence[tuple[str, tuple[int, int], Slices, bool
             shapes[matrix] = (rows, columns)
             parts[matrix].append(Part(rank, tuple((start, stop) for start, stop in part), owned))
     work, jobs = [0] * len(pieces), list[Job]()
-    holders = {matrix: sorted({part.rank for part in found}) for matrix, found in parts.items()}
+    holders = {matrix: sorted({part.rank for part in held}) for matrix, held in parts.items()}
     for matrix in sorted(parts, key=lambda m: (len(holders[m]), -_work(shapes[m]), m)):  # least choice, then longest
         owner = min(holders[matrix], key=lambda rank: work[rank])
         work[owner] += _work(shapes[matrix])

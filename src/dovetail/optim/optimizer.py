@@ -269,12 +269,12 @@ class Optimizer:
     def state_tensors(self) -> dict[str, dict[str, Tensor]]:
         """Kind -> parameter name -> state of its shard; of AdamW zeros before the first step."""
         self.rule.begin(self.steps)
-        found = {shard.name: self.rule.stored(shard.local) for shard in self.shards}
-        return {k: {name: x[k] for name, x in found.items() if k in x} for k in self.rule.state_names}
+        stored = {shard.name: self.rule.stored(shard.local) for shard in self.shards}
+        return {k: {name: x[k] for name, x in stored.items() if k in x} for k in self.rule.state_names}
 
     def restore(self, states: Mapping[str, Mapping[str, Tensor]], others: Mapping[str, Tensor]) -> None:
         """After a checkpoint was read into `state_tensors` and `rule.others`."""
-        stored = {s.local: {k: found[s.name] for k, found in states.items() if s.name in found} for s in self.shards}
+        stored = {s.local: {k: named[s.name] for k, named in states.items() if s.name in named} for s in self.shards}
         self.rule.restored(stored, others)
 
     def resume(self, steps: int) -> None:

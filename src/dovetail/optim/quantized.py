@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dovetail.errors import ConfigError
+from dovetail.kernels.reference import wide
 from dovetail.optim.adamw import MOMENTS, Stored
 from dovetail.optim.elementwise import STEP, Elementwise, Layout
 from dovetail.optim.muon import Held
@@ -43,9 +44,7 @@ class QuantizedAdamW(Elementwise):
         self._shards = hashlib.blake2b(names.encode(), digest_size=8).hexdigest()
         self._params, cls = [each.local for each in held], adamw8bit()
         layout = Layout(dict.fromkeys(MOMENTS, torch.float32), {STEP: torch.zeros(())})
-        super().__init__(
-            groups, lambda made: cls(made, block_size=block_size, **options), ("lr", "weight_decay"), layout
-        )
+        super().__init__(groups, lambda g: cls(g, block_size=block_size, **options), ("lr", "weight_decay"), layout)
 
     def step(self, closure: Any = None) -> Any:
         """torchao compiles its update; for a CPU that takes longer than it saves."""
@@ -60,25 +59,24 @@ class QuantizedAdamW(Elementwise):
 
     def stored(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """On the host, in the parameter's dtype."""
-        found = super().stored(parameter)
-        return {name: _plain(x).to("cpu", parameter.dtype, copy=True) for name, x in found.items()}
+        held = super().stored(parameter)
+        return {name: _plain(x).to("cpu", parameter.dtype, copy=True) for name, x in held.items()}
 
     def resident(self) -> Iterator[Tensor]:
-        for x in super().resident():
-            yield from (x,) if type(x) is Tensor else (getattr(x, name) for name in _attributes(x))
+        held: Iterator[Any] = super().resident()
+        for x in held:
+            yield from (x,) if type(x) is Tensor else (getattr(x, name) for name in x.__tensor_flatten__()[0])
 
     def others(self) -> dict[str, Tensor]:
         """The scales of all blocks here, under a name for exactly these shards."""
         scales = {name: [state.scale for _, state in self._quantized(name)] for name in MOMENTS}
-        return {self._key(name): torch.cat(found).cpu() for name, found in scales.items() if found}
+        return {self._key(name): torch.cat(own).cpu() for name, own in scales.items() if own}
 
     def restored(self, stored: Stored, others: Mapping[str, Tensor]) -> None:
         """With the scales codes come back: those of a block lie further apart than values are rounded."""
         for parameter, tensors in stored.items():
             for name, values in tensors.items():
-                self.state[parameter][name].copy_(
-                    values.to(parameter.device, torch.promote_types(values.dtype, torch.float32))
-                )
+                self.state[parameter][name].copy_(values.to(parameter.device, wide(values.dtype)))
         for name in MOMENTS:
             scales, at = others.get(self._key(name)), 0
             for parameter, state in self._quantized(name) if scales is not None else ():
@@ -98,11 +96,6 @@ class QuantizedAdamW(Elementwise):
         for parameter in self._params:
             if (x := self.state.get(parameter, {}).get(name)) is not None and type(x) is not Tensor:
                 yield parameter, x
-
-
-def _attributes(x: Any) -> list[str]:
-    names: list[str] = x.__tensor_flatten__()[0]
-    return names
 
 
 def _plain(x: Any) -> Tensor:

@@ -20,11 +20,8 @@ from dovetail.recipe.optimizers import refuse_name
 
 Schedule = Literal["constant", "linear", "cosine", "wsd"]
 OURS = ("params", "lr", "weight_decay")  # keys of `OptimSettings` itself
-OPTIONS: Mapping[str, Sequence[str]] = {
-    "adamw": (),
-    "adamw8bit": ("block_size",),
-    "muon": tuple(field.name for field in fields(MuonOptions)),
-}
+MUON = tuple(field.name for field in fields(MuonOptions))
+OPTIONS: Mapping[str, Sequence[str]] = {"adamw": (), "adamw8bit": ("block_size",), "muon": MUON}
 Class = Callable[..., torch.optim.Optimizer]
 
 
@@ -80,9 +77,7 @@ def _checked_rule(
             raise ConfigError(f"optim.name: {error}") from None
     options, shown, takes = dict(given["options"]), _shown(name), _takes(name)
     if name != "adamw" and given["on_host"]:
-        raise ConfigError(
-            f"offload_optimizer moves the moments of adamw only, and optim.name is {shown}; drop one of them"
-        )
+        raise ConfigError(f"offload_optimizer moves the moments of adamw alone, not of {shown}; drop one of them")
     if twice := [key for key in options if key in OURS]:
         raise ConfigError(f"optim.options has {twice[0]}; set optim.{twice[0]}, which schedules and groups change")
     if unknown := [key for key in options if takes is not None and key not in takes]:
@@ -94,9 +89,7 @@ def _checked_rule(
         muon = MuonOptions(**options)
         _check(muon.check)
         if muon.adamw_lr is not None and not given["lr"]:
-            raise ConfigError(
-                "optim.options.adamw_lr is given, but optim.lr is 0, which it is a multiple of; raise optim.lr"
-            )
+            raise ConfigError("optim.options.adamw_lr is given, but is a multiple of optim.lr=0; raise optim.lr")
         return name, vars(muon)
     if name in OPTIONS:
         return name, options

@@ -50,9 +50,7 @@ class PolicyGradient(Algorithm):
         None, "importance weights; null: none for rollout.backend native and transformers, else those of the defaults"
     )
     overlong_buffer: NonNegativeInt = key(0, "last tokens of rollout.max_new_tokens that are punished (DAPO); 0: none")
-    overlong_penalty: PositiveFloat = key(
-        1.0, "taken from the reward of the longest completion, less from shorter ones"
-    )
+    overlong_penalty: PositiveFloat = key(1.0, "taken from the reward of a longest completion, less of shorter ones")
 
     @property
     def wants_reference(self) -> bool:  # type: ignore[override]  # in others a constant

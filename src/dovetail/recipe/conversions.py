@@ -33,16 +33,12 @@ def verl(draft: Draft) -> None:
     if ulysses > 1:
         draft.put("layout.cp_mode", "ulysses")
     longest = sum(draft.number(f"data.max_{part}_length", 512, keep=True) for part in ("prompt", "response"))
-    rows, tokens = (
-        draft.number(f"{ACTOR}ppo_micro_batch_size_per_gpu", 1),
-        draft.number(f"{ACTOR}ppo_max_token_len_per_gpu"),
-    )
+    rows = draft.number(f"{ACTOR}ppo_micro_batch_size_per_gpu", 1)
+    tokens = draft.number(f"{ACTOR}ppo_max_token_len_per_gpu")
     _micro_batch(draft, longest, tokens * cp if draft.take(f"{ACTOR}use_dynamic_bsz") else rows * longest)
     in_loss, in_reward = draft.take(f"{ACTOR}use_kl_loss"), draft.take("algorithm.use_kl_in_reward")
     if in_loss and in_reward:
-        draft.decide.append(
-            "verl adds two KL terms here, in the loss and in the reward; the recipe has that of the loss"
-        )
+        draft.decide.append("verl adds KL terms in the loss and in the reward; the recipe has that of the loss")
     coefs = draft.take(f"{ACTOR}kl_loss_coef"), draft.take("algorithm.kl_ctrl.kl_coef")
     _kl(draft, "loss" if in_loss else "reward" if in_reward else "", coefs[0] if in_loss else coefs[1])
     kinds = {f"{ACTOR}kl_loss_type": in_loss, "algorithm.kl_penalty": in_reward and not in_loss}
@@ -103,19 +99,15 @@ def trl(draft: Draft) -> None:
     elif draft.kind == "sft":
         _cut_rows(draft, "max_length")
         if not draft.take("assistant_only_loss"):
-            draft.decide.append(
-                "rows with messages: TRL trains all tokens of theirs, a recipe those of the assistant's turns"
-            )
+            draft.decide.append("rows with messages: TRL trains all their tokens, a recipe the assistant's turns")
         if draft.look("packing"):
             draft.decide.append(PACKED.format("packing", "max_length"))
     else:
         _rewards(draft, "")
         _clip_of_trl(draft, draft.look("loss_type"))
         if draft.look("beta") and draft.take("use_bias_correction_kl", True):
-            draft.lose(
-                "not supported, because the KL term is not weighted by the ratio of probabilities",
-                "use_bias_correction_kl=true",
-            )
+            why = "not supported, because the KL term is not weighted by the ratio of probabilities"
+            draft.lose(why, "use_bias_correction_kl=true")
 
 
 def _clip_of_trl(draft: Draft, loss: str) -> None:
@@ -136,9 +128,7 @@ def _batch_of_processes(draft: Draft, size: str, prefix: str) -> float:
     processes = next(filter(None, (draft.take(name) for name in ("num_processes", "nproc_per_node", "num_gpus"))), None)
     if not isinstance(processes, int):
         processes = 1
-        draft.decide.append(
-            "trainer.prompts_per_step: that of one process, as theirs are not counted; multiply it by yours"
-        )
+        draft.decide.append("trainer.prompts_per_step: that of one process, as theirs are not counted; multiply it")
     origin = f"{size} x gradient_accumulation_steps x {processes} processes"
     if draft.algorithm in ("sft", "dpo"):
         draft.put("trainer.prompts_per_step", rows * accumulated * processes, origin)
@@ -186,9 +176,7 @@ def openrlhf(draft: Draft) -> None:
     room = longest - (draft.look("data.prompt_max_len") or longest // 2)
     if draft.look("rollout.max_new_tokens") is None:
         draft.put("rollout.max_new_tokens", room)
-        draft.decide.append(
-            f"rollout.max_new_tokens: what a prompt leaves of data.max_len={longest} there, {room} here"
-        )
+        draft.decide.append(f"rollout.max_new_tokens: what a prompt leaves of data.max_len={longest}: {room}")
     micro, tokens = draft.number("train.micro_batch_size", 1), draft.number("train.max_tokens_per_gpu", 16192)
     _micro_batch(draft, longest, tokens * cp if draft.look("train.dynamic_batch_enable") else micro * longest)
     coef = draft.take("algo.kl.init_coef")
@@ -248,9 +236,7 @@ def _axolotl_rows(draft: Draft) -> None:
         if isinstance(parts := draft.take(theirs), list) and parts:
             draft.put(ours, [_part(part) for part in parts])
             kinds = {str(part.get("type")) for part in parts} - {"alpaca", "chat_template", "None"}
-            draft.decide += (
-                [f"datasets: rows of type {', '.join(kinds)}: set data.format or data.columns"] if kinds else []
-            )
+            draft.decide += [f"datasets: rows of type {', '.join(kinds)}: set data.format or columns"] * bool(kinds)
     if draft.take("val_set_size"):
         draft.decide.append("data.eval: axolotl holds rows back; put such rows into a file of their own")
 
@@ -304,7 +290,6 @@ def _algorithm(draft: Draft, name: str) -> None:
 
 
 def _loss(draft: Draft, name: str, *temperatures: str) -> None:
-    """temperatures: their names of those of sapo."""
     options = zip(("tau_positive", "tau_negative"), map(draft.take, temperatures), strict=True)
     given = {option: value for option, value in options if value is not None}
     draft.put("algorithm.loss", {"name": name, "options": given} if name == "sapo" else name)
@@ -337,7 +322,6 @@ def _cut_rows(draft: Draft, name: str, *, cut: bool = True) -> None:
 
 
 def _part(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a mixture."""
     files = given.get("data_files")
     files = files[0] if isinstance(files, list) and len(files) == 1 else files
     ours = {"path": files if isinstance(files, str) else given["path"]}

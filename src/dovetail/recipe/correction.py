@@ -33,9 +33,7 @@ class CorrectionSection(Section):
     def _possible(self) -> "CorrectionSection":
         low, high = self.bounds
         if not low <= 1 <= high:
-            raise ValueError(
-                f"bounds is [{low:g}, {high:g}]; expected a range around 1, the ratio of equal policies, as in [0.5, 5]"
-            )
+            raise ValueError(f"bounds is [{low:g}, {high:g}]; expected a range around 1, as in [0.5, 5]")
         defaults = {name: field.default for name, field in type(self).model_fields.items()}
         idle = [name for name, value in self if name != "old" and value not in (defaults[name], "none")]
         if self.old == "sampler" and idle:

@@ -34,9 +34,7 @@ def _checked(given: Any) -> Any:
                 first = error.errors()[0]
                 where = ".".join(map(str, first["loc"])) or "a part"
                 keys = ", ".join(SourceSection.model_fields)
-                raise ValueError(
-                    f"{where} is {quoted(first['input'])}: {first['msg']} (keys of a part: {keys})"
-                ) from None
+                raise ValueError(f"{where} is {quoted(first['input'])}: {first['msg']} (keys: {keys})") from None
     weights = [part.get("weight") for part in given if isinstance(part, Mapping)]
     if any(weights) and (None in weights or len(weights) < len(given)):
         raise ValueError("some parts have a weight, and some have none; give every part a weight, or none")

@@ -29,9 +29,7 @@ class Distillation(Algorithm):
     beta: Share = key(0.5, "of jsd: 0 is forward_kl, 1 is reverse_kl")
     lmbda: Share = key(0.5, "share of steps on the student's own samples; sampled_reverse_kl: 1")
     loss_top_k: NonNegativeInt = key(0, "compare the teacher's k likeliest tokens only; 0: the whole vocabulary")
-    loss_add_tail: bool = key(
-        True, "with loss_top_k: all other tokens count as one; false: both models are renormalized to the k"
-    )
+    loss_add_tail: bool = key(True, "with loss_top_k: all others count as one; false: both are renormalized to the k")
     temperature: PositiveFloat = key(1.0, "divides the logits of both in the divergence; samples: rollout.temperature")
 
     @property
@@ -51,9 +49,7 @@ class Distillation(Algorithm):
         if self.divergence != SAMPLED:
             return self
         if self.lmbda < 1:
-            raise ValueError(
-                f"lmbda is {self.lmbda}, but {SAMPLED} learns from the student's own samples; leave it out"
-            )
+            raise ValueError(f"lmbda is {self.lmbda}, but {SAMPLED} learns from the student's own samples; omit it")
         if self.loss_top_k or self.temperature != 1:
             raise ValueError(f"loss_top_k and temperature have no meaning for {SAMPLED}; leave them out")
         return self

@@ -11,8 +11,7 @@ from dovetail.errors import ConfigError, quoted
 from dovetail.recipe.conversions import CONVERSIONS
 from dovetail.recipe.draft import Draft
 from dovetail.recipe.importing_correction import put_correction
-from dovetail.recipe.keys import leaf_of
-from dovetail.recipe.names import Meaning, Table, read_tables
+from dovetail.recipe.names import Meaning, Table, leaf_of, read_tables
 from dovetail.recipe.schema import Recipe, known_keys
 from dovetail.recipe.shell import PROGRAM, read_command
 from dovetail.recipe.yaml import dump_value, flat, merge, parse_value, read_mapping, read_text
@@ -87,17 +86,15 @@ def _recognized(
             said = bool(its_kind) and re.search(rf"(?<![a-z]){its_kind}(?![a-z])", command) is not None
             ranked.append((known + SAID * said, not its_kind, typical, table, its_kind))
     if not ranked:
-        raise ConfigError(
-            f"--from {project}-{kind}: no trainer of that name; give verl, trl-sft, trl-grpo, openrlhf, ..."
-        )
-    known, _, _, table, found = max(ranked, key=lambda rank: rank[:3])
+        raise ConfigError(f"--from {project}-{kind}: no such trainer; give verl, trl-sft, trl-grpo, openrlhf, ...")
+    known, _, _, table, chosen = max(ranked, key=lambda rank: rank[:3])
     if not known:
         raise ConfigError(f"{path}: none of its names is known; say whose it is: --from {'|'.join(IMPORTED)}")
-    if (other := OTHERS.search(command)) and table.title in ("TRL", "OpenRLHF") and other[0] != found:
+    if (other := OTHERS.search(command)) and table.title in ("TRL", "OpenRLHF") and other[0] != chosen:
         raise ConfigError(f"{path}: {other[0]} of {table.title} is not supported yet; sft, grpo, rloo and ppo are")
-    if table.title == "TRL" and not found:
+    if table.title == "TRL" and not chosen:
         raise ConfigError(f"{path}: no name in it tells TRL's trainers apart; give --from trl-sft, trl-grpo or trl-dpo")
-    return table, found
+    return table, chosen
 
 
 def _copy(draft: Draft) -> None:
@@ -169,7 +166,6 @@ def _require(draft: Draft, path: Path) -> None:
 
 
 def _drop_impossible(draft: Draft) -> None:
-    """Values that a recipe does not take are left to the user."""
     for _ in [*draft.recipe]:
         try:
             Recipe.model_validate(nested(draft.recipe))
@@ -196,9 +192,7 @@ def nested(recipe: Mapping[str, Any]) -> dict[str, Any]:
 
 def to_yaml(draft: Draft, source: str) -> str:
     """The recipe with comments on where its values come from."""
-    lines = [
-        f"# From {source}, a config of {draft.table.title} (names of {draft.table.version}), by dovetail import-config."
-    ]
+    lines = [f"# From {source}, of {draft.table.title} ({draft.table.version}), by dovetail import-config."]
 
     def write(section: Mapping[str, Any], prefix: str, indent: str) -> None:
         for name, value in section.items():

@@ -36,9 +36,7 @@ def _verl(draft: Draft) -> None:
     if draft.take(f"{VERL}bypass_mode"):
         draft.put(KEY, {"old": "sampler"})
         if rejected or draft.look(f"{VERL}loss_type", "ppo_clip") != "ppo_clip":
-            draft.decide.append(
-                f"{KEY}: bypass_mode there also rejects, or has a loss without clip; old: sampler alone here"
-            )
+            draft.decide.append(f"{KEY}: bypass_mode also rejects, or has a loss without clip; here old: sampler alone")
     elif rejected in REJECTED:
         ratio, outside = REJECTED[rejected]
         low, high = _bounds(limits)
@@ -48,9 +46,7 @@ def _verl(draft: Draft) -> None:
             "is the weight, too" + (", and masked tokens count" if outside == "mask" else "")
         )
     elif rejected:
-        draft.decide.append(
-            f"{KEY}: rollout_rs={rejected} is not one of ours; ratio token, sequence or geometric has bounds"
-        )
+        draft.decide.append(f"{KEY}: rollout_rs={rejected} is not one of ours; token, sequence and geometric are")
     elif level:
         low, high = _bounds(threshold)
         _put(draft, level, low or 0.0, high, "clamp" if low is None else "mask")
@@ -84,9 +80,7 @@ def _openrlhf(draft: Draft) -> None:
     if draft.take(f"{OPENRLHF}enable"):
         _put(draft, "token", low, high, "clamp" if kind == "tis" else "mask")
         if kind == "seq-mask-tis":
-            draft.decide.append(
-                f"{KEY}: {kind} masks responses by their geometric mean there, tokens by their ratio here"
-            )
+            draft.decide.append(f"{KEY}: {kind} masks responses by their geometric mean, tokens by their ratio here")
 
 
 def _slime(draft: Draft) -> None:

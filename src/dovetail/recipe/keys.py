@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from dovetail.errors import listing, quoted, shortened
-from dovetail.recipe.names import Meaning, all_meanings, hint, meant
+from dovetail.recipe.names import Meaning, all_meanings, hint, leaf_of, meant
 from dovetail.recipe.yaml import flat
 
 # The section `algorithm` of algorithms by their papers' names.
@@ -153,11 +153,8 @@ def explain(error: ValidationError, known: Mapping[str, Key], source: str) -> st
     text = f"{source}: {lines[0]}" if len(lines) == 1 else f"{source}:\n{listing(shown)}"
     text += f"\n  ... and {more} more" if more > 0 else ""
     foreign = sum("'s, " in line for line in lines) >= MANY
-    return (
-        text
-        + "\n`dovetail import-config FILE` turns a config of verl, TRL, OpenRLHF, axolotl or slime into a recipe"
-        * foreign
-    )
+    hint = "\n`dovetail import-config FILE` turns a config of verl, TRL, OpenRLHF, axolotl or slime into a recipe"
+    return text + hint * foreign
 
 
 def nearest(key: str, known: Mapping[str, Key], meanings: Sequence[Meaning]) -> str:
@@ -165,9 +162,8 @@ def nearest(key: str, known: Mapping[str, Key], meanings: Sequence[Meaning]) -> 
     section, _, leaf = key.rpartition(".")
     siblings = {leaf_of(other): other for other in known if other.rpartition(".")[0] == section}
     close = difflib.get_close_matches(leaf, siblings, n=1, cutoff=CLOSE) if section else []
-    closer = (
-        difflib.get_close_matches(leaf, close, cutoff=CLOSER) if close and abs(len(close[0]) - len(leaf)) < 2 else []
-    )
+    alike = [other for other in close if abs(len(other) - len(leaf)) < 2]
+    closer = difflib.get_close_matches(leaf, alike, cutoff=CLOSER)
     if key in RENAMED:
         return f"did you mean {RENAMED[key]}?"
     foreign, twins = meant(key, meanings), [other for other in known if leaf_of(other) == leaf]
@@ -192,10 +188,6 @@ def _without_repeats(lines: Sequence[str]) -> list[str]:
         short.append(words if listed and keys in seen else line)
         seen.add(keys)
     return short
-
-
-def leaf_of(key: str) -> str:
-    return key.rpartition(".")[2]
 
 
 def _lines(
@@ -242,10 +234,9 @@ def _unknown_key(name: str, algorithm: str, known: Mapping[str, Key], meanings: 
     siblings = [leaf_of(k) for k in known if k.rpartition(".")[0] == section]
     if not section or not siblings:
         section, siblings = "a recipe", list(dict.fromkeys(k.split(".")[0] for k in known))
-    options = (
-        "" if near and not near.startswith("did you") else f"{KEYS_OF}{shortened(section)}: {', '.join(siblings)})"
-    )
-    return f"unknown key {shortened(name)}{'; ' if near else ''}{near}{options}"
+    options = f"{KEYS_OF}{shortened(section)}: {', '.join(siblings)})"
+    hint = f"; {near}" if near else ""
+    return f"unknown key {shortened(name)}{hint}{options if not near or near.startswith('did you') else ''}"
 
 
 def scalar(value: object) -> str:

@@ -74,9 +74,9 @@ class Table:
         """That of the name, else of a mapping that holds it and has no key."""
         by_name = next((meaning for meaning in self.meanings if meaning.name == name), None)
         patterns = [meaning for meaning in self.meanings if meaning.matches(name)]
-        found = by_name or max(patterns, key=lambda meaning: meaning.name.count("."), default=None)
-        outside = self.find(name.rpartition(".")[0]) if found is None and "." in name else None
-        return outside if outside and not outside.key else found
+        own = by_name or max(patterns, key=lambda meaning: meaning.name.count("."), default=None)
+        outside = self.find(name.rpartition(".")[0]) if own is None and "." in name else None
+        return outside if outside and not outside.key else own
 
     def current(self, name: str) -> str:
         """Of an earlier release's name that of this one."""
@@ -128,21 +128,23 @@ def _word(value: Any) -> str:
     return json.dumps(value).strip('"')
 
 
+def leaf_of(key: str) -> str:
+    return key.rpartition(".")[2]
+
+
 def meant(typed: str, meanings: Sequence[Meaning]) -> list[Meaning]:
     """What a dotted name that is no key means: one meaning for each that differs, and none where that is not clear.
 
     First whole names of others that it is or ends with, then names that end with it, then a last part with one meaning.
     """
-    whole = [
-        m for m in meanings if m.matches(typed) or m.matches(typed.rpartition(".")[2]) or typed.endswith(f".{m.name}")
-    ]
+    whole = [m for m in meanings if m.matches(typed) or m.matches(leaf_of(typed)) or typed.endswith(f".{m.name}")]
     if whole:
         best = max(_rank(m, typed) for m in whole)
         whole = [m for m in whole if _rank(m, typed) == best]
         return _different([m for m in whole if m.title is None] or whole)
     if "." in typed and (part := [m for m in meanings if m.name.endswith(f".{typed}")]):
         return _different(part)[:1]
-    leaf = _different([m for m in meanings if m.name.rpartition(".")[2] == typed.rpartition(".")[2]])
+    leaf = _different([m for m in meanings if leaf_of(m.name) == leaf_of(typed)])
     return leaf if len(leaf) == 1 else []
 
 
@@ -160,14 +162,14 @@ def _different(meanings: Sequence[Meaning]) -> list[Meaning]:
 
 def hint(typed: str, meanings: Sequence[Meaning]) -> str:
     """For a message about an unknown key; empty if no project's name is meant."""
-    if found := meant(typed, meanings):
-        return "; ".join(_sentence(typed, meaning) for meaning in found)
-    leaves = {m.name.rpartition(".")[2]: m for m in meanings if "*" not in m.name}
-    near = difflib.get_close_matches(typed.rpartition(".")[2], leaves, n=1, cutoff=CLOSE)
-    found = meant(near[0], meanings) if near else []
-    return f"did you mean {near[0]}? {_sentence(near[0], found[0])}" if len(found) == 1 else ""
+    if whole := meant(typed, meanings):
+        return "; ".join(_sentence(typed, meaning) for meaning in whole)
+    leaves = {leaf_of(m.name): m for m in meanings if "*" not in m.name}
+    near = difflib.get_close_matches(leaf_of(typed), leaves, n=1, cutoff=CLOSE)
+    others = meant(near[0], meanings) if near else []
+    return f"did you mean {near[0]}? {_sentence(near[0], others[0])}" if len(others) == 1 else ""
 
 
 def _sentence(typed: str, meaning: Meaning) -> str:
     whose = f" is {meaning.title}'s{f' ({meaning.kind})' if meaning.kind else ''}" if meaning.title else ""
-    return f"{typed.rpartition('.')[2]}{whose}{',' if whose else ':'} {meaning.says()}"
+    return f"{leaf_of(typed)}{whose}{',' if whose else ':'} {meaning.says()}"

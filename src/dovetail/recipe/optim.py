@@ -24,9 +24,7 @@ from dovetail.recipe.types import (
 class ParamGroupSection(Section):
     """Parameters of the policy with a learning rate or weight decay of their own."""
 
-    pattern: str = Field(
-        description="of the group's parameter names: `*.layers.0.*`; the first group that matches wins"
-    )
+    pattern: str = Field(description="of the group's parameter names: `*.layers.0.*`; the first that matches wins")
     lr: PositiveFloat | None = key(None, "its peak learning rate; null: optim.lr")
     weight_decay: NonNegativeFloat | None = key(
         None, "for norms and biases, too; null: optim.weight_decay, not for those"

@@ -23,6 +23,4 @@ def refuse_name(given: str) -> str:
 
 def require_torchao() -> None:
     if importlib.util.find_spec("torchao") is None:
-        raise ConfigError(
-            "optim.name=adamw8bit needs torchao, which is not installed: pip install 'dovetail-rl[torchao]'"
-        )
+        raise ConfigError("adamw8bit needs torchao, which is not installed: pip install 'dovetail-rl[torchao]'")

@@ -20,7 +20,5 @@ class PushSection(Section):
     directory: PathText = key("/dev/shm/dovetail", "of transport=file; engines see it by the same path")
     address: str = key("127.0.0.1", "of rank 0's host, as engines reach it; transport=nccl")
     bucket_mb: PositiveInt = key(1024, "MiB of weights that are sent at once; rank 0 and each engine hold two")
-    kv: Literal["keep", "recompute"] = key(
-        "keep", "of requests that a push interrupts: cached keys and values of old weights"
-    )
+    kv: Literal["keep", "recompute"] = key("keep", "of interrupted requests: cached keys and values of old weights")
     timeout: PositiveFloat = key(120.0, "seconds for each call of a push")

@@ -24,9 +24,7 @@ class AddressSection(Section):
     @model_validator(mode="after")
     def _no_key_in_url(self) -> "AddressSection":
         if "@" in self.url.partition("://")[2].partition("/")[0]:
-            raise ValueError(
-                "the url holds a user or a key; put that into an environment variable, and name it by key_env"
-            )
+            raise ValueError("the url holds a user or a key; put it into an environment variable, named by key_env")
         return self
 
 
@@ -98,10 +96,6 @@ class RewardPart(Section):
         return self.name or ("judge" if self.judge is not None else "model")
 
 
-def _as_parts(given: Any) -> Any:
-    return {"parts": given} if isinstance(given, list | tuple) else given
-
-
 class RewardSection(RewardPart):
     """What a completion is worth. A list of these sections is a weighted sum."""
 
@@ -122,4 +116,5 @@ class RewardSection(RewardPart):
         return named
 
 
-Rewards = Annotated[RewardSection, pydantic.BeforeValidator(_as_parts)]
+AsParts = pydantic.BeforeValidator(lambda given: {"parts": given} if isinstance(given, list | tuple) else given)
+Rewards = Annotated[RewardSection, AsParts]

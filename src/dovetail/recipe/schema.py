@@ -48,9 +48,7 @@ class MoeSection(Section):
 class ModelSection(Section):
     """The policy."""
 
-    path: PathText = Field(
-        description="HF directory, sharded checkpoint, or hub name pinned to a commit (name@revision)"
-    )
+    path: PathText = Field(description="HF directory, sharded checkpoint, or hub name at a commit (name@revision)")
     engine: Literal["auto", "native", "transformers"] = key("auto", "auto: native if it knows family and options")
     dtype: Dtype = key("float32", "compute type; master weights are always float32")
     save_dtype: Literal["float32", "bfloat16", "float16"] | None = key(None, "of saved tensors; null: as in the source")
@@ -88,9 +86,7 @@ class TrainerSection(Section):
     async_save: bool = key(True, "write checkpoints while training goes on; needs host memory for one")
     eval_every: NonNegativeInt = key(0, "steps between evaluations; 0: only before and after the run")
     stop_at_reward: float | None = key(None, "stop when a step's mean reward reaches this")
-    time_budget_seconds: PositiveFloat | None = key(
-        None, "with evaluations; after the first, a step runs only if predicted to fit"
-    )
+    time_budget_seconds: PositiveFloat | None = key(None, "with evaluations; later steps run only if they fit")
     loggers: Loggers = key((), "beyond metrics.jsonl: names, or {name, project, ...}")
     profile: ProfileSection = key(ProfileSection(), "steps to profile")
     max_skipped_steps: PositiveInt = key(3, "skipped (non-finite) steps in a row that stop the run")
@@ -141,11 +137,10 @@ class Recipe(Section):
                 f"rollout.samples_per_prompt is {samples}; {self.algorithm.name} compares a prompt's samples with each "
                 "other, so give 2 or more"
             )
+        longest = self.rollout.max_new_tokens
         buffer = self.algorithm.overlong_buffer if isinstance(self.algorithm, PolicyGradient) else 0
-        if buffer > self.rollout.max_new_tokens:
-            raise ValueError(
-                f"algorithm.overlong_buffer is {buffer}, more than rollout.max_new_tokens={self.rollout.max_new_tokens}"
-            )
+        if buffer > longest:
+            raise ValueError(f"algorithm.overlong_buffer is {buffer}, more than rollout.max_new_tokens={longest}")
         rows = self.trainer.prompts_per_step * (samples if isinstance(self.algorithm, PolicyGradient) else 1)
         if self.algorithm.num_mini_batches > rows:
             raise ValueError(
@@ -158,9 +153,7 @@ class Recipe(Section):
                 "more for each of algorithm.num_mini_batches"
             )
         if self.data.eval and any(each.name == "eval" for each in self.eval.sets):
-            raise ValueError(
-                "data.eval is the set named eval; give another name to that of eval.sets, or leave one out"
-            )
+            raise ValueError("data.eval is the set named eval; give another name to that of eval.sets, or drop one")
         if not isinstance(self.algorithm, PolicyGradient):
             for each in self.eval.sets:
                 if each != EvalSetSection(name=each.name, data=each.data):
@@ -169,9 +162,7 @@ class Recipe(Section):
                         f"{self.algorithm.name} samples nothing; it evaluates the loss of a set's rows, so leave these keys out"
                     )
         if isinstance(self.algorithm, Distillation) and self.teacher.path is None:
-            raise ValueError(
-                "teacher.path is missing: distillation learns from a teacher; give its directory or hub name"
-            )
+            raise ValueError("teacher.path is missing: distillation learns from a teacher; give its path or hub name")
         if self.rollout.router_replay == "rollout" and self.rollout.backend == "transformers":
             raise ValueError(
                 "rollout.router_replay is rollout, but rollout.backend=transformers returns no routes; set "
@@ -193,9 +184,7 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _profiled(self) -> Self:
         if self.data.epochs is None and (late := [n for n in self.trainer.profile.steps if n > self.trainer.steps]):
-            raise ValueError(
-                f"trainer.profile.steps has {late[0]}, but trainer.steps is {self.trainer.steps}; give steps of the run"
-            )
+            raise ValueError(f"trainer.profile.steps has {late[0]}, but trainer.steps is {self.trainer.steps}")
         return self
 
     @property
@@ -204,8 +193,8 @@ class Recipe(Section):
         if not isinstance(self.algorithm, PolicyGradient):
             return None
         remote = self.rollout.backend not in EMBEDDED
-        found = self.algorithm.correction or (CorrectionSection() if remote else None)
-        return None if found is None or (found.ratio == "none" and found.old == "recomputed") else found
+        own = self.algorithm.correction or (CorrectionSection() if remote else None)
+        return None if own is None or (own.ratio == "none" and own.old == "recomputed") else own
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -18,8 +18,7 @@ class LoggerSection(Section):
     group: str | None = key(None, "of runs; not tensorboard")
 
 
-def _as_steps(given: Any) -> Any:
-    return (given,) if isinstance(given, int) else given
+AsSteps = BeforeValidator(lambda given: (given,) if isinstance(given, int) else given)
 
 
 def _as_sections(given: Any) -> Any:
@@ -31,9 +30,7 @@ def _as_sections(given: Any) -> Any:
 class ProfileSection(Section):
     """Which steps are recorded in run_dir/profile (performance.md); SIGUSR2 to a running job records its next step."""
 
-    steps: Annotated[tuple[PositiveInt, ...], BeforeValidator(_as_steps), NotStrict] = key(
-        (), "from 1; [3, 5] is these two"
-    )
+    steps: Annotated[tuple[PositiveInt, ...], AsSteps, NotStrict] = key((), "from 1; [3, 5] is these two")
     memory: bool = key(False, "also allocations: peaks by phase, and on GPUs a snapshot")
 
 

@@ -91,11 +91,8 @@ def page_data(runs: Sequence[Run], reload: float = 0) -> dict[str, Any]:
     for name in names:
         groups[next(title for title, pattern in GROUPS if re.search(pattern, name))].append(name)
     keys = list(dict.fromkeys(key for run in runs for key in (*run.config, *run.defaults)))
-    samples = [
-        {"run": i, **row}
-        for i, run in enumerate(runs)
-        for row in choose(run.path, MOST_SAMPLES // len(runs), SAMPLE_BYTES // len(runs))
-    ]
+    share = (MOST_SAMPLES // len(runs), SAMPLE_BYTES // len(runs))
+    samples = [{"run": i, **row} for i, run in enumerate(runs) for row in choose(run.path, *share)]
     return {
         "made": datetime.now().astimezone().isoformat(timespec="seconds"),
         "reload": reload,
@@ -110,7 +107,6 @@ def page_data(runs: Sequence[Run], reload: float = 0) -> dict[str, Any]:
 
 
 def _config(source: Mapping[str, Any], key: str) -> str | None:
-    """None: no such key."""
     return text_of(source[key]) if key in source else None
 
 
@@ -216,31 +212,18 @@ def _state(run: Run) -> str:
 
 
 def _facts(run: Run, columns: Mapping[str, Sequence[float | None]]) -> dict[str, str]:
-    """What a reader wants first."""
     config, last = run.config, run.rows[-1]["step"] if run.rows else 0
     facts = {"algorithm": config.get("algorithm.name"), "model": config.get("model.path")}
-    degrees = [
-        f"{axis}={config[key]}"
-        for axis in ("tp", "pp", "cp", "dp", "ep")
-        if config.get(key := f"layout.{axis}", 1) != 1
-    ]
-    facts |= {"layout": ",".join(degrees) or "one rank", "steps": f"{last} of {config.get('trainer.steps', '?')}"}
-    for name in (
-        "reward_mean",
-        "eval_reward_mean",
-        "eval_solved",
-        "eval_loss",
-        *(["loss"] if "reward_mean" not in columns else []),
-    ):
+    degrees = {axis: config.get(f"layout.{axis}", 1) for axis in ("tp", "pp", "cp", "dp", "ep")}
+    layout = ",".join(f"{axis}={degree}" for axis, degree in degrees.items() if degree != 1)
+    facts |= {"layout": layout or "one rank", "steps": f"{last} of {config.get('trainer.steps', '?')}"}
+    names = ["reward_mean", "eval_reward_mean", "eval_solved", "eval_loss"]
+    for name in names if "reward_mean" in columns else [*names, "loss"]:
         known = [value for value in columns.get(name, ()) if value is not None]
-        if len(known) > 1:
-            facts[name] = f"{known[0]:.4g} \u2192 {known[-1]:.4g}"
-        elif known:
-            facts[name] = f"{known[0]:.4g}"
-    for name, text, how in (
-        ("step_seconds", "median step", "{:.3g} s"),
-        ("tokens_per_second", "median tokens/s", "{:,.0f}"),
-    ):
+        if known:
+            facts[name] = f"{known[0]:.4g}" + (f" \u2192 {known[-1]:.4g}" if len(known) > 1 else "")
+    medians = (("step_seconds", "median step", "{:.3g} s"), ("tokens_per_second", "median tokens/s", "{:,.0f}"))
+    for name, text, how in medians:
         if known := [value for value in columns.get(name, ()) if value is not None]:
             facts[text] = how.format(statistics.median(known))
     if known := [value for value in columns.get("peak_memory_gib", ()) if value is not None]:

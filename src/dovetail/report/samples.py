@@ -98,11 +98,8 @@ def sort(rows: Iterable[Row], by: str | None, limit: int) -> list[Row]:
 
 def describe(row: Row) -> str:
     """For a terminal: control characters are escaped."""
-    facts = [
-        f"step {row['step']}",
-        row["kind"] if row["kind"] != ROLLOUT else "",
-        f"prompt {row['id']}" * bool(row["id"]),
-    ]
+    kind = row["kind"] if row["kind"] != ROLLOUT else ""
+    facts = [f"step {row['step']}", kind, f"prompt {row['id']}" * bool(row["id"])]
     facts += [f"sample {row['sample']}" if row["sample"] is not None else "", f"reward {_shown(row['reward'])}"]
     facts += [f"{name} {_shown(value)}" for name, value in row["parts"].items()]
     facts += [f"{row['tokens']} tokens" if row["tokens"] is not None else "", row["finish"]]
@@ -115,8 +112,5 @@ def _shown(value: float | None) -> str:
 
 
 def _indented(text: str) -> str:
-    lines = (
-        "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
-        for line in text.split("\n")
-    )
-    return ("\n" + " " * 13).join(lines)
+    escaped = (c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+    return "".join(escaped).replace("\n", "\n" + " " * 13)

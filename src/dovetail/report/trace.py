@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,8 +15,6 @@ from dovetail.report.read import Row
 
 PARTS = ("forward", "backward")  # of an update
 SHOWN, NAME_LENGTH = 10, 160  # operators and kernels of a phase, and characters of their names
-CHUNK = 1 << 20
-BEGIN, GAP = '"traceEvents": [', re.compile(r"[\s,]*")
 ON_GPU, LAUNCHES = ("kernel", "gpu_memcpy", "gpu_memset"), ("cuda_runtime", "cuda_driver")
 CPU = 0  # type of a device
 
@@ -32,32 +29,11 @@ class Event(NamedTuple):
     launch: int | None
 
 
-def read_events(path: Path) -> Iterator[Row]:
-    """Of a trace that is not compressed, which may be larger than memory. ValueError if it is cut."""
-    decoder, text, begun = json.JSONDecoder(strict=False), "", False
+def read_events(path: Path) -> list[Row]:
+    """Of a trace that is not compressed. ValueError if it is cut."""
     with path.open(encoding="utf-8", errors="replace") as file:
-        while chunk := file.read(CHUNK):
-            text += chunk
-            if not begun:
-                _, mark, rest = text.partition(BEGIN)
-                begun, text = bool(mark), rest if mark else text
-            at = 0
-            while begun:
-                at = _end_of_gap(text, at)
-                if text.startswith("]", at):
-                    return
-                try:
-                    event, at = decoder.raw_decode(text, at)
-                except ValueError:  # it ends in the next chunk
-                    break
-                yield event
-            text = text[at:]
-    raise ValueError(f"the trace is cut: {path}")
-
-
-def _end_of_gap(text: str, at: int) -> int:
-    match = GAP.match(text, at)
-    return at if match is None else match.end()
+        events: list[Row] = json.load(file, strict=False)["traceEvents"]
+    return events
 
 
 def summarize(events: Iterable[Row], step: int, rank: int, device: str) -> Summary:
@@ -86,19 +62,19 @@ class _Trace:
         if event.get("ph") != "X":
             return
         start, launch = float(event["ts"]), arguments.get("correlation")
-        found = Event(start, start + float(event["dur"]), name[:NAME_LENGTH], event.get("tid", 0), launch)
+        spent = Event(start, start + float(event["dur"]), name[:NAME_LENGTH], event.get("tid", 0), launch)
         if kind == "cpu_op":
-            self.operators.append(found)
+            self.operators.append(spent)
         elif kind in LAUNCHES and launch is not None:
             self.launched[launch] = start
         elif kind in ON_GPU:
-            (self.collectives if "nccl" in name.lower() else self.kernels).append(found)
+            (self.collectives if "nccl" in name.lower() else self.kernels).append(spent)
         elif kind == "user_annotation" and name in PHASES:
-            self.phases.append(found)
+            self.phases.append(spent)
         elif kind == "user_annotation" and name in PARTS:
-            self.parts.append(found)
+            self.parts.append(spent)
         elif kind == "user_annotation" and name.startswith("gloo:"):
-            self.collectives.append(found)
+            self.collectives.append(spent)
 
     def summary(self) -> dict[str, PhaseSummary]:
         self.phases.sort()
@@ -152,12 +128,12 @@ def _by(
     key: Callable[[Event], str], times: Iterable[tuple[Event, float]]
 ) -> defaultdict[str, dict[str, tuple[float, int]]]:
     """By phase and name: seconds and calls."""
-    found = defaultdict[str, dict[str, tuple[float, int]]](dict)
+    phases = defaultdict[str, dict[str, tuple[float, int]]](dict)
     for event, time in times:
-        names = found[key(event)]
+        names = phases[key(event)]
         seconds, calls = names.get(event.name, (0.0, 0))
         names[event.name] = seconds + time / 1e6, calls + 1
-    return found
+    return phases
 
 
 def _longest(names: Mapping[str, tuple[float, int]]) -> list[tuple[str, float, int]]:
@@ -190,7 +166,6 @@ def _merged(events: Iterable[Event]) -> list[tuple[float, float]]:
 
 
 def _overlap(windows: Sequence[tuple[float, float]], spans: Sequence[tuple[float, float]]) -> float:
-    """Both in order, and disjoint."""
     total, at = 0.0, 0
     for start, stop in windows:
         while at < len(spans) and spans[at][1] <= start:

@@ -129,7 +129,6 @@ def _passes(source: str, text: str, expected: str | None, seconds: float, memory
 
 
 def _end_all(process: "subprocess.Popen[bytes]", others: set[int]) -> None:
-    """With what it started, daemons too."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -113,9 +113,7 @@ class Judge:
             try:
                 reply = str(answer["choices"][0]["message"]["content"] or "")
             except (LookupError, TypeError):
-                raise ValueError(
-                    self._address.without_key(f"the judge gave no chat completion: {answer!r:.200}")
-                ) from None
+                raise ValueError(self._address.without_key(f"the judge gave no completion: {answer!r:.200}")) from None
             if self._replies:
                 self._replies.put(request, reply)
         return self._number(reply) / self._scale
@@ -127,9 +125,7 @@ class Judge:
                 return float(values[-1])
         elif match := self.pattern.search(reply):
             return float(match.group(1))
-        raise ValueError(
-            f"the judge's reply holds no number{' that matches' * (self.pattern is not None)}: {reply!r:.200}"
-        )
+        raise ValueError(f"the judge's reply holds no number{' that matches' * bool(self.pattern)}: {reply!r:.200}")
 
 
 class RemoteModel:
@@ -157,12 +153,8 @@ def as_text(prompt: Any) -> str:
 
 def fill(template: str, sample: Mapping[str, Any]) -> str:
     """`template` with {prompt}, {completion}, {answer} and {COLUMN} replaced; other braces stay."""
-    values = {
-        **sample["columns"],
-        "prompt": as_text(sample["prompt"]),
-        "completion": sample["completion"],
-        "answer": sample["answer"],
-    }
+    own = {"prompt": as_text(sample["prompt"]), "completion": sample["completion"], "answer": sample["answer"]}
+    values = {**sample["columns"], **own}
     return re.sub(r"\{(\w+)\}", lambda match: str(values.get(match.group(1), match.group())), template)
 
 

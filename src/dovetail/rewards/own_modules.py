@@ -34,8 +34,8 @@ def refuse_names(folder: Path | str, module: str) -> None:
     top, entry = module.partition(".")[0], str(Path(folder).resolve())
     others = [path for path in sys.path if path != entry]
     for name in {*OURS, top} & {*OURS, *sys.stdlib_module_names}:
-        here, found = PathFinder.find_spec(name, [entry]), PathFinder.find_spec(name, others)
+        here, other = PathFinder.find_spec(name, [entry]), PathFinder.find_spec(name, others)
         loaded = sys.modules[name].__spec__ if name in sys.modules else None
-        known = {spec.origin for spec in (found, loaded) if spec is not None}
+        known = {spec.origin for spec in (other, loaded) if spec is not None}
         if here is not None and here.origin is not None and here.origin not in known:
             raise ConfigError(f"{here.origin} has the name of a module that dovetail or Python needs; rename it")

@@ -154,7 +154,6 @@ class RewardRunner:
         return [result for result in results if result is not None]
 
     def _calls(self, count: int, groups: Seq[int] | None) -> list[list[int]]:
-        """Indices of the samples of each call."""
         by_group: dict[int, list[int]] = {}
         for index in range(count):
             key = {"sample": index, "step": 0, "group": groups[index] if groups is not None else 0}[self._limits.batch]

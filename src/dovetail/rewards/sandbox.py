@@ -12,13 +12,8 @@ import sys
 from pathlib import Path
 
 NEW_MOUNTS, NEW_IPC, NEW_USER, NEW_PIDS, NEW_NET = 0x20000, 0x8000000, 0x10000000, 0x20000000, 0x40000000  # unshare(2)
-RECURSIVE_PRIVATE, MOUNT_SETATTR, HERE, RECURSIVE, READ_ONLY = (
-    0x44000,
-    442,
-    -100,
-    0x8000,
-    1,
-)  # mount(2), mount_setattr(2)
+RECURSIVE_PRIVATE = 0x44000  # mount(2)
+MOUNT_SETATTR, HERE, RECURSIVE, READ_ONLY = 442, -100, 0x8000, 1  # mount_setattr(2)
 NO_NEW_PRIVILEGES = 38  # prctl(2)
 MOST_PROCESSES = 64
 

@@ -259,7 +259,6 @@ def _verl_arguments(sample: Sample) -> dict[str, Any]:
 
 
 def _verl_batch_arguments(samples: Seq[Sample]) -> dict[str, list[Any]]:
-    """Of verl's batch reward manager."""
     each = [_verl_arguments(sample) for sample in samples]
     names = {"data_sources": "data_source", "solution_strs": "solution_str", "ground_truths": "ground_truth"}
     return {many: [row[one] for row in each] for many, one in {**names, "extra_infos": "extra_info"}.items()}

@@ -128,9 +128,7 @@ class Callbacks:
             rewards = json.dumps([[sample.group, sample.completion.sample, float(sample.reward)] for sample in samples])
             if len({*of_all(rewards, self.mesh)}) > 1:
                 name = f"{type(each).__name__}.on_rollout_end"
-                raise CallbackError(
-                    f"{name} returned other samples or rewards on one rank than on another; make them equal"
-                )
+                raise CallbackError(f"{name} returned other samples or rewards on other ranks; make them equal")
         return samples
 
     def _together(self, event: str, callback: TrainerCallback, call: Callable[[Any], object]) -> None:
@@ -149,7 +147,7 @@ class Callbacks:
         ranks = of_all([own, *(vars(state)[flag] for flag in FLAGS)], self.mesh)
         for i, flag in enumerate(FLAGS):
             setattr(state, flag, any(rank[1 + i] for rank in ranks))
-        failed = {rank: found[0] for rank, found in enumerate(ranks) if found[0]}
+        failed = {rank: theirs[0] for rank, theirs in enumerate(ranks) if theirs[0]}
         where = f" on rank {', '.join(map(str, failed))}" if len(ranks) > 1 else ""
         problem = next(iter(failed.values()), "")
         after = f"after step {state.global_step} of {state.max_steps}"

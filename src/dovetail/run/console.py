@@ -111,9 +111,7 @@ class Console:
             failed = f"{row['reward_errors']} rewards failed, the first: {row['reward_error']}"
             notes.append(" ".join(failed.split()))
         shown = [f"{label} {known[key]:{form}}" for key, label, form in SHOWN if key in known]
-        shown += [
-            f"{name} {row[name]:.3f}" for name in row if name.startswith("eval/") and not name.endswith("_before")
-        ]
+        shown += [f"{n} {row[n]:.3f}" for n in row if n.startswith("eval/") and not n.endswith("_before")]
         self.say(f"step {row['step']}/{self._steps}  " + "  ".join(notes + shown))
         self._progress.update(self._bar, completed=row["step"])
 

@@ -40,7 +40,7 @@ from dovetail.run.loggers import RunFacts, check_loggers
 from dovetail.run.metrics import METRICS, Metrics, Records, write_samples
 from dovetail.run.paths import CHECKPOINTS, CONFIG, EVENTS, HF, check_run_dir, is_run
 from dovetail.run.profiler import Profiler
-from dovetail.run.rank_log import RankLog, log_path, note_failure
+from dovetail.run.rank_log import log_path, note_failure, rank_log
 from dovetail.run.resume import Resumed, find
 from dovetail.run.state import RunState, random_state, restore_random_state
 from dovetail.run.trainer import Outcome, Row, evaluation_of
@@ -159,7 +159,7 @@ class RunDirectory:
                 self._metrics = Metrics(facts, self.recipe.trainer.loggers, self.say)
                 self._at_close.callback(self._metrics.close)
         name = f"rank {self.mesh['world'].rank} of {self.mesh['world'].size}"
-        self._at_close.enter_context(RankLog(self._rank_log, name, quiet=self._quiet and not self.lead))
+        self._at_close.enter_context(rank_log(self._rank_log, name, quiet=self._quiet and not self.lead))
         self.console.log_to(self.path / LOG, self._rank_log)
         self._order, self._earlier = of_first([self._order, self._earlier], self.mesh)
         for row in self._earlier:
@@ -180,20 +180,15 @@ class RunDirectory:
         if evaluation and self.resumed is None:
             self.say("before training: " + "  ".join(f"{name} {value:.3f}" for name, value in evaluation.items()))
             if math.isnan(evaluation.get("eval_reward_mean", 0.0)):
-                self.say(
-                    "warning: the reward returned None for every sample of data.eval; nothing is trained without one"
-                )
+                self.say("warning: the reward returned None for every sample of data.eval; nothing trains without one")
         self.console.start()
 
     def record(self, row: Row, samples: Seq[Row]) -> None:
         """Complete, write and show a row; write samples. Collective."""
         flops = row.pop("flops", 0.0)
-        row |= {
-            "timestamp": time.time(),
-            "peak_memory_gib": peak_memory_gib(self.mesh.device),
-            **usage(self.mesh.device),
-        }
-        if (peak := peak_flops(self.mesh.device)) is not None:
+        device = self.mesh.device
+        row |= {"timestamp": time.time(), "peak_memory_gib": peak_memory_gib(device), **usage(device)}
+        if (peak := peak_flops(device)) is not None:
             row["mfu"] = flops / row["step_seconds"] / (peak * self.mesh["world"].size)
         with agreed(self.mesh):
             if self._metrics is not None:

@@ -5,7 +5,6 @@ import fcntl
 import json
 import os
 import socket
-import stat
 import time
 import uuid
 from pathlib import Path
@@ -30,7 +29,8 @@ class RunLock:
     def acquire(self) -> None:
         """ConfigError with the owner if another process holds it."""
         while self._fd < 0:
-            fd = self._opened()
+            # not through a link: its target would be truncated
+            fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
@@ -45,17 +45,6 @@ class RunLock:
                 self._fd = fd
             else:  # its owner removed the file between the two calls
                 os.close(fd)
-
-    def _opened(self) -> int:
-        """Not through a link: its target would be truncated."""
-        try:
-            fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
-        except OSError as error:
-            raise ConfigError(f"{self.path} cannot be opened as a file; remove it ({error.strerror})") from error
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            os.close(fd)
-            raise ConfigError(f"{self.path} is no regular file; remove it")
-        return fd
 
     def release(self) -> None:
         if self._fd >= 0:

@@ -49,9 +49,7 @@ def check_loggers(sections: Seq[LoggerSection]) -> None:
     for name in (section.name for section in sections):
         spec = importlib.util.find_spec(name)
         if spec is None or spec.origin is None:  # without an origin: a mere folder, such as wandb leaves behind
-            raise ConfigError(
-                f"trainer.loggers names {name}, which is not installed: pip install 'dovetail-rl[{name}]'"
-            )
+            raise ConfigError(f"trainer.loggers has {name}, which is not installed: pip install 'dovetail-rl[{name}]'")
 
 
 def grouped(row: Row) -> dict[str, float]:

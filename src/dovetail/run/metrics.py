@@ -6,12 +6,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence as Seq
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save
+from safetensors.torch import save
 
 from dovetail.batch.routing import RoutingTrace
 from dovetail.errors import Caught, one_line
@@ -79,15 +78,6 @@ def write_routes(path: Path, traces: Seq[RoutingTrace | None]) -> None:
     path.write_bytes(save({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}))
 
 
-def read_routes(path: Path) -> list[RoutingTrace]:
-    tensors = load_file(path)
-    layers = tuple(tensors["layers"].tolist())
-    return [
-        RoutingTrace(layers, tensors["indices"][a:b].to(torch.int32), tensors["valid"][a:b])
-        for a, b in pairwise(tensors["starts"].tolist())
-    ]
-
-
 class Metrics:
     """On the first rank only. Loggers are tried at once; none stops a run."""
 
@@ -99,9 +89,7 @@ class Metrics:
         until = time.monotonic() + TRIAL_SECONDS
         for logger in self._loggers:
             if not logger.tried.wait(max(until - time.monotonic(), 0.0)):
-                self._say(
-                    f"the logger {logger.name} has not answered for {TRIAL_SECONDS:g} s; its rows wait, the run goes on"
-                )
+                self._say(f"the logger {logger.name} gave no answer in {TRIAL_SECONDS:g} s; its rows wait")
         self._drop_failed()
 
     def write(self, row: Row, samples: Seq[Row] = ()) -> None:

@@ -5,10 +5,11 @@ import os
 import socket
 import sys
 import traceback
-from contextlib import ExitStack, redirect_stderr, redirect_stdout, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Self, TextIO, cast
+from typing import TextIO, cast
 
 from dovetail.jsonl import ODD_LETTERS
 
@@ -19,28 +20,23 @@ def log_path(run: Path, rank: int) -> Path:
     return run / LOGS / f"rank-{rank}.log"
 
 
-class RankLog:
-    """Standard error of this process also goes to a file, from then on. quiet: only there, as does standard output."""
+@contextmanager
+def rank_log(path: Path, ranks: str, *, quiet: bool) -> Iterator[None]:
+    """Standard error of this process also goes to a file. quiet: only there, as does standard output.
 
-    def __init__(self, path: Path, ranks: str, *, quiet: bool) -> None:
-        """ranks: for the line that each start begins with."""
-        self.path, self.ranks, self.quiet = path, ranks, quiet
-        self._stack = ExitStack()
-
-    def __enter__(self) -> Self:
+    ranks: for the line that each start begins with.
+    """
+    with ExitStack() as stack:
         with suppress(OSError):  # a run goes on without it
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            log = self._stack.enter_context(self.path.open("a", buffering=1, encoding="utf-8", errors=ODD_LETTERS))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            log = stack.enter_context(path.open("a", buffering=1, encoding="utf-8", errors=ODD_LETTERS))
             begun = datetime.now(UTC).isoformat(timespec="seconds")
-            log.write(f"{begun}: {self.ranks} on {socket.gethostname()}, pid {os.getpid()}\n")
-            output = cast("TextIO", _Output(log) if self.quiet else _Output(sys.stderr, log))
-            self._stack.enter_context(redirect_stderr(output))
-            if self.quiet:
-                self._stack.enter_context(redirect_stdout(output))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
+            log.write(f"{begun}: {ranks} on {socket.gethostname()}, pid {os.getpid()}\n")
+            output = cast("TextIO", _Output(log) if quiet else _Output(sys.stderr, log))
+            stack.enter_context(redirect_stderr(output))
+            if quiet:
+                stack.enter_context(redirect_stdout(output))
+        yield
 
 
 def note_failure(path: Path, error: BaseException | None) -> None:

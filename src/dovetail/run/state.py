@@ -12,11 +12,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NotRequired
 
 import numpy as np
 import torch
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from typing_extensions import TypedDict  # pydantic takes the one of typing from Python 3.12 on
 
 from dovetail.errors import CheckpointError
 from dovetail.parallel.consensus import agreed, of_all, refuse_different
@@ -24,29 +25,20 @@ from dovetail.parallel.mesh import Mesh
 from dovetail.weights.hf_directory import Pretrained
 from dovetail.weights.safe_paths import SideFiles
 
-GENERATORS = ("python", "numpy", "torch")  # of every rank, and "device" on accelerators
-CPU = torch.device("cpu")
 CHUNK, READERS = 1 << 24, 4  # bytes of a checksum, and threads of a rank
 SAMPLED, BLOCK = 64, 1 << 12  # blocks of a weight file that hosts compare, and their bytes
 VOLATILE = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache")  # not part of the model
 TEXT_FILES = ("tokenizer", "vocab", "merges", "chat_template", "special_tokens", "added_tokens", "spiece")
 
 
-def _check_generators(states: Mapping[str, str]) -> Mapping[str, str]:
-    missing = [name for name in GENERATORS if name not in states]
-    if missing:
-        raise ValueError(f"missing: {', '.join(missing)}")
-    saved = random_state(CPU)
-    try:
-        restore_random_state(states, CPU)
-    except (ValueError, TypeError, KeyError, RuntimeError, OverflowError) as error:
-        raise ValueError("not the state of random generators") from error
-    finally:
-        restore_random_state(saved, CPU)
-    return states
-
-
 Count = Annotated[int, Field(ge=0, lt=1 << 48)]  # of steps, rows, updates
+
+
+class RandomState(TypedDict):
+    python: str
+    numpy: str
+    torch: str
+    device: NotRequired[str]  # of an accelerator
 
 
 class RunState(BaseModel):
@@ -67,15 +59,13 @@ class RunState(BaseModel):
     cursor: Count
     updates: Mapping[str, Count]
     before: Mapping[str, float]
-    rng: list[Annotated[Mapping[str, str], AfterValidator(_check_generators)]]
+    rng: list[RandomState]
 
     @classmethod
     def parse(cls, state: Mapping[str, Any] | None, path: Path) -> "RunState":
         """CheckpointError names every missing, unknown or invalid field."""
         if state is None:
-            raise CheckpointError(
-                f"{path} holds weights without training state; start a new run with model.path={path}"
-            )
+            raise CheckpointError(f"{path} has weights without training state; start a new run with model.path={path}")
         try:
             return cls.model_validate(state)
         except ValidationError as error:
@@ -149,11 +139,11 @@ def rows_fingerprint(rows: Iterable[object]) -> str:
     return digest.hexdigest()
 
 
-def random_state(device: torch.device) -> dict[str, str]:
+def random_state(device: torch.device) -> RandomState:
     version, words, gauss = random.getstate()
     numpy = np.random.get_state(legacy=False)
     assert isinstance(numpy, dict)
-    states = {
+    states: RandomState = {
         "python": json.dumps([version, list(words), gauss]),
         "numpy": json.dumps({**numpy, "state": {**numpy["state"], "key": _packed(numpy["state"]["key"])}}),
         "torch": _packed(torch.get_rng_state().numpy()),
@@ -163,7 +153,7 @@ def random_state(device: torch.device) -> dict[str, str]:
     return states
 
 
-def restore_random_state(states: Mapping[str, str], device: torch.device) -> None:
+def restore_random_state(states: RandomState, device: torch.device) -> None:
     version, words, gauss = json.loads(states["python"])
     random.setstate((version, tuple(words), gauss))
     numpy = json.loads(states["numpy"])

@@ -123,9 +123,9 @@ def train(task: Task, run: "RunDirectory", trainer: "TrainerSection", progress: 
     progress, on, state = progress or Progress(), run.on, run.on.state
 
     def evaluate(step: int) -> Row:
-        if found := task.evaluate(step):
-            on.add_columns("on_evaluate", found, prefix="eval_")
-        return found
+        if row := task.evaluate(step):
+            on.add_columns("on_evaluate", row, prefix="eval_")
+        return row
 
     budget = TimeBudget(trainer.time_budget_seconds, run.shared, run.say)
     earlier = run.earlier()

@@ -100,9 +100,7 @@ class HFReader(TensorSource):
             refuse_without_safetensors(path)
         files = {name: TensorFile(contained(path, name)) for name in names}
         file_of: dict[str, str] = {}
-        problems = [
-            f"{name}: {file} does not hold it" for name, file in index.items() if name not in files[file].entries
-        ]
+        problems = [f"{n}: {file} does not hold it" for n, file in index.items() if n not in files[file].entries]
         for file_name, file in files.items():
             for name in file.entries:
                 if name in file_of and name not in index:

@@ -158,9 +158,7 @@ def _parse_header(data: bytearray, what: str) -> dict[str, Entry]:
             continue
         code, shape = value["dtype"], value["shape"]
         if code not in DTYPES or max(shape, default=0) > MAX_LENGTH:
-            raise CheckpointError(
-                f"{what}: {name} has the dtype {code} and the shape {quoted(shape)}; known dtypes are {', '.join(DTYPES)}"
-            )
+            raise CheckpointError(f"{what}: {name} is {code} {quoted(shape)}; known dtypes are {', '.join(DTYPES)}")
         entries[name] = Entry(name, DTYPES[code], tuple(shape), len(data) + value["data_offsets"][0])
     return entries
 
