@@ -81,7 +81,7 @@ def whole_model(folder: Path, layout: Layout, case: Case) -> tuple[Figures, int,
 @pytest.mark.parametrize(
     ("layout", "case"),
     [
-        pytest.param(*each, id=str(number), marks=[pytest.mark.soak] * (number in (2, 5)))
+        pytest.param(*each, id=str(number), marks=[pytest.mark.soak] * (number in (2, 6)))
         for number, each in enumerate(CASES)
     ],
 )
