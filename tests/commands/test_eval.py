@@ -84,7 +84,8 @@ def tokens(run: Path) -> dict[str, list[Any]]:
     }
 
 
-def test_two_sets_give_the_same_numbers_on_every_layout(model: Path, folder: Path) -> None:
+@pytest.mark.parametrize("layouts", [("dp=2",), pytest.param(("tp=2", "dp=2"), marks=pytest.mark.soak)], ids=len)
+def test_two_sets_give_the_same_numbers_on_every_layout(layouts: tuple[str, ...], model: Path, folder: Path) -> None:
     recipe = recipe_of(folder, model)
     assert (alone := here("train", recipe, f"run_dir={folder}/one")).code == 0, alone
     first, last = read_rows(folder / "one/metrics.jsonl")
@@ -103,7 +104,7 @@ def test_two_sets_give_the_same_numbers_on_every_layout(model: Path, folder: Pat
     kinds = [(file.step, file.kind) for file in sample_files(folder / "one") if file.kind != "rollout"]
     assert kinds == [(step, kind) for step in (0, 2) for kind in ("eval", "eval drawn", "eval greedy")]
     assert found["eval/step_000000.jsonl"] == found["eval/greedy/step_000000.jsonl"]
-    for layout in ("tp=2", "dp=2"):
+    for layout in layouts:
         ended = on_ranks(2, "train", recipe, "--layout", layout, f"run_dir={folder}/{layout}")
         assert [each.code for each in ended] == [0, 0], ended
         ours = read_rows(folder / layout / "metrics.jsonl")

@@ -78,10 +78,10 @@ def alone(folder: Path) -> dict[str, dict[str, Any]]:
     ("kind", "layout", "teachers"),
     [
         ("dense", "tp=2", "dp=2"),
-        ("dense", "dp=2", "tp=2"),
-        ("dense", "pp=2", "cp=2"),
         ("dense", "cp=2", "pp=2"),
         ("experts", "dp=2,ep=2", "tp=2"),
+        pytest.param("dense", "dp=2", "tp=2", marks=pytest.mark.soak),
+        pytest.param("dense", "pp=2", "cp=2", marks=pytest.mark.soak),
         pytest.param("dense", "tp=2,pp=2", "dp=2,cp=2", marks=pytest.mark.soak),
         pytest.param("dense", "dp=2,tp=2", "pp=2,tp=2", marks=pytest.mark.soak),
         pytest.param("experts", "tp=2,cp=2,ep=2", "dp=4", marks=pytest.mark.soak),

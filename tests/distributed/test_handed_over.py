@@ -78,7 +78,13 @@ def whole_model(folder: Path, layout: Layout, case: Case) -> tuple[Figures, int,
     return figures, handing.handed, handing.plain
 
 
-@pytest.mark.parametrize(("layout", "case"), CASES, ids=map(str, range(len(CASES))))
+@pytest.mark.parametrize(
+    ("layout", "case"),
+    [
+        pytest.param(*each, id=str(number), marks=[pytest.mark.soak] * (number in (2, 6)))
+        for number, each in enumerate(CASES)
+    ],
+)
 def test_whole_models_equal_one_rank(layout: Layout, case: Case, tmp_path: Path) -> None:
     write_models(tmp_path, [case.model], case.depth)
     run(1, write_alone, str(tmp_path), (case.alone,))

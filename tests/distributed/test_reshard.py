@@ -57,7 +57,7 @@ CUTS: dict[int, tuple[Cut, ...]] = {
     ),
     8: ((NATIVE, "tp=8"), (NATIVE, "tp=2,pp=2,dp=2"), (NATIVE, "pp=2,cp=2,dp=2"), (NATIVE, "tp=4,pp=2")),
 }
-FEW: dict[int, tuple[Cut, ...]] = {1: CUTS[1][:1], 2: (CUTS[2][2], CUTS[2][5]), 4: CUTS[4][:1]}
+FEW: dict[int, tuple[Cut, ...]] = {1: CUTS[1][:1], 2: (CUTS[2][0], CUTS[2][2], CUTS[2][5])}
 EXPERTS: dict[int, tuple[Cut, ...]] = {
     1: CUTS[1],
     2: (

@@ -102,7 +102,8 @@ CASES = [
     ("sft", "", {}),
     ("grpo", "dp=2", {"trainer": {"async_save": False}}),
     pytest.param(("ppo", "tp=2", {}), marks=pytest.mark.soak),
-    ("ppo", "pp=2", {"model": {"dtype": "bfloat16", "save_dtype": "bfloat16"}}),
+    ("ppo", "tp=2", {"model": {"dtype": "bfloat16", "save_dtype": "bfloat16"}, "algorithm": {"epochs": 1}}),
+    pytest.param(("ppo", "pp=2", {"model": {"dtype": "bfloat16", "save_dtype": "bfloat16"}}), marks=pytest.mark.soak),
 ]
 LAYOUTS = ("", "dp=4", "tp=2,dp=2", "pp=2,dp=2", "cp=2,dp=2")
 HALF = {"model": {"dtype": "bfloat16", "save_dtype": "bfloat16"}}

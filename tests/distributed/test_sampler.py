@@ -199,7 +199,7 @@ def assert_same_routes(actual: list[Completion], expected: list[Completion]) -> 
 @pytest.mark.parametrize(
     ("layout", "names"),
     [
-        ("tp=2", EXPERTS[1:]),
+        ("tp=2", EXPERTS[2:]),
         ("tp=2,dp=2", EXPERTS[1:2]),
         *(pytest.param(layout, EXPERTS, marks=pytest.mark.soak) for layout in ("tp=2", "tp=2,dp=2")),
     ],

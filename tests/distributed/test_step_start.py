@@ -30,6 +30,7 @@ from tests.parity.configs import VOCAB, moe_configs, save_tiny, tiny_configs
 LENGTHS = (9, 5, 12, 7, 3, 11, 8, 4)
 BUDGET = 16  # tokens of a micro-batch: several a replica
 LAYOUTS = ("dp=2", "tp=2", "cp=2", "pp=2", "dp=1")
+QUICK = ("tp=2", "cp=2")
 FAMILIES = ("llama", "llama_tied", "qwen3_moe")
 
 
@@ -130,7 +131,13 @@ def bits_of(path: Path, layout: str, *, plainly: bool) -> list[Tensor]:
     return [*found, *(shard.local.detach().clone() for shard in engine.optimizer.shards)]
 
 
-@pytest.mark.parametrize(("family", "layout"), [*(("llama", layout) for layout in LAYOUTS), ("qwen3_moe", "dp=2")])
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        ("qwen3_moe", "dp=2"),
+        *(pytest.param("llama", each, marks=[pytest.mark.soak] * (each not in QUICK)) for each in LAYOUTS),
+    ],
+)
 def test_every_bit_is_that_of_one_after_the_other(family: str, layout: str, folder: Path) -> None:
     ranks = Layout.parse(layout).num_ranks
     early, plain = (run(ranks, bits_of, folder / family, layout, plainly=plainly) for plainly in (False, True))

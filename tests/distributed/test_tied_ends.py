@@ -21,7 +21,7 @@ TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 STEPS = 3
 LAYOUTS = (
     pytest.param(Layout(pp=2), marks=pytest.mark.soak),
-    Layout(pp=4, schedule="zero_bubble"),
+    pytest.param(Layout(pp=4, schedule="zero_bubble"), marks=pytest.mark.soak),
     pytest.param(Layout(tp=2, pp=2, cp=2), marks=pytest.mark.soak),
     Layout(pp=2, dp=2, virtual_stages=2, schedule="interleaved"),
 )

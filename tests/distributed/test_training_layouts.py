@@ -21,7 +21,7 @@ RECIPES: Mapping[str, Mapping[str, Any]] = {
     "ppo": {"kl_coef": 0.05, "lam": 0.95},
     "rloo": {"aggregation": "sequence", "ratio": "sequence"},
 }
-RL_LAYOUTS = {"grpo": "dp=2", "ppo": "tp=2", "rloo": "tp=2,dp=2"}
+RL_LAYOUTS = {"grpo": "dp=2", "ppo": "tp=2", "rloo": "tp=2"}
 PATIENCE = 600.0  # seconds for one run on a busy machine
 
 

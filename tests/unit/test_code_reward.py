@@ -68,10 +68,20 @@ HARM = {
     "writes to files": "import os\nfor i in range(64):\n    try: os.write(i, bytes(9))\n    except OSError: pass\nos._exit(0)",
     "memory map": "import mmap; mmap.mmap(-1, 8 << 30)",
 }
+LIKE_OTHERS = (
+    "sleep",
+    "one large allocation",
+    "threads",
+    "exits before the tests",
+    "regular expression",
+    "writes to files",
+)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits are Linux's")
-@pytest.mark.parametrize("harm", HARM)
+@pytest.mark.parametrize(
+    "harm", [pytest.param(name, marks=[pytest.mark.soak] * (name in LIKE_OTHERS)) for name in HARM]
+)
 def test_a_harmful_program_fails_alone(harm: str) -> None:
     before, started = children_of([os.getpid()]), time.monotonic()
     assert code(block(HARM[harm]), ONE, "stop", seconds=0.5, memory_mib=256) == 0.0

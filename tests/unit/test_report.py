@@ -67,7 +67,7 @@ def test_it_is_small_and_needs_nothing_else(long: Path, tmp_path: Path) -> None:
         assert tag in ("html", "head", "meta", "link", "title", "style", "body", "main", "noscript", "script")
         assert not attributes.keys() - {"lang", "charset", "http-equiv", "content", "name", "rel", "href", "id", "type"}
         assert attributes.get("href", "data:,") == "data:,"
-    rows = [{**sample(i, 0, 1), "completion": HOSTILE * 1000} for i in range(3000)]
+    rows = [{**sample(i, 0, 1), "completion": HOSTILE * 1000} for i in range(1000)]
     write_lines(make_run(tmp_path / "large", 1) / "rollouts" / "step_000001.jsonl", rows)
     assert SAMPLE_BYTES / 2 < len(render(page_data(read_runs([tmp_path / "large"])))) < MOST_BYTES
 

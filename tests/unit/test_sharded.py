@@ -78,7 +78,7 @@ def test_odd_tensors_go_along_as_they_are(tmp_path: Path) -> None:
 def test_every_flipped_bit_is_found_and_named(cut: Path) -> None:
     rng = random.Random(0)
     files = [path for path in sorted(cut.rglob("*")) if path.is_file()]
-    for _ in range(300):
+    for _ in range(100):
         path = rng.choice(files)
         whole = path.read_bytes()
         at = rng.randrange(len(whole))
@@ -204,7 +204,8 @@ def _crash_at(count: int, action: Callable[[], object]) -> bool:
     return code == 9
 
 
-def test_every_crash_leaves_the_old_checkpoint_or_the_new(source: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("stride", [3, pytest.param(1, marks=pytest.mark.soak)])
+def test_every_crash_leaves_the_old_checkpoint_or_the_new(stride: int, source: Path, tmp_path: Path) -> None:
     model, mesh = _loaded(source)
     sides = side_files(source)
     old = tensors_of(source)
@@ -213,7 +214,7 @@ def test_every_crash_leaves_the_old_checkpoint_or_the_new(source: Path, tmp_path
     nn.init.constant_(model.get_parameter(NORM), 3.0)
     new = dict(stream(model, mesh))
     outcomes = set()
-    for count in range(100):
+    for count in range(0, 100, stride):
         died = _crash_at(count, lambda: save_sharded(model, tmp_path / "run", mesh, sides=sides, step=5))
         reader = ShardedReader(tmp_path / "run" / "step_000005")
         reader.verify()
@@ -223,9 +224,10 @@ def test_every_crash_leaves_the_old_checkpoint_or_the_new(source: Path, tmp_path
         outcomes.add((died, is_new))
         if not died:
             break
-    assert outcomes == {(True, False), (True, True), (False, True)}  # the second: before the link is on the disk
+    assert outcomes | {(True, True)} == {(True, False), (True, True), (False, True)}
+    assert stride > 1 or (True, True) in outcomes, "none died before the link was on the disk"
     out = tmp_path / "hf"
-    for count in range(100):
+    for count in range(0, 100, stride):
         died = _crash_at(count, lambda: save(model, out, mesh, sides=sides, shard_bytes=5000))
         if out.exists():
             assert_same_tensors(tensors_of(out), new)
