@@ -27,7 +27,6 @@ from dovetail.rollout.remote.http import Client
 from dovetail.rollout.remote.vllm import GENERATE
 from dovetail.weights.hf_directory import Pretrained
 
-DOCS = Path(__file__).parents[1] / "docs"
 PROMPT = 64
 SAMPLING: Mapping[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "logprobs": 0, "ignore_eos": True}
 OPTIONS = EngineOptions(tokens_per_batch=1 << 14)
@@ -80,7 +79,7 @@ def main() -> None:
 
 
 def pieces(source: Pretrained, count: int) -> list[list[int]]:
-    text = "\n".join(file.read_text() for file in sorted(DOCS.glob("*.md")))
+    text = "\n".join(file.read_text() for file in sorted((Path(__file__).parents[1] / "docs").glob("*.md")))
     ids: list[int] = load_tokenizer(source)(text, add_special_tokens=False)["input_ids"]
     stride = (len(ids) - PROMPT) // count
     return [ids[i * stride : i * stride + PROMPT] for i in range(count)]
