@@ -7,10 +7,11 @@ at temperature 1 behind pieces of this project's docs. Their log-probs are compa
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,9 +27,10 @@ from dovetail.rollout.remote.http import Client
 from dovetail.rollout.remote.vllm import GENERATE
 from dovetail.weights.hf_directory import Pretrained
 
-DOCS = Path(__file__).parents[1] / "docs"
 PROMPT = 64
+SAMPLING: Mapping[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "logprobs": 0, "ignore_eos": True}
 OPTIONS = EngineOptions(tokens_per_batch=1 << 14)
+FIGURES = ("mean", "p99", "max")
 Drawn = tuple[Sequence[int], Sequence[float]]  # ids and log-probs behind a prompt
 
 
@@ -38,6 +40,9 @@ def main() -> None:
     parser.add_argument("model", help="a directory or a hub name")
     parser.add_argument("--url", help="of a vLLM server")
     parser.add_argument("--offline", action="store_true", help="vLLM in this process, on 0.4 of the GPU's memory")
+    parser.add_argument(
+        "--head", choices=["model", "float32"], default="model", help="dtype of the offline vLLM's logits"
+    )
     parser.add_argument("--prompts", type=positive, default=32)
     parser.add_argument("--new", type=positive, default=128)
     parser.add_argument("--dtype", choices=list(DTYPES), default="bfloat16")
@@ -59,22 +64,22 @@ def main() -> None:
             for name, each in drawn.items():
                 scores.setdefault(name, []).append(scored(engine, prompts, each))
             del engine
-    print(f"{'|log-prob difference|':<46}{'tokens':>8}{'mean':>11}{'p99':>11}{'max':>11}")
+    print(f"{'|log-prob difference|':<46}" + "".join(f"{name:>11}" for name in FIGURES))
     gaps: dict[str, dict[str, float]] = {}
     for name, each in drawn.items():
         theirs = torch.tensor([x for _, log_probs in each for x in log_probs], dtype=torch.float64)
         ours, exact = scores[name]
         pairs = {"score": (theirs, ours), "float32": (theirs, exact), "score to float32": (ours, exact)}
         for what, (a, b) in pairs.items():
-            gaps[f"{name}: {what}"] = found = gap(a, b)
-            print(
-                f"{name + ': ' + what:<46}" + "".join(f"{x:>{8 if n == 'tokens' else 11}.6g}" for n, x in found.items())
-            )
-    print(json.dumps({**surroundings(), "model": given.model, "dtype": given.dtype, "gaps": gaps}))
+            away = (a - b).abs()
+            found = [float(x) for x in (away.mean(), away.quantile(0.99), away.max())]
+            gaps[f"{name}: {what}"] = dict(zip(FIGURES, found, strict=True))
+            print(f"{name + ': ' + what:<46}" + "".join(f"{x:>11.6f}" for x in found))
+    print(json.dumps({**surroundings(), **vars(given), "tokens": given.prompts * given.new, "gaps": gaps}))
 
 
 def pieces(source: Pretrained, count: int) -> list[list[int]]:
-    text = "\n".join(file.read_text() for file in sorted(DOCS.glob("*.md")))
+    text = "\n".join(file.read_text() for file in sorted((Path(__file__).parents[1] / "docs").glob("*.md")))
     ids: list[int] = load_tokenizer(source)(text, add_special_tokens=False)["input_ids"]
     stride = (len(ids) - PROMPT) // count
     return [ids[i * stride : i * stride + PROMPT] for i in range(count)]
@@ -82,19 +87,10 @@ def pieces(source: Pretrained, count: int) -> list[list[int]]:
 
 def served(url: str, prompts: Sequence[Sequence[int]], new: int) -> list[Drawn]:
     """All prompts at once, as a fleet sends them."""
-    client = Client(url, timeout=600.0)
-    asked = {
-        "max_tokens": new,
-        "temperature": 1.0,
-        "top_p": 1.0,
-        "top_k": 0,
-        "logprobs": 0,
-        "ignore_eos": True,
-        "seed": 1,
-    }
+    client, how = Client(url, timeout=600.0), {**SAMPLING, "max_tokens": new}
 
     def draw(ids: Sequence[int]) -> Drawn:
-        (choice,) = client.post(GENERATE, {"token_ids": list(ids), "sampling_params": asked})["choices"]
+        (choice,) = client.post(GENERATE, {"token_ids": list(ids), "sampling_params": how})["choices"]
         return choice["token_ids"], [each["logprob"] for each in choice["logprobs"]["content"]]
 
     with ThreadPoolExecutor(len(prompts)) as threads:
@@ -105,34 +101,19 @@ def offline(path: str, prompts: Sequence[Sequence[int]], given: argparse.Namespa
     vllm = import_module("vllm")
     llm = vllm.LLM(
         model=path, dtype=given.dtype, gpu_memory_utilization=0.4, max_model_len=PROMPT + given.new,
-        skip_tokenizer_init=True, logprobs_mode="raw_logprobs",
+        skip_tokenizer_init=True, logprobs_mode="raw_logprobs", hf_overrides={"head_dtype": given.head},
     )  # fmt: skip
-    how = vllm.SamplingParams(
-        temperature=1.0, max_tokens=given.new, logprobs=0, ignore_eos=True, detokenize=False, seed=1
-    )
+    how = vllm.SamplingParams(max_tokens=given.new, **SAMPLING)
     replies = llm.generate([{"prompt_token_ids": list(ids)} for ids in prompts], how)
-    every = [(reply.outputs[0].token_ids, reply.outputs[0].logprobs) for reply in replies]
-    return [(list(ids), [at[i].logprob for i, at in zip(ids, where, strict=True)]) for ids, where in every]
+    every = [reply.outputs[0] for reply in replies]
+    return [(x.token_ids, [at[i].logprob for i, at in zip(x.token_ids, x.logprobs, strict=True)]) for x in every]
 
 
 def scored(engine: SamplingEngine, prompts: Sequence[Sequence[int]], drawn: Sequence[Drawn]) -> Tensor:
     """The engine's log-probs of the drawn tokens, in their order."""
-    rows = [
-        Row([*prompt, *ids], [False] * len(prompt) + [True] * len(ids))
-        for prompt, (ids, _) in zip(prompts, drawn, strict=True)
-    ]
-    batch = PackedBatch.pack(rows)
+    pairs = zip(prompts, (ids for ids, _ in drawn), strict=True)
+    batch = PackedBatch.pack([Row([*a, *b], [False] * len(a) + [True] * len(b)) for a, b in pairs])
     return engine.score(batch).logprob.double().cpu()[batch.mask.bool().cpu()]
-
-
-def gap(a: Tensor, b: Tensor) -> dict[str, float]:
-    away = (a - b).abs()
-    return {
-        "tokens": away.numel(),
-        "mean": float(away.mean()),
-        "p99": float(away.quantile(0.99)),
-        "max": float(away.max()),
-    }
 
 
 if __name__ == "__main__":

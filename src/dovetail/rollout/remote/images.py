@@ -17,13 +17,7 @@ from dovetail.errors import ConfigError, DataError
 
 QWEN_LIKE = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "glm4v_moe"})
 PIXELS, GRID = "pixel_values", "image_grid_thw"
-FIXED: Mapping[int, bytes] = {
-    1: b"\xd4",
-    2: b"\xd5",
-    4: b"\xd6",
-    8: b"\xd7",
-    16: b"\xd8",
-}  # lengths of extensions that have a type byte
+FIXED: Mapping[int, bytes] = {1: b"\xd4", 2: b"\xd5", 4: b"\xd6", 8: b"\xd7", 16: b"\xd8"}  # of an extension's length
 
 
 def check_media(kind: str, model: str, *, takes_features: bool, videos: bool) -> None:

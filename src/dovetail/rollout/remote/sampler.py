@@ -95,10 +95,9 @@ class RemoteSampler:
     def _draw(self, fleet: Fleet, prompts: Sequence[Prompt], params: SamplingParams) -> list[Reply]:
         """Ordered by prompt, then sample."""
         salt = f"{self._run}-{self.version}"
+        requests = [self._request(prompt, params, salt) for prompt in prompts]
         futures: list[Future[Reply]] = [
-            fleet.submit(replace(request, sample=sample))
-            for request in (self._request(prompt, params, salt) for prompt in prompts)
-            for sample in range(params.samples)
+            fleet.submit(replace(request, sample=sample)) for request in requests for sample in range(params.samples)
         ]
         try:
             tokens = 0
