@@ -172,10 +172,11 @@ class Recipe(Section):
             raise ValueError(
                 "teacher.path is missing: distillation learns from a teacher; give its directory or hub name"
             )
-        if self.rollout.router_replay == "rollout" and self.rollout.backend != "native":
+        if self.rollout.router_replay == "rollout" and not (self.rollout.backend == "native" and self.rollout.inside):
             raise ValueError(
-                f"rollout.router_replay is rollout, but rollout.backend={self.rollout.backend} returns no routes; "
-                "set rollout.backend=native, or rollout.router_replay=trainer"
+                f"rollout.router_replay is rollout, but rollout.backend={self.rollout.backend} returns no routes"
+                f"{'' if self.rollout.inside else ' from engines'}; set rollout.backend=native without engines, or "
+                "rollout.router_replay=trainer"
             )
         if self.correction is not None:
             check_correction(self.correction, self.rollout)

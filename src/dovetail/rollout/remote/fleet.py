@@ -3,6 +3,7 @@
 import resource
 import threading
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -60,12 +61,17 @@ class Fleet:
         self._salt = ""
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]  # a thread has a connection
         most = PER_REPLICA * len(replicas)
-        threads = most if files == resource.RLIM_INFINITY else min(most, max(1, files // 2))
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="engines")
+        self.capacity = most if files == resource.RLIM_INFINITY else min(most, max(1, files // 2))  # requests in flight
+        self._threads = ThreadPoolExecutor(self.capacity, thread_name_prefix="engines")
 
     def submit(self, request: Request) -> "Future[Reply]":
         """EngineError if no replica is left, or if one refuses the request."""
         return self._threads.submit(self._draw, request)
+
+    def batch(self, count: int) -> str | None:
+        """A name for `count` requests that one replica gets all at once; None: several share them, or they come in turns."""
+        alone = sum(replica.serves for replica in self.replicas) == 1 and count <= self.capacity
+        return uuid.uuid4().hex if alone else None
 
     def pushed(self, replica: Replica, version: int, problem: EngineError | None) -> None:
         """After a push: with a problem the replica serves nothing until the next one."""

@@ -22,13 +22,14 @@ MOST_BANNED = 1024  # of a request, in vLLM
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One sample of a prompt. salt: of the server's prefix cache."""
+    """One sample of a prompt. salt: of the server's prefix cache. batch: a name, requests that begin together, and its number."""
 
     ids: Sequence[int]
     row: int
     sample: int
     params: "SamplingParams"
     salt: str
+    batch: tuple[str, int, int] | None = None
 
     def seed(self, received: int) -> int:
         """Another one behind tokens that are kept: a server counts its draws from its first one."""
