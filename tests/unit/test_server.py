@@ -102,7 +102,7 @@ def test_a_batch_has_the_bits_of_the_sampler(transport: str, tmp_path: Path) -> 
         sampler = remote(server, tmp_path, transport)
         for step, (prompts, params) in enumerate(
             [
-                (some_prompts(), PARAMS),
+                (some_prompts(), replace(PARAMS, banned_ids=(2, 5))),
                 (some_prompts((3, 9, 5))[::-1], replace(PARAMS, max_new_tokens=40, step=3, top_p=0.8)),
             ],
             1,

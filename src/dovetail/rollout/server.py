@@ -5,6 +5,7 @@ One thread owns the model; others hand it work. `server_http.py` speaks to clien
 
 import itertools
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -27,6 +28,7 @@ from dovetail.rollout.scheduler import GenerationLoop, Group, Scheduler
 
 T = TypeVar("T")
 FIRST_VERSION = "default"  # of weights that no trainer pushed, in vLLM's words
+BATCHES = 64  # names that are remembered: a request that is sent again does not wait for its batch
 HOLD_SECONDS = 10.0  # without a request of a batch that is not whole: those that came begin
 GPU_SHARE = 0.8  # of a GPU's free memory, for keys and values
 
@@ -94,7 +96,7 @@ class SamplerServer:
         self._living: dict[int, Sample] = {}
         self._arrived = list[Sample]()
         self._held: dict[str, list[Sample]] = {}
-        self._last_batch, self._heard = "", 0.0
+        self._begun, self._heard = deque[str](maxlen=BATCHES), 0.0
 
     @torch.no_grad()
     def run(self) -> None:
@@ -158,6 +160,7 @@ class SamplerServer:
             pass
         if self._held and time.monotonic() > self._heard + HOLD_SECONDS:
             self._arrived += itertools.chain(*self._held.values())
+            self._begun += self._held
             self._held = {}
         arrived, self._arrived = self._arrived, []
         if arrived:
@@ -165,7 +168,7 @@ class SamplerServer:
 
     def _arrive(self, sample: Sample) -> None:
         self._living[next(self._slots)] = sample
-        if sample.batch is None or sample.batch[0] == self._last_batch:
+        if sample.batch is None or sample.batch[0] in self._begun:
             self._arrived.append(sample)
             return
         name, count, _ = sample.batch
@@ -173,7 +176,7 @@ class SamplerServer:
         held.append(sample)
         self._heard = time.monotonic()
         if len(held) == count:
-            self._last_batch = name
+            self._begun.append(name)
             del self._held[name]
             self._begin(sorted(held, key=lambda one: one.batch[2] if one.batch else 0), together=True)
 

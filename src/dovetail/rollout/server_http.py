@@ -5,7 +5,7 @@ import json
 import secrets
 import select
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from queue import Empty
@@ -19,6 +19,8 @@ from dovetail.rollout.remote.vllm import GENERATE, PUSH_PATHS
 from dovetail.rollout.remote.wire import NO_BIAS
 from dovetail.rollout.server import Event, Sample, SamplerServer
 
+Events = Generator[Event, None, None]
+Answer = dict[str, Any] | Events | None  # None: no such path
 LOOK_SECONDS = 1.0  # between looks whether a waiting client is still there
 BACKLOG = 1024  # connections that come at once
 SAMPLING = (
@@ -57,8 +59,7 @@ class HttpServer(ThreadingHTTPServer):
         self.engine, self.model, self.eos, self.key, self.version = engine, model, eos, key, version
         self.url = f"http://{address[0]}:{self.server_port}"
 
-    def get(self, path: str) -> dict[str, Any] | None:
-        """None: no such path."""
+    def get(self, path: str) -> Answer:
         engine = self.engine
         card = {"id": self.model, "object": "model", "root": self.model, "max_model_len": engine.max_length}
         config = {
@@ -76,7 +77,7 @@ class HttpServer(ThreadingHTTPServer):
         }
         return answers[path]() if path in answers else None
 
-    def post(self, path: str, query: Mapping[str, str], body: Mapping[str, Any]) -> dict[str, Any] | None:
+    def post(self, path: str, query: Mapping[str, str], body: Mapping[str, Any]) -> Answer:
         engine = self.engine
         calls: dict[str, Callable[[], None]] = {
             "/pause": lambda: self._pause(query),
@@ -162,25 +163,15 @@ class _Handler(BaseHTTPRequestHandler):
         text = self.rfile.read(int(self.headers.get("content-length") or 0))
         self._answer(lambda path, query: self._post(path, query, json.loads(text) if text else {}))
 
-    def _post(self, path: str, query: Mapping[str, str], body: Mapping[str, Any]) -> dict[str, Any] | None:
+    def _post(self, path: str, query: Mapping[str, str], body: Mapping[str, Any]) -> Answer:
         if not isinstance(body, dict):
             raise ConfigError("expected a JSON object")
         if path != GENERATE:
             return self.server.post(path, query, body)
-        with closing(self._events(self.server.sample(body))) as events:
-            if not body.get("stream"):
-                return _reply(next(events))
-            self.send_response(200)
-            self.send_header("content-type", "text/event-stream; charset=utf-8")
-            self.send_header("transfer-encoding", "chunked")
-            self.end_headers()
-            for event in events:
-                self._chunk(f"data: {json.dumps(_reply(event))}\n\n")
-            self._chunk("data: [DONE]\n\n")
-            self._chunk("")
-        return {}
+        events = self._events(self.server.sample(body))
+        return events if body.get("stream") else _reply(next(events))
 
-    def _answer(self, work: Callable[[str, Mapping[str, str]], dict[str, Any] | None]) -> None:
+    def _answer(self, work: Callable[[str, Mapping[str, str]], Answer]) -> None:
         parts, given = urlsplit(self.path), self.headers.get("authorization", "").encode()
         is_open = self.server.key is None or parts.path == "/health"
         try:
@@ -188,17 +179,29 @@ class _Handler(BaseHTTPRequestHandler):
                 self._send(401, _error("Unauthorized"))
                 return
             value = work(parts.path, {name: each[0] for name, each in parse_qs(parts.query).items()})
+            if isinstance(value, Generator):
+                self._stream(value)
+            elif value is None:
+                self._send(404, _error("Not Found"))
+            else:
+                self._send(200, value)
         except ConnectionError:  # the client is gone
             self.close_connection = True
         except (UserError, KeyError, IndexError, TypeError, ValueError) as error:
             self._send(400, _error(str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"))
         except (RuntimeError, OSError) as error:
             self._send(500, _error(f"{type(error).__name__}: {error}"))
-        else:
-            if value is None:
-                self._send(404, _error("Not Found"))
-            elif not (parts.path == GENERATE and not value):  # else it was streamed
-                self._send(200, value)
+
+    def _stream(self, events: Events) -> None:
+        self.send_response(200)
+        self.send_header("content-type", "text/event-stream; charset=utf-8")
+        self.send_header("transfer-encoding", "chunked")
+        self.end_headers()
+        with closing(events):
+            for event in events:
+                self._chunk(f"data: {json.dumps(_reply(event))}\n\n")
+        self._chunk("data: [DONE]\n\n")
+        self._chunk("")
 
     def _send(self, status: int, value: Mapping[str, Any]) -> None:
         text = json.dumps(value).encode()
@@ -212,7 +215,7 @@ class _Handler(BaseHTTPRequestHandler):
         data = text.encode()
         self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))
 
-    def _events(self, sample: Sample) -> Iterator[Event]:
+    def _events(self, sample: Sample) -> Events:
         """The sample is aborted if nobody takes them to the end."""
         engine, finished = self.server.engine, False
         engine.submit(sample)

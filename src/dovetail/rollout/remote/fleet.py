@@ -70,8 +70,8 @@ class Fleet:
 
     def batch(self, count: int) -> str | None:
         """A name for `count` requests that one replica gets all at once; None: several share them, or they come in turns."""
-        alone = sum(replica.serves for replica in self.replicas) == 1 and count <= self.capacity
-        return uuid.uuid4().hex if alone else None
+        serving = [replica for replica in self.replicas if replica.serves]
+        return uuid.uuid4().hex if len(serving) == 1 and count <= self.capacity - serving[0].busy else None
 
     def pushed(self, replica: Replica, version: int, problem: EngineError | None) -> None:
         """After a push: with a problem the replica serves nothing until the next one."""
