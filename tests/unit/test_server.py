@@ -24,7 +24,7 @@ from dovetail.rollout.remote.native import Native
 from dovetail.rollout.remote.push import Pusher
 from dovetail.rollout.remote.sampler import RemoteSampler
 from dovetail.rollout.remote.sglang import Sglang
-from dovetail.rollout.remote.vllm import Vllm
+from dovetail.rollout.remote.vllm import Vllm, generate_body
 from dovetail.rollout.remote.wire import Request
 from dovetail.rollout.server import SamplerServer
 from dovetail.rollout.server_http import HttpServer
@@ -227,7 +227,7 @@ def test_a_pause_keeps_requests_and_clients_that_leave_free_their_pages() -> Non
         assert not future.done() and engine.pool.num_free == 1024
         client.post("/resume")
         assert len(future.result().ids) == 7
-        body = Native().body(fleet.replicas[0].server, request([1], replace(GREEDY, max_new_tokens=4000)), [])
+        body = generate_body(fleet.replicas[0].server, request([1], replace(GREEDY, max_new_tokens=4000)), [])
         events = client.stream("/inference/v1/generate", body, lambda: time.monotonic() + 20)
         next(events)
         assert engine.pool.num_free < 1024

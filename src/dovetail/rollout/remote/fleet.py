@@ -6,7 +6,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from dovetail.rollout.remote.http import Client, EngineError
 from dovetail.rollout.remote.wire import Abilities, Finish, Request, Spans, Wire
@@ -68,10 +68,14 @@ class Fleet:
         """EngineError if no replica is left, or if one refuses the request."""
         return self._threads.submit(self._draw, request)
 
-    def batch(self, count: int) -> str | None:
-        """A name for `count` requests that one replica gets all at once; None: several share them, or they come in turns."""
+    def together(self, requests: Sequence[Request]) -> Sequence[Request]:
+        """As one batch, if a single server of the embedded sampler gets all of them at once: its sums are then reproducible."""
         serving = [replica for replica in self.replicas if replica.serves]
-        return uuid.uuid4().hex if len(serving) == 1 and count <= self.capacity - serving[0].busy else None
+        alone = len(serving) == 1 and serving[0].server.keyed
+        if not alone or len(requests) > self.capacity - serving[0].busy:
+            return requests
+        name = uuid.uuid4().hex
+        return [replace(request, batch=(name, len(requests), i)) for i, request in enumerate(requests)]
 
     def pushed(self, replica: Replica, version: int, problem: EngineError | None) -> None:
         """After a push: with a problem the replica serves nothing until the next one."""

@@ -3,7 +3,6 @@
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, as_completed
-from itertools import product
 from typing import Any, Protocol, cast
 
 import torch
@@ -83,13 +82,13 @@ class RemoteSampler:
 
     def _draw(self, fleet: Fleet, prompts: Sequence[Prompt], params: SamplingParams) -> list[Reply]:
         """Ordered by prompt, then sample."""
-        salt, slots = f"{self._run}-{self.version}", list(product(prompts, range(params.samples)))
-        name, futures = fleet.batch(len(slots)), list[Future[Reply]]()
-        for number, (prompt, sample) in enumerate(slots):
-            batch = None if name is None else (name, len(slots), number)
-            ids = [*map(int, prompt.ids)]
-            request = Request(ids=ids, row=prompt.row, sample=sample, params=params, salt=salt, batch=batch)
-            futures.append(fleet.submit(request))
+        salt = f"{self._run}-{self.version}"
+        requests = [
+            Request(ids=[*map(int, prompt.ids)], row=prompt.row, sample=sample, params=params, salt=salt)
+            for prompt in prompts
+            for sample in range(params.samples)
+        ]
+        futures: list[Future[Reply]] = [fleet.submit(request) for request in fleet.together(requests)]
         try:
             tokens = 0
             for done, future in enumerate(as_completed(futures), 1):

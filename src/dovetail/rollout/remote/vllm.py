@@ -79,7 +79,7 @@ class Vllm:
         deadline: Callable[[], float],
     ) -> Iterator[Part]:
         drawn = 0
-        for event in client.stream(GENERATE, self.body(server, request, received), deadline):
+        for event in client.stream(GENERATE, generate_body(server, request, received), deadline):
             for choice in event["choices"]:
                 ids, content = choice["token_ids"] or [], (choice["logprobs"] or {}).get("content") or []
                 if [each["token_id"] for each in content] != ids:
@@ -93,39 +93,42 @@ class Vllm:
     def continues(self, params: "SamplingParams") -> bool:
         return not params.stop  # a string may have begun in the tokens that are then the prompt
 
-    def body(self, server: Abilities, request: Request, received: Sequence[int]) -> dict[str, Any]:
-        """Every sampling field is sent: those left out come from the model's generation_config.json."""
-        params = request.params
-        sampling = {
-            "n": 1,
-            "temperature": params.temperature,
-            "top_p": params.top_p,
-            "top_k": params.top_k,
-            "min_p": params.min_p,
-            "repetition_penalty": params.repetition_penalty,
-            "presence_penalty": 0.0,
-            "frequency_penalty": 0.0,
-            "seed": request.seed(len(received)),
-            "stop": list(params.stop),
-            "stop_token_ids": list(params.stop_ids),
-            "ignore_eos": True,  # it stops at stop_token_ids alone
-            "max_tokens": params.max_new_tokens - len(received),
-            "min_tokens": 0,
-            "logprobs": 0,  # of the sampled token
-            "detokenize": bool(params.stop),
-            "stream_interval": STREAMED,
-        }
-        if params.banned_ids:
-            sampling["logit_bias"] = {str(banned): NO_BIAS for banned in params.banned_ids}
-        if "stream_interval" not in server.fields:
-            del sampling["stream_interval"]
-        return {
-            "model": server.model,
-            "token_ids": [*request.ids, *received],
-            "sampling_params": sampling,
-            "cache_salt": request.salt,
-            "stream": True,
-        }
+
+def generate_body(server: Abilities, request: Request, received: Sequence[int]) -> dict[str, Any]:
+    """Every sampling field is sent: those left out come from the model's generation_config.json."""
+    params = request.params
+    sampling = {
+        "n": 1,
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": params.top_k,
+        "min_p": params.min_p,
+        "repetition_penalty": params.repetition_penalty,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "seed": request.seed(len(received)),
+        "stop": list(params.stop),
+        "stop_token_ids": list(params.stop_ids),
+        "ignore_eos": True,  # it stops at stop_token_ids alone
+        "max_tokens": params.max_new_tokens - len(received),
+        "min_tokens": 0,
+        "logprobs": 0,  # of the sampled token
+        "detokenize": bool(params.stop),
+        "stream_interval": STREAMED,
+    }
+    if params.banned_ids:
+        sampling["logit_bias"] = {str(banned): NO_BIAS for banned in params.banned_ids}
+    if server.keyed:
+        sampling["extra_args"] = request.keys(len(received))
+    if "stream_interval" not in server.fields:
+        del sampling["stream_interval"]
+    return {
+        "model": server.model,
+        "token_ids": [*request.ids, *received],
+        "sampling_params": sampling,
+        "cache_salt": request.salt,
+        "stream": True,
+    }
 
 
 def _first_model(client: Client) -> dict[str, Any]:

@@ -37,6 +37,11 @@ class Request:
         key = f"{params.seed}/{params.step}/{self.row}/{self.sample}/{received}"
         return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8]) >> 1
 
+    def keys(self, received: int) -> dict[str, Any]:
+        """For a server of the embedded sampler: what the noise depends on, and the batch."""
+        params, batch = self.params, None if received else self.batch
+        return {"noise": [params.seed, params.step, self.row, self.sample], "drawn": received, "batch": batch}
+
 
 class Part(NamedTuple):
     """Tokens of a stream. versions: with the last ones, of all tokens of this stream; empty: unknown."""
@@ -63,6 +68,7 @@ class Abilities:
     transfer: str | None = None
     incremental: bool = True
     fields: frozenset[str] = frozenset()  # of vLLM's sampling parameters
+    keyed: bool = False  # it is the embedded sampler
 
 
 @dataclass(frozen=True, kw_only=True)
