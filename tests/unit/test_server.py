@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from dovetail.errors import ConfigError
 from dovetail.parallel.mesh import Mesh
 from dovetail.recipe.push import PushSection
 from dovetail.rollout.base import Completion, Prompt, SamplingParams
-from dovetail.rollout.remote import push
+from dovetail.rollout.remote import push, transports
 from dovetail.rollout.remote.fleet import Fleet, Replica, Reply
 from dovetail.rollout.remote.http import Client, EngineError
 from dovetail.rollout.remote.native import Native
@@ -45,7 +46,8 @@ def weights(factor: float = 1.0) -> dict[str, Tensor]:
 @contextmanager
 def serving(key: str | None = None, **options: Any) -> Iterator[HttpServer]:
     engine = SamplerServer(sampler_of(MODEL, options.pop("max_tokens", 4096), **options))
-    server = HttpServer(engine, ("127.0.0.1", 0), model="tiny", key=key)
+    server = HttpServer(("127.0.0.1", 0), model="tiny", key=key)
+    server.engine = engine
 
     def own() -> None:
         with suppress(SystemExit):
@@ -70,8 +72,8 @@ def fleet_of(*servers: HttpServer) -> Fleet:
     return Fleet(replicas, Native(), silence=20.0, on_loss=lambda _: None)
 
 
-def remote(server: HttpServer, folder: Path, transport: Any = "file") -> RemoteSampler:
-    fleet = fleet_of(server)
+def remote(folder: Path, transport: Any, *servers: HttpServer) -> RemoteSampler:
+    fleet = fleet_of(*servers)
     clients = [replica.client for replica in fleet.replicas]
     section = PushSection(transport=transport, directory=str(folder), timeout=10.0)
     return RemoteSampler(Mesh.solo(), torch.float64, VOCAB, fleet, Pusher(clients, section, kind="vllm"))
@@ -79,7 +81,7 @@ def remote(server: HttpServer, folder: Path, transport: Any = "file") -> RemoteS
 
 def pusher(server: HttpServer, folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Pusher:
     """By buckets of kilobytes."""
-    fill = push.fill
+    fill = transports.fill
     monkeypatch.setattr(push, "fill", lambda pairs, transport, _, **given: fill(pairs, transport, 16384, **given))
     section = PushSection(transport="file", directory=str(folder), timeout=10.0, **options)
     return Pusher([Client(server.url)], section, kind="vllm")
@@ -99,7 +101,7 @@ def test_a_batch_has_the_bits_of_the_sampler(transport: str, tmp_path: Path) -> 
     options: dict[str, Any] = {"page_size": 4, "decode_steps": 3, "max_num_seqs": 20}
     local = sampler_of(MODEL, **options)
     with serving(**options) as server:
-        sampler = remote(server, tmp_path, transport)
+        sampler = remote(tmp_path, transport, server)
         for step, (prompts, params) in enumerate(
             [
                 (some_prompts(), replace(PARAMS, banned_ids=(2, 5))),
@@ -115,31 +117,46 @@ def test_a_batch_has_the_bits_of_the_sampler(transport: str, tmp_path: Path) -> 
         sampler.close()
 
 
+def test_two_servers_share_a_batch_and_repeat_it(tmp_path: Path) -> None:
+    local = sampler_of(MODEL)
+    with serving() as one, serving() as other:
+        sampler = remote(tmp_path, "file", one, other)
+        sampler.refill(weights().items())
+        found = sampler.sample(some_prompts(), PARAMS)
+        assert found == sampler.sample(some_prompts(), PARAMS)
+        assert all(next(server.engine._slots) == 1 + 2 * 12 for server in (one, other)), "one is the probe's"
+        for each, expected in zip(found, local.sample(some_prompts(), PARAMS), strict=True):
+            assert each.ids == expected.ids
+            assert_close(torch.tensor(each.log_probs), torch.tensor(expected.log_probs), SUM_ORDER)
+        sampler.close()
+
+
 def test_requests_join_what_runs_and_draw_the_same() -> None:
     """One after another, of several lengths, kinds and page counts, more than fit at once."""
-    prompts, long = some_prompts((5, 17, 1)), replace(PARAMS, samples=1, max_new_tokens=24, stop_ids=())
-    kinds = [long, replace(long, max_new_tokens=9, top_k=7), replace(long, max_new_tokens=30, temperature=0.5)]
+    prompts, long = some_prompts((5, 17, 1)), replace(PARAMS, samples=1, max_new_tokens=14, stop_ids=())
+    kinds = [long, replace(long, max_new_tokens=9, top_k=7), replace(long, max_new_tokens=18, temperature=0.5)]
     local = sampler_of(MODEL)
     with serving(page_size=4, max_tokens=120) as server:
         fleet = fleet_of(server)
         asked = [(prompt, params) for prompt in prompts for params in kinds]
         futures = [fleet.submit(request(prompt.ids, params, prompt.row)) for prompt, params in asked]
-        for (prompt, params), future in zip(asked, futures, strict=True):
-            reply, (expected,) = future.result(), local.sample([prompt], params)
+        alone = zip(*(local.sample(prompts, params) for params in kinds), strict=True)
+        for expected, future in zip(chain(*alone), futures, strict=True):
+            reply = future.result()
             assert tuple(reply.ids) == expected.ids and reply.finish == expected.finish
             assert_close(torch.tensor(reply.log_probs), torch.tensor(expected.log_probs), SUM_ORDER)
         assert server.engine.pool.num_free == 120 // 4 and not server.engine._living
         continued = fleet._wire.generate(
             Client(server.url), fleet.replicas[0].server, request(prompts[0].ids, long, prompts[0].row),
-            futures[0].result().ids[:20], lambda: time.monotonic() + 9,
+            futures[0].result().ids[:6], lambda: time.monotonic() + 9,
         )  # fmt: skip
-        assert [token for part in continued for token in part.ids] == futures[0].result().ids[20:]
+        assert [token for part in continued for token in part.ids] == futures[0].result().ids[6:]
         fleet.close()
 
 
 @pytest.mark.parametrize("kv", ["keep", "recompute"])
 def test_a_push_through_running_requests(kv: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    params, prompts = replace(GREEDY, max_new_tokens=40), some_prompts((9, 4))
+    params, prompts = replace(GREEDY, max_new_tokens=24), some_prompts((9, 4))
     with serving(page_size=4) as server:
         made, fleet, engine = pusher(server, tmp_path, monkeypatch, kv=kv), fleet_of(server), server.engine
         assert made.push(weights().items(), 3) == [None]
@@ -160,11 +177,11 @@ def test_a_push_through_running_requests(kv: str, tmp_path: Path, monkeypatch: p
 def check_parts(prompt: Prompt, reply: Reply, params: SamplingParams, kv: str) -> None:
     """Tokens of version 3 are as without the push; those of version 4, with `recompute`, as if its weights had drawn on."""
     (_, _, cut), second = reply.versions
-    assert [version for version, _, _ in reply.versions] == [3, 4] and second[1:] == (cut, 40) and 2 < cut < 40
+    assert [version for version, _, _ in reply.versions] == [3, 4] and second[1:] == (cut, 24) and 2 < cut < 24
     old, new = sampler_of(MODEL), sampler_of(MODEL)
     new.refill(weights(0.5).items())
     (before,) = old.sample([prompt], params)
-    (after,) = new.sample([Prompt(0, [*prompt.ids, *reply.ids[:cut]])], replace(params, max_new_tokens=40 - cut))
+    (after,) = new.sample([Prompt(0, [*prompt.ids, *reply.ids[:cut]])], replace(params, max_new_tokens=24 - cut))
     assert reply.ids[:cut] == list(before.ids[:cut]) and reply.ids != list(before.ids)
     assert_close(torch.tensor(reply.log_probs[:cut]), torch.tensor(before.log_probs[:cut]), SUM_ORDER)
     if kv == "recompute":

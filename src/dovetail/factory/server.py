@@ -29,14 +29,15 @@ def make_server(
     """With the weights of `model`. key: that clients must send."""
     source, mesh = Pretrained.open(model), Mesh.solo(device)
     backend_layout(source, Layout(), "native")  # refuses what it does not run
+    try:
+        server = HttpServer(address, model=model, eos=stop_ids(source, None), key=key, version=version)
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"--host {address[0]} --port {address[1]}: {error}; give others") from error
     sampler = make_sampler(source, mesh, dtype, options=options)
     assert isinstance(sampler, NativeSampler)
     sampler.load(open_weights(source, mesh))
     rope, lengths = sampler.spec.rope, [max_positions(source.config, "native")]
     if rope.kind in BY_LENGTH:
         lengths.append(rope.max_positions)
-    engine = SamplerServer(sampler, min((length for length in lengths if length is not None), default=None))
-    try:
-        return HttpServer(engine, address, model=model, eos=stop_ids(source, None), key=key, version=version)
-    except OSError as error:
-        raise ConfigError(f"{address[0]}:{address[1]}: {error.strerror}; give another --host or --port") from error
+    server.engine = SamplerServer(sampler, min((length for length in lengths if length is not None), default=None))
+    return server

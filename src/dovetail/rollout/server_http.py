@@ -41,13 +41,16 @@ LACKING: Mapping[str, tuple[Any, ...]] = {  # sampling parameters, and values th
 
 
 class HttpServer(ThreadingHTTPServer):
-    """key: that clients must send. eos: ids that end a sample unless a request has ignore_eos."""
+    """Listens from the start, and serves `engine`, which comes later.
 
+    key: that clients must send. eos: ids that end a sample unless a request has ignore_eos.
+    """
+
+    engine: SamplerServer
     daemon_threads, request_queue_size = True, BACKLOG
 
     def __init__(
         self,
-        engine: SamplerServer,
         address: tuple[str, int],
         *,
         model: str,
@@ -56,7 +59,7 @@ class HttpServer(ThreadingHTTPServer):
         version: str = "",
     ) -> None:
         super().__init__(address, _Handler)
-        self.engine, self.model, self.eos, self.key, self.version = engine, model, eos, key, version
+        self.model, self.eos, self.key, self.version = model, eos, key, version
         self.url = f"http://{address[0]}:{self.server_port}"
 
     def get(self, path: str) -> Answer:
