@@ -167,6 +167,12 @@ def test_the_command_of_an_engine() -> None:
         assert start is not None and start.commands[0][-2:] == ["--enable-return-routed-experts", "--last"]
     start = engine_start(recipe({"backend": "sglang", "start": {}}), ranks_on_gpus=True)
     assert start is not None and start.commands[0][:5] == ["python", "-m", "sglang.launch_server", "--model-path", "."]
+    for gpus, flags in ((0, ["--device", "cpu"]), (1, [])):
+        start = engine_start(recipe({"backend": "native", "start": {"gpus_each": gpus}}), ranks_on_gpus=True)
+        assert start is not None and not start.environment and start.commands[0][0] == sys.executable
+        assert start.commands[0][start.commands[0].index("-m") :] == [
+            "-m", "dovetail", "serve", ".", "--dtype", "float32", *flags, "--host", "127.0.0.1", "--port", "PORT",
+        ]  # fmt: skip
     assert engine_start(recipe({}), ranks_on_gpus=True) is None
 
 
@@ -181,6 +187,9 @@ def test_weights_go_as_the_engine_was_started_for() -> None:
     assert settings("dovetail_file", {}) == ("file", "plugin") == settings("dovetail_file", {"transport": "file"})
     assert settings("nccl", {"timeout": 3.0}) == ("nccl", "checker")
     assert settings("", {}, "sglang") == ("file", "plugin")
+    assert (
+        settings("any", {}, "native") == ("nccl", "plugin") and settings("", {"transport": "ipc"}, "native")[0] == "ipc"
+    )
     with pytest.raises(
         ConfigError, match=r"by its back end 'nccl', but rollout.push has transport=nccl and proof=plugin"
     ):
@@ -190,13 +199,22 @@ def test_weights_go_as_the_engine_was_started_for() -> None:
 def test_what_a_recipe_may_say_of_engines() -> None:
     assert recipe({"engines": "http://h:1"}).rollout.backend == "vllm" == recipe({"start": {}}).rollout.backend
     wrong: Mapping[str, Mapping[str, Any]] = {
-        "runs inside the trainer; with engines or start set vllm or sglang": {
+        "runs inside the trainer; with engines or start set another": {"backend": "transformers", "start": {}},
+        "is native: give engines .*, or start .*, one of the two": {
             "backend": "native",
-            "engines": ["http://h:1"],
+            "engines": ["h:1"],
+            "start": {},
+        },
+        "runs on one GPU; raise start.count": {"backend": "native", "start": {"gpus_each": 2}},
+        "push.proof=checker is of vLLM": {"backend": "native", "start": {}, "push": {"proof": "checker"}},
+        "from engines; set rollout.backend=native without": {
+            "backend": "native",
+            "start": {},
+            "router_replay": "rollout",
         },
         "give engines .*, or start": {"backend": "vllm"},
         "or start .*, one of the two": {"backend": "sglang", "engines": ["http://h:1"], "start": {}},
-        "layout is of the embedded sampler": {"engines": ["http://h:1"], "layout": {"tp": 2}},
+        "layout is of the sampler inside the trainer": {"engines": ["http://h:1"], "layout": {"tp": 2}},
         "repetition_penalty: the sampler native has none": {"repetition_penalty": 1.1},
         "stop: the sampler transformers has none": {"backend": "transformers", "stop": "END"},
         "ignore_eos samples max_new_tokens": {"engines": ["http://h:1"], "stop": "END", "ignore_eos": True},

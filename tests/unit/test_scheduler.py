@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from dovetail.rollout.base import Completion, SamplingParams
 from dovetail.rollout.kv_cache import PageBudget, PagePool
 from dovetail.rollout.model_runner import GraphPool, ModelRunner, RunnerSize, pad_to_bucket
 from dovetail.rollout.native import NativeSampler, SamplerOptions
-from dovetail.rollout.scheduler import Request, Scheduler
+from dovetail.rollout.scheduler import Group, Request, Scheduler
 from tests.parity.configs import VOCAB, moe_configs, tiny_configs, tiny_model
 from tests.tolerances import SUM_ORDER, assert_close
 from tests.unit.test_sampler import some_prompts
@@ -61,8 +62,10 @@ def test_pages_are_free_without_references() -> None:
 @pytest.mark.parametrize("samples", [1, 3])
 def test_every_row_runs_once_on_pages_of_its_own_and_gives_all_back(pages: int, samples: int) -> None:
     lengths, budget = {3: 9, 5: 4, 8: 10, 9: 1, 11: 8}, PageBudget(samples=samples, new_tokens=7, page_size=4)
-    pool = PagePool(pages)
-    scheduler = Scheduler(lengths, budget, pool, max_num_seqs=5, max_prefill_tokens=12)
+    pool, order = PagePool(pages), sorted(lengths, key=lambda i: -lengths[i])
+    scheduler, none = Scheduler(pool, max_num_seqs=5, max_prefill_tokens=12), np.zeros(samples, np.int64)
+    for i in order:
+        scheduler.add(Group([i] * lengths[i], budget, none, none))
     assert max(map(budget.pages_for_first, lengths.values())) <= 7
     running: list[Request] = []
     seen: list[tuple[int, int]] = []
@@ -70,23 +73,23 @@ def test_every_row_runs_once_on_pages_of_its_own_and_gives_all_back(pages: int, 
     while True:
         while entering:
             prompts, rows = scheduler.admit()
-            assert sum(prompt.length for prompt in prompts) <= 12
-            assert {row.prompt for row in rows} >= {prompt.index for prompt in prompts}
+            assert sum(prompt.group.length for prompt in prompts) <= 12
+            assert {row.group for row in rows} >= {prompt.group for prompt in prompts}
             running += rows
-            seen += [(row.prompt, row.sample) for row in rows]
+            seen += [(row.group.ids[0], row.sample) for row in rows]
             entering = bool(rows)
         if not running:
             break
         most = max(most, len(running))
         assert len(running) <= 5
         for row in running:
-            assert len(row.pages) == budget.pages_for_sample(row.length) and 0 not in row.pages
-        writable = [page for row in running for page in row.pages[row.length // 4 :]]
-        shared = [page for row in running for page in row.pages[: row.length // 4]]
+            assert len(row.pages) == budget.pages_for_sample(row.group.length) and 0 not in row.pages
+        writable = [page for row in running for page in row.pages[row.group.length // 4 :]]
+        shared = [page for row in running for page in row.pages[: row.group.length // 4]]
         assert len(set(writable)) == len(writable) and not set(writable) & set(shared)
         scheduler.free([running.pop(0).pages])
         entering = scheduler.should_admit
-    assert sorted(seen) == [(prompt, sample) for prompt in sorted(lengths) for sample in range(samples)]
+    assert seen == [(prompt, sample) for prompt in order for sample in range(samples)]
     assert pool.num_free == pages
     assert pages < 40 or most == 5
 

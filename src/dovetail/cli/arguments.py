@@ -279,6 +279,14 @@ def _plan(parser: ArgumentParser) -> None:
     parser.add_argument("--push-seconds", type=number(float), default=1.0, metavar="X", help="of weights to engines")
 
 
+def _serve(parser: ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help=MODEL)
+    parser.add_argument("--host", default="127.0.0.1", metavar="H", help="address to listen at; 0.0.0.0: all")
+    parser.add_argument("--port", type=number(int), default=8000, metavar="P", help="0: a free one")
+    _add_device(parser)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of weights and compute")
+
+
 def _docs(parser: ArgumentParser) -> None:
     parser.add_argument("page", metavar="PAGE", nargs="?", help="default: list the pages")
 
@@ -343,6 +351,12 @@ COMMANDS: Mapping[str, Command] = {
         "say how many GPUs the trainer and the engines of an RL run take, synchronous or asynchronous",
         _plan,
         "--rollout 2000:16000 --gpus 8 --decode 1:205,64:12850,256:38000 --train 12000",
+        runs_on_ranks=False,
+    ),
+    "serve": Command(
+        "run the embedded sampler as a server that trainers push weights to, with vLLM's RL endpoints",
+        _serve,
+        "Qwen2.5-0.5B --port 8000 --dtype bfloat16",
         runs_on_ranks=False,
     ),
     "docs": Command("show a page of the documentation, or list the pages", _docs, "rewards", runs_on_ranks=False),

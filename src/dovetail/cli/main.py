@@ -17,7 +17,7 @@ from dovetail.cli.arguments import COMMANDS, layout_of, parse, recipe_of, superv
 from dovetail.cli.header import header
 from dovetail.errors import ConfigError, MachineError, SecondaryFailure, UserError, short_lines
 from dovetail.launch.hosts import Store
-from dovetail.launch.process import limit_behind, open_closed_streams, tell
+from dovetail.launch.process import limit_behind, open_closed_streams, python_module, tell
 from dovetail.launch.progress import collective_timeout
 from dovetail.launch.rank import DEFECT, INTERRUPTED, USER_ERROR, RankProcess, StopHandler, is_first_rank, ranks_given
 from dovetail.launch.supervisor import run_ranks
@@ -62,9 +62,7 @@ def _dispatch(argv: Sequence[str], rank: RankProcess, *, watched: bool) -> int:
     if args.command == "train" and rank.files is None and os.environ.get("RANK", "0") == "0" and not args.dry_run:
         tell(header(recipe_of(args), layout, args.device))
     if given is None and (layout.num_ranks > 1 or supervision.restarts or supervision.engines):
-        # -m alone would let ranks import from the working directory, which may be a model's
-        safe_path = [] if os.getcwd() in map(os.path.abspath, sys.path) else ["-P"]
-        return run_ranks([sys.executable, *safe_path, "-m", "dovetail", *argv], layout.num_ranks, supervision)
+        return run_ranks([*python_module("dovetail"), *argv], layout.num_ranks, supervision)
     if supervision.restarts and rank.files is None:
         restarts = f"--restarts {supervision.restarts}: another launcher started these ranks"
         raise ConfigError(f"{restarts}, so it has to restart them (torchrun --max-restarts N); drop the flag")

@@ -189,7 +189,12 @@ def _check_rl(recipe: Recipe, folder: Path, policy: Model | None, layout: Layout
     own = mistakes.of(_resolved, "rollout", rollout.layout or LayoutSection(), layout)
     if policy is not None:
         mistakes.of(_check_positions, policy, rollout.max_new_tokens, "rollout.max_new_tokens")
-        if own is not None and rollout.backend == "native" and policy.config.get("model_type") in FAMILIES:
+        if (
+            own is not None
+            and rollout.backend == "native"
+            and rollout.inside
+            and policy.config.get("model_type") in FAMILIES
+        ):
             mistakes.of(_named, "rollout", _check_sampler, policy.spec, own)
     if rollout.engines:
         mistakes.of(connect, recipe, rollout.engines, engine_key(), None if policy is None else policy.spec.vocab_size)

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 
 from dovetail.errors import ConfigError, listing
 from dovetail.launch.engines import KEY, EngineStart
+from dovetail.launch.process import python_module
 from dovetail.rollout.remote.fleet import Replica
 from dovetail.rollout.remote.http import Client, EngineError
+from dovetail.rollout.remote.native import Native
 from dovetail.rollout.remote.sglang import Sglang
 from dovetail.rollout.remote.vllm import DEV_MODE, STARTS, Vllm
 from dovetail.rollout.remote.wire import RETURNS_ROUTES, Drawing, Wire, check_log_probs, fitting_log_probs
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
     from dovetail.recipe.rollout import RolloutSection
     from dovetail.recipe.schema import Recipe
 
-WIRES: Mapping[str, Wire] = {"vllm": Vllm(), "sglang": Sglang()}
+WIRES: Mapping[str, Wire] = {"vllm": Vllm(), "sglang": Sglang(), "native": Native()}
 TRANSFERS: Mapping[str | None, Mapping[str, str]] = {  # by vLLM's back end
     **{f"dovetail_{transport}": {"transport": transport, "proof": "plugin"} for transport in ("nccl", "ipc", "file")},
     "nccl": {"transport": "nccl", "proof": "checker"},
@@ -74,8 +76,9 @@ def drawings(recipe: "Recipe") -> list[Drawing]:
 def push_settings(rollout: "RolloutSection", replicas: Sequence[Replica]) -> "PushSection":
     """How weights go to the servers. Without transport and proof in the recipe: as the servers were started for."""
     push, chosen = rollout.push, bool(rollout.push.model_fields_set & {"transport", "proof"})
-    if rollout.backend == "sglang":
-        return push if chosen else push.model_copy(update={"transport": "file"})
+    if rollout.backend != "vllm":
+        by_file = rollout.backend == "sglang" and not chosen
+        return push.model_copy(update={"transport": "file"}) if by_file else push
     takes = {replica.server.transfer: replica.client.url for replica in replicas}
     if not chosen and len(takes) == 1 and (settings := TRANSFERS.get(next(iter(takes)))):
         push = push.model_copy(update=settings)
@@ -100,11 +103,14 @@ def engine_start(recipe: "Recipe", *, ranks_on_gpus: bool) -> EngineStart | None
     start, rollout = recipe.rollout.start, recipe.rollout
     if start is None:
         return None
-    sglang = rollout.backend == "sglang"
+    sglang, native = rollout.backend == "sglang", rollout.backend == "native"
     named = pinned(recipe.model.path)
     model, revision = (recipe.model.path, []) if named is None else (named[0], ["--revision", named[1]])
     program = start.command or (("python", "-m", "sglang.launch_server") if sglang else ("vllm", "serve"))
     given = ["--model-path", model, "--incremental-streaming-output"] if sglang else [model, *_vllm_flags(recipe)]
+    if native:
+        program, revision = start.command or (*python_module("dovetail"), "serve"), []
+        given = [recipe.model.path, "--dtype", recipe.model.dtype, *([] if start.gpus_each else ["--device", "cpu"])]
     cut = ["--tp-size" if sglang else "--tensor-parallel-size", str(start.gpus_each)] if start.gpus_each > 1 else []
     routes = [RETURNS_ROUTES] if rollout.router_replay == "rollout" else []
     name, _, value = DEV_MODE.rpartition(" ")[2].partition("=")
@@ -115,7 +121,7 @@ def engine_start(recipe: "Recipe", *, ranks_on_gpus: bool) -> EngineStart | None
         ranks_on_gpus=ranks_on_gpus,
         logs=Path(recipe.run_dir) / "logs",
         timeout=start.timeout,
-        environment={} if sglang else {name: value},
+        environment={} if sglang or native else {name: value},
     )
 
 

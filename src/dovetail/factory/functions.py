@@ -16,7 +16,6 @@ from dovetail.batch.packed import PackedBatch, Sequence
 from dovetail.errors import ConfigError
 from dovetail.recipe.algorithms import PPO, SFT, PolicyGradient
 from dovetail.recipe.functions import FunctionSection, LossSection, OwnFunction
-from dovetail.recipe.rollout import EMBEDDED
 from dovetail.recipe.schema import Recipe
 from dovetail.rewards.own_modules import look_in
 from dovetail.rl.experience import OwnAdvantage, own_advantages
@@ -50,7 +49,7 @@ def fields_of(recipe: Recipe, algorithm: PolicyGradient) -> list[str]:
         "rollout_logprob": True,
         "temperature": recipe.rollout.temperature != 1.0,
         "old_logprob": recomputed or recipe.correction is not None,
-        "lag": recipe.rollout.backend not in EMBEDDED,
+        "lag": not recipe.rollout.inside,
         "rollout_weight": recipe.correction is not None and recipe.correction.old == "recomputed",
         "reference_logprob": algorithm.wants_reference or recipe.reference.path is not None,
         "old_value": isinstance(algorithm, PPO),

@@ -12,7 +12,6 @@ from dovetail.checkpoint.retention import from_a_whole_step
 from dovetail.data.examples import load_preferences, load_prompts, load_sft
 from dovetail.factory.distillation import check_prompts, distillation_task
 from dovetail.factory.engine import EngineOptions, compile_kernels, make_engine
-from dovetail.factory.engines import WIRES
 from dovetail.factory.functions import advantage, fields_of, policy_loss, sft_loss
 from dovetail.factory.layouts import Backend, check_positions
 from dovetail.factory.notes import missed_profiles, notes
@@ -187,7 +186,7 @@ class Builder(RunParts):
     def _sampler_mesh(self) -> Mesh:
         """Of the sampler: the policy's where servers sample. May refuse layout or servers, so before any weight is read."""
         rollout = self.recipe.rollout
-        if rollout.backend in WIRES:
+        if not rollout.inside:
             self.replicas = self._engines()
             return self.mesh
         folded = partial(backend_layout, self.source, backend=self._backend)
@@ -197,7 +196,7 @@ class Builder(RunParts):
         """Sampler, sampling parameters and decoder of a task."""
         recipe, rollout = self.recipe, self.recipe.rollout
         stops = stop_ids(self.source, self.tokenizer)
-        if rollout.backend in WIRES:
+        if not rollout.inside:
             say = self.say or self.notes.append
             remote = make_remote_sampler(self.source, recipe, mesh, self.dtype, self.replicas, say, self.processor)
             self.metrics.callback(remote.close)
@@ -210,7 +209,8 @@ class Builder(RunParts):
             samples=rollout.samples_per_prompt,
             seed=recipe.trainer.seed,
             stop_ids=() if rollout.ignore_eos else stops,
-            trace=rollout.router_replay == "rollout" or (rollout.mismatch_metrics and rollout.backend == "native"),
+            trace=rollout.router_replay == "rollout"
+            or (rollout.mismatch_metrics and rollout.backend == "native" and rollout.inside),
             banned_ids=banned_ids(self.source, self.tokenizer, self.processor, stops),
         )
         decode = partial(text_of, stops=stops, tokenizer=self.tokenizer)

@@ -75,6 +75,12 @@ def complain(text: str) -> None:
         sys.stderr.flush()
 
 
+def python_module(name: str) -> list[str]:
+    """The words that start a module of ours: -m alone would let it import from the working directory, which may be a model's."""
+    safe_path = [] if os.getcwd() in map(os.path.abspath, sys.path) else ["-P"]
+    return [sys.executable, *safe_path, "-m", name]
+
+
 def start_worker(module: str, *arguments: str, files: Sequence[int] = ()) -> subprocess.Popen[bytes]:
     """A Python process for `module.main` with this one's modules, pipes, and a session of its own, without Ctrl-C."""
     boot = f"import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {module} import main; main()"

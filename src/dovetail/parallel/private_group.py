@@ -16,23 +16,25 @@ GRACE = 60.0  # seconds after our own deadline, for torch's, which would end the
 
 
 class PrivateGroup:
-    """This process is rank 0 and serves the store; the others join at `address`, a name of this host, and `port`."""
+    """Rank 0 serves the store; the others join at `address`, a name of its host, and `port`."""
 
-    def __init__(self, backend: Backend, address: str, size: int, timeout: float) -> None:
-        self.backend, self.address, self.size, self.timeout = backend, address, size, timeout
+    def __init__(
+        self, backend: Backend, address: str, size: int, timeout: float, *, rank: int = 0, port: int = 0
+    ) -> None:
+        self.backend, self.address, self.size, self.timeout, self.rank = backend, address, size, timeout, rank
         wait = timedelta(seconds=timeout)
-        self._store = TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=wait)
+        self._store = TCPStore(address, port, is_master=rank == 0, wait_for_workers=False, timeout=wait)
         self.port = self._store.port
         self._group: Any = None
 
     def connect(self, device: torch.device) -> None:
         """Waits until all have joined."""
         if self.backend == "gloo":
-            self._group = dist.ProcessGroupGloo(self._store, 0, self.size, timedelta(seconds=self.timeout))
+            self._group = dist.ProcessGroupGloo(self._store, self.rank, self.size, timedelta(seconds=self.timeout))
             return
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=self.timeout + GRACE)
-        self._group = dist.ProcessGroupNCCL(self._store, 0, self.size, options)
+        self._group = dist.ProcessGroupNCCL(self._store, self.rank, self.size, options)
         self._finish(self._group.allreduce([torch.ones(1, device=device)]))  # makes the communicator
 
     def unique_id(self) -> bytes:
@@ -44,7 +46,7 @@ class PrivateGroup:
         return TCPStore(self.address, self.port, is_master=False, wait_for_workers=False, timeout=wait).get(UNIQUE_ID)
 
     def broadcast(self, data: Tensor) -> None:
-        """From this process to all others; RuntimeError after `timeout`."""
+        """From rank 0 to all others; RuntimeError after `timeout`."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         self._finish(self._group.broadcast([data], options))

@@ -27,7 +27,8 @@ class StartSection(Section):
     count: PositiveInt = key(1, "engines")
     gpus_each: NonNegativeInt = key(1, "GPUs of each, which share its model by tensor parallelism; 0: a CPU")
     command: Texts = key(
-        (), "empty: vllm serve, or python -m sglang.launch_server; else its words, such as ENV/bin/vllm serve"
+        (),
+        "empty: vllm serve, python -m sglang.launch_server, or dovetail serve; else its words, such as ENV/bin/vllm serve",
     )
     args: Texts = key((), "more words, such as --gpu-memory-utilization 0.8")
     timeout: PositiveFloat = key(1800.0, "seconds until they answer")
@@ -38,12 +39,15 @@ class RolloutSection(Section):
 
     backend: Literal["native", "transformers", "vllm", "sglang"] = key(
         "native",
-        "the embedded sampler, the model's generate per rank, or engines of their own; vllm if engines are given",
+        "the embedded sampler, in the ranks or, with engines or start, as servers; the model's generate per rank; or "
+        "engines of their own; vllm if engines are given",
     )
-    engines: Texts = key((), "URLs of running vLLM or SGLang servers, such as http://127.0.0.1:8000")
+    engines: Texts = key(
+        (), "URLs of running servers of vLLM, SGLang or `dovetail serve`, such as http://127.0.0.1:8000"
+    )
     start: StartSection | None = key(None, "servers to start, instead")
     request_timeout: PositiveFloat = key(600.0, "seconds of silence after which an engine counts as lost")
-    push: PushSection = key(PushSection(), "weights to engines: vllm and sglang")
+    push: PushSection = key(PushSection(), "weights to engines")
     layout: OwnLayout = key(None, "empty: tp 1, one sampler a rank")
     samples_per_prompt: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = key(8, "completions of each prompt")
     max_new_tokens: Annotated[int, Field(ge=1, le=MAX_NEW_TOKENS)] = key(64, "longest completion")
@@ -68,17 +72,26 @@ class RolloutSection(Section):
             return given
         return {**given, "backend": "vllm"} if given.get("engines") or given.get("start") is not None else given
 
+    @property
+    def inside(self) -> bool:
+        """Whether the trainer's ranks sample."""
+        return not self.engines and self.start is None
+
     @model_validator(mode="after")
     def _of_backend(self) -> Self:
         backend, embedded = self.backend, self.backend in EMBEDDED
-        if embedded and (self.engines or self.start is not None):
-            raise ValueError(
-                f"backend is {backend}, which runs inside the trainer; with engines or start set vllm or sglang"
-            )
-        if not embedded and bool(self.engines) == (self.start is not None):
+        if backend == "transformers" and not self.inside:
+            raise ValueError(f"backend is {backend}, which runs inside the trainer; with engines or start set another")
+        if not (self.inside and embedded) and bool(self.engines) == (self.start is not None):
             raise ValueError(f"backend is {backend}: give engines (their URLs), or start (how many), one of the two")
-        if not embedded and self.layout is not None:
-            raise ValueError(f"layout is of the embedded sampler; {backend} is cut by its own flags (start.gpus_each)")
+        if not self.inside and self.layout is not None:
+            raise ValueError(f"layout is of the sampler inside the trainer; engines of {backend} have their own flags")
+        if embedded and self.start is not None and self.start.gpus_each > 1:
+            raise ValueError("start.gpus_each: a server of the embedded sampler runs on one GPU; raise start.count")
+        if embedded and self.push.proof == "checker":
+            raise ValueError(
+                "push.proof=checker is of vLLM; a server of the embedded sampler checks sums: leave it out"
+            )
         alien = {"repetition_penalty": self.repetition_penalty != 1, "stop": bool(self.stop)}
         for name in [name for name, given in alien.items() if given and embedded]:
             raise ValueError(f"{name}: the sampler {backend} has none; leave it out, or set backend to vllm or sglang")

@@ -163,10 +163,13 @@ class Recipe(Section):
                     )
         if isinstance(self.algorithm, Distillation) and self.teacher.path is None:
             raise ValueError("teacher.path is missing: distillation learns from a teacher; give its path or hub name")
-        if self.rollout.router_replay == "rollout" and self.rollout.backend == "transformers":
+        rollout, inside = self.rollout, self.rollout.inside
+        if rollout.router_replay == "rollout" and (
+            rollout.backend == "transformers" or (rollout.backend == "native") != inside
+        ):
             raise ValueError(
-                "rollout.router_replay is rollout, but rollout.backend=transformers returns no routes; set "
-                "rollout.backend=native, vllm or sglang, or rollout.router_replay=trainer"
+                f"rollout.router_replay is rollout, but rollout.backend={rollout.backend} returns no routes"
+                f"{'' if inside else ' from engines'}; set vllm or sglang, native without engines, or router_replay=trainer"
             )
         if self.correction is not None:
             check_correction(self.correction, self.rollout)

@@ -4,7 +4,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dovetail.arch.spec import MoeSpec
@@ -15,6 +17,8 @@ from dovetail.bounds import MAX_NEW_TOKENS, MAX_SAMPLES
 from dovetail.errors import CheckpointError, ConfigError, DataError, ModelError, listing
 from dovetail.parallel.collectives import sum_over
 from dovetail.parallel.mesh import Mesh
+
+Numbers = NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +124,13 @@ class SampleBuffer:
         replicas = self.mesh["fsdp"]
         plan = plan_microbatches(costs, replicas.size, None, width=width)[replicas.rank]
         return {i: len(self.prompts[i].ids) for batch in plan for i in batch}
+
+    def store(self, slots: Numbers, drawn: Numbers, taken: Numbers, outputs: NDArray[np.float64], _: object) -> None:
+        """A buffer on the host takes ids and log-probs [steps, 2, n] behind those drawn [n], `taken` [n] of them."""
+        step, row = np.nonzero(np.arange(len(outputs))[:, None] < taken)
+        self.ids.numpy()[slots[row], drawn[row] + step] = outputs[step, 0, row]
+        self.log_probs.numpy()[slots[row], drawn[row] + step] = outputs[step, 1, row]
+        self.counts.numpy()[slots] += taken
 
     def completions(self) -> list[Completion]:
         replicas, device = self.mesh["fsdp"], self.mesh.device

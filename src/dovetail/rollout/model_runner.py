@@ -19,13 +19,12 @@ from dovetail.kernels.reference import Spans
 from dovetail.nn.attention import Context, rope_tables
 from dovetail.nn.decoder import Decoder
 from dovetail.parallel.collectives import all_gather, stack_over
-from dovetail.rollout.base import SamplingParams
+from dovetail.rollout.base import Numbers, SamplingParams
 from dovetail.rollout.kv_cache import DecodeContext, PagedCache, PrefillContext
 from dovetail.rollout.sampling import banned_of, bits_at, draw, mask_of
 
 Step = Callable[[], Any]
 Capture = Callable[[Step], Step]
-Numbers = NDArray[np.int64]
 STATE = ("token", "length", "drawn", "stream", "active")  # active: 0 in padding
 SMALLEST_BUCKET, NEXT_BUCKET = 8, 32
 
@@ -47,14 +46,21 @@ class RunnerSize:
 
 
 class ModelRunner:
-    """With `capture`, rows are padded to buckets, and each bucket's step is captured."""
+    """With `capture`, rows are padded to buckets, and each bucket's step is captured. cache: default: one of its own."""
 
-    def __init__(self, model: Decoder, dtype: torch.dtype, size: RunnerSize, capture: Capture | None) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        dtype: torch.dtype,
+        size: RunnerSize,
+        capture: Capture | None,
+        cache: PagedCache | None = None,
+    ) -> None:
         self.model, self.size, self.capture = model, size, capture
         assert isinstance(model.spec, ArchSpec)
         self.spec, self.mesh, self.kernels = model.spec, model.mesh, model.kernels
         device = model.mesh.device
-        self.cache = PagedCache(self.spec, self.mesh, dtype, size.pages, size.page_size)
+        self.cache = cache or PagedCache(self.spec, self.mesh, dtype, size.pages, size.page_size)
         positions = torch.arange(size.table_width * size.page_size, device=device)
         self.cos, self.sin = rope_tables(self.spec.rope, positions, (), dtype)
         self.state = torch.zeros(len(STATE), size.rows, dtype=torch.int64, device=device)
@@ -103,11 +109,11 @@ class ModelRunner:
         last = spans.cu_seqlens[1 : len(lengths) + 1].long() - 1
         return hidden[last], None if self.experts is None else self._experts(context.routes)
 
-    def sample_first(self, hidden: Tensor, owners: Sequence[int], streams: Numbers) -> NDArray[np.float64]:
-        """Row i continues the hidden state of `owners[i]`: ids and log-probs [1, 2, rows]."""
+    def sample_first(self, hidden: Tensor, owners: Sequence[int], noise: Numbers) -> NDArray[np.float64]:
+        """Row i continues the hidden state of `owners[i]`: ids, log-probs [1, 2, rows]. noise [2, rows]: streams, positions."""
         z = self.logits(hidden)[torch.tensor(owners, device=hidden.device)]
-        noise = torch.from_numpy(streams).to(hidden.device)
-        outputs: NDArray[np.float64] = self._draw(z, noise, torch.zeros_like(noise))[None].cpu().numpy()
+        streams, positions = torch.from_numpy(noise).to(hidden.device)
+        outputs: NDArray[np.float64] = self._draw(z, streams, positions)[None].cpu().numpy()
         return outputs
 
     def set_rows(self, state: Numbers, page_table: Numbers) -> None:

@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,7 +19,8 @@ from dovetail.parallel.placement import as_index, checkpoint_shapes
 from dovetail.rollout.base import Completion, Prompt, SampleBuffer, SamplingParams, Watch, check_request, check_weights
 from dovetail.rollout.kv_cache import PageBudget, PagePool, cache_shape
 from dovetail.rollout.model_runner import Capture, ModelRunner, RunnerSize, cuda_capture, pad_to_bucket
-from dovetail.rollout.scheduler import GenerationLoop, Scheduler
+from dovetail.rollout.sampling import streams
+from dovetail.rollout.scheduler import GenerationLoop, Group, Scheduler
 from dovetail.weights.hf_reader import TensorSource
 from dovetail.weights.load import load
 from dovetail.weights.shards import checkpoint_params, form_of
@@ -61,37 +63,23 @@ class NativeSampler:
         self.model = _empty_decoder(spec, mesh, kernels, dtype)
         self._runner: ModelRunner | None = None
         self._wanted_pages = 0  # before the memory budget
-        self._filled = False
+        self.filled = False
         self.watch: Watch | None = None
 
     @torch.no_grad()
     def refill(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """As `Sampler.refill`. Reads the stream to its end even after a problem: other ranks may wait."""
-        self._filled = False
-        shards, shapes = self._shards()
-        problems, missing = [], set(shapes)
-        for listed, tensor in weights:
-            tied_head = self.spec.tie_embeddings and listed == "lm_head.weight"
-            name = "model.embed_tokens.weight" if tied_head else listed
-            if tied_head and name not in missing:
-                pass  # a checkpoint may list either name, or both
-            elif name not in shapes:
-                problems.append(f"{name}: not a tensor of this {self.spec.family} model")
-            elif tuple(tensor.shape) != shapes[name]:
-                problems.append(f"{name}: shape {list(tensor.shape)}, expected {list(shapes[name])}")
-            else:
-                for local, source in shards[name]:
-                    local.copy_(tensor[source])
-            missing.discard(name)
+        refilling = Refilling(self)
+        for name, tensor in weights:
+            refilling.put(name, tensor)
             del tensor  # before the next one is made
-        check_weights(problems + [f"{name}: missing" for name in sorted(missing)])
-        self._filled = True
+        refilling.finish()
 
     def load(self, source: TensorSource) -> None:
         """Each rank reads its slices. Collective."""
         self.use_checkpoint_names(source)
         load(self.model, source, self.mesh, ignore=self.spec.ignored)
-        self._filled = True
+        self.filled = True
 
     def use_checkpoint_names(self, source: TensorSource) -> None:
         """Expect experts as a checkpoint has them."""
@@ -101,7 +89,7 @@ class NativeSampler:
     def sample(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Completion]:
         rope = self.spec.rope
         limit = (rope.kind, rope.max_positions) if rope.kind in BY_LENGTH else None
-        check_request(prompts, params, self.spec.vocab_size, limit, filled=self._filled)
+        check_request(prompts, params, self.spec.vocab_size, limit, filled=self.filled)
         buffer = SampleBuffer(prompts, params, self.mesh, torch.device("cpu"), self.spec.moe if params.trace else None)
         lengths = buffer.local_prompts(self.spec.width)
         if lengths:
@@ -114,9 +102,19 @@ class NativeSampler:
         runner, self._runner = self._runner_for(lengths, budget), None
         runner.set_params(params)
         pool = PagePool(runner.size.pages - 1)
-        scheduler = Scheduler(lengths, budget, pool, options.max_num_seqs, options.max_prefill_tokens)
+        scheduler = Scheduler(pool, options.max_num_seqs, options.max_prefill_tokens)
+        experts = buffer.experts if runner.experts is not None else None
+        loop = GenerationLoop(runner, scheduler, params.stop_ids, buffer.store, experts)
+        order, samples = sorted(lengths, key=lambda i: (-lengths[i], i)), np.arange(params.samples)
+        rows = np.array([buffer.prompts[i].row for i in order]).repeat(params.samples)
+        noise = streams(params.seed, params.step, rows, np.tile(samples, len(order)))
+        for i, own in zip(order, noise.reshape(len(order), -1), strict=True):
+            scheduler.add(Group(buffer.prompts[i].ids, budget, own, i * params.samples + samples))
         try:
-            GenerationLoop(runner, scheduler, buffer, self.watch).run()
+            while loop.turn():
+                if self.watch is not None:
+                    self.watch(loop.finished, len(noise), loop.tokens)
+            assert scheduler.all_admitted, "prompts wait, but nothing runs that could free pages for them"
         finally:
             if not options.keep_cache:
                 runner.drop_graphs()
@@ -137,30 +135,63 @@ class NativeSampler:
             self._runner.drop_graphs()
             self._runner = None  # its memory is part of the new one's budget
         self._wanted_pages = wanted
-        pages = 1 + min(wanted, max(least, self._max_entries() // page_size))
+        pages = 1 + min(wanted, max(least, self.max_entries() // page_size))
         size = RunnerSize(pad_to_bucket(rows), width, self.decode_steps, pages, page_size)
         return ModelRunner(self.model, self.dtype, size, self.capture)
 
-    def _max_entries(self) -> int:
-        """The same on every tp rank."""
+    def max_entries(self, share: float = FREE_SHARE) -> int:
+        """Tokens that a new cache may hold, with `share` of a GPU's free memory. The same on every tp rank."""
         device = self.mesh.device
         if self.max_tokens is not None or device.type != "cuda":
             return MAX_TOKENS if self.max_tokens is None else self.max_tokens
         idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         free = torch.tensor([torch.cuda.mem_get_info(device)[0] + idle], device=device)
         least = int(stack_over(free, self.mesh["tp"]).min())
-        return int(FREE_SHARE * least) // (math.prod(cache_shape(self.spec, self.mesh, 1, 1)) * self.dtype.itemsize)
+        return int(share * least) // (math.prod(cache_shape(self.spec, self.mesh, 1, 1)) * self.dtype.itemsize)
 
-    def _shards(self) -> tuple[dict[str, list[tuple[Tensor, tuple[slice, ...]]]], dict[str, tuple[int, ...]]]:
-        """By checkpoint name: our views with their slices, and all shapes, so that all ranks refuse alike."""
-        shards: dict[str, list[tuple[Tensor, tuple[slice, ...]]]] = defaultdict(list)
-        shapes: dict[str, tuple[int, ...]] = {}
-        for param in checkpoint_params(self.model, self.mesh):
-            shapes |= checkpoint_shapes(param.name, param.placement, param.shape)
-            for region in param.regions:
-                view = param.local[as_index(region.local_slice)]
-                shards[region.checkpoint_name].append((view, as_index(region.checkpoint_slice)))
-        return shards, shapes
+
+class Refilling:
+    """New weights for a sampler, which is not `filled` until all of them came."""
+
+    def __init__(self, sampler: NativeSampler) -> None:
+        sampler.filled, self._sampler = False, sampler
+        self._shards, self._shapes = _shards(sampler)
+        self._problems, self._missing = list[str](), set(self._shapes)
+
+    def put(self, listed: str, tensor: Tensor) -> None:
+        """A whole tensor by its HF name. A problem waits for `finish`."""
+        spec, shapes = self._sampler.spec, self._shapes
+        tied_head = spec.tie_embeddings and listed == "lm_head.weight"
+        name = "model.embed_tokens.weight" if tied_head else listed
+        if tied_head and name not in self._missing:
+            pass  # a checkpoint may list either name, or both
+        elif name not in shapes:
+            self._problems.append(f"{name}: not a tensor of this {spec.family} model")
+        elif tuple(tensor.shape) != shapes[name]:
+            self._problems.append(f"{name}: shape {list(tensor.shape)}, expected {list(shapes[name])}")
+        else:
+            for local, source in self._shards[name]:
+                local.copy_(tensor[source])
+        self._missing.discard(name)
+
+    def finish(self) -> None:
+        """CheckpointError for tensors that are missing, unknown or of another shape."""
+        check_weights(self._problems + [f"{name}: missing" for name in sorted(self._missing)])
+        self._sampler.filled = True
+
+
+def _shards(
+    sampler: NativeSampler,
+) -> tuple[dict[str, list[tuple[Tensor, tuple[slice, ...]]]], dict[str, tuple[int, ...]]]:
+    """By checkpoint name: our views with their slices, and all shapes, so that all ranks refuse alike."""
+    shards: dict[str, list[tuple[Tensor, tuple[slice, ...]]]] = defaultdict(list)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for param in checkpoint_params(sampler.model, sampler.mesh):
+        shapes |= checkpoint_shapes(param.name, param.placement, param.shape)
+        for region in param.regions:
+            view = param.local[as_index(region.local_slice)]
+            shards[region.checkpoint_name].append((view, as_index(region.checkpoint_slice)))
+    return shards, shapes
 
 
 def capture_for(spec: ArchSpec, mesh: Mesh, kernels: KernelSet, dtype: torch.dtype) -> Capture | None:

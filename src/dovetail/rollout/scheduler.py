@@ -1,7 +1,8 @@
 """Continuous batching on the host, alike on every tp rank. Admission allocates all pages that a sample may need."""
 
+import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,20 +10,34 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dovetail.rollout.base import SampleBuffer, Watch
+from dovetail.rollout.base import Numbers
 from dovetail.rollout.kv_cache import PageBudget, PagePool
-from dovetail.rollout.model_runner import ModelRunner, Numbers
-from dovetail.rollout.sampling import streams
+from dovetail.rollout.model_runner import ModelRunner
 
 ADMIT_BELOW = 0.75  # of the last batch is running: prompts wait until then, so that several are prefilled together
+Store = Callable[[Numbers, Numbers, Numbers, NDArray[np.float64], NDArray[np.bool_]], None]
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Samples of one prompt. streams, slots: of each, its noise and its place in the output. drawn: tokens of `ids` it drew."""
+
+    ids: Sequence[int]
+    budget: PageBudget
+    streams: Numbers
+    slots: Numbers
+    drawn: int = 0
+
+    @property
+    def length(self) -> int:
+        return len(self.ids)
 
 
 @dataclass
 class CachedPrompt:
     """waiting: its samples that are not admitted yet."""
 
-    index: int
-    length: int
+    group: Group
     pages: list[int]
     waiting: int
 
@@ -31,28 +46,28 @@ class CachedPrompt:
 class Request:
     """One running sample. copy: (from, to), for the partly filled page of its prompt."""
 
-    prompt: int
+    group: Group
     sample: int
-    length: int  # of the prompt
     pages: list[int]
     copy: tuple[int, int] | None
 
 
 class Scheduler:
-    """Waiting prompts (index -> length), longest first, and the running samples.
+    """Waiting groups, in the order in which they were added, and the running samples.
 
     max_prefill_tokens: of prompts prefilled together.
     """
 
-    def __init__(
-        self, lengths: Mapping[int, int], budget: PageBudget, pool: PagePool, max_num_seqs: int, max_prefill_tokens: int
-    ) -> None:
-        self.lengths, self.budget, self.pool = lengths, budget, pool
-        self.max_num_seqs, self.max_prefill_tokens = max_num_seqs, max_prefill_tokens
-        self.waiting = deque(sorted(lengths, key=lambda i: (-lengths[i], i)))
+    def __init__(self, pool: PagePool, max_num_seqs: int, max_prefill_tokens: int) -> None:
+        self.pool, self.max_num_seqs, self.max_prefill_tokens = pool, max_num_seqs, max_prefill_tokens
+        self.waiting = deque[Group]()
         self.current: CachedPrompt | None = None  # partly admitted
         self.running = 0
-        self._admitted = 0
+        self._admitted = 0.0
+
+    def add(self, group: Group) -> None:
+        self.waiting.append(group)
+        self._admitted = math.inf
 
     @property
     def should_admit(self) -> bool:
@@ -69,16 +84,18 @@ class Scheduler:
         tokens = 0
         while self.running + len(requests) < self.max_num_seqs:
             if self.current is None:
-                length = self.lengths[self.waiting[0]] if self.waiting else 0
-                full = bool(prompts) and tokens + length > self.max_prefill_tokens
-                if not length or full or self.budget.pages_for_first(length) > self.pool.num_free:
+                if not self.waiting:
                     break
-                pages = self.pool.allocate(self.budget.pages_for_prompt(length))
-                self.current = CachedPrompt(self.waiting.popleft(), length, pages, self.budget.samples)
+                group, length = self.waiting[0], self.waiting[0].length
+                full = bool(prompts) and tokens + length > self.max_prefill_tokens
+                if full or group.budget.pages_for_first(length) > self.pool.num_free:
+                    break
+                pages = self.pool.allocate(group.budget.pages_for_prompt(length))
+                self.current = CachedPrompt(self.waiting.popleft(), pages, group.budget.samples)
                 prompts.append(self.current)
                 tokens += length
-            last = self.current.waiting == 1
-            if self.budget.pages_beyond_prompt(self.current.length, last=last) > self.pool.num_free:
+            group, last = self.current.group, self.current.waiting == 1
+            if group.budget.pages_beyond_prompt(group.length, last=last) > self.pool.num_free:
                 break
             requests.append(self._next_sample(self.current))
             if last:
@@ -94,67 +111,103 @@ class Scheduler:
             self.pool.free(pages)
         self.running -= len(page_tables)
 
+    def clear(self) -> None:
+        """Drop what waits."""
+        if self.current is not None:
+            self.pool.free(self.current.pages)
+            self.current = None
+        self.waiting.clear()
+
     def _next_sample(self, prompt: CachedPrompt) -> Request:
-        sample, full = self.budget.samples - prompt.waiting, prompt.length // self.budget.page_size
+        group, budget = prompt.group, prompt.group.budget
+        sample, full = budget.samples - prompt.waiting, group.length // budget.page_size
         last = prompt.waiting == 1
         prompt.waiting -= 1
-        own = self.pool.allocate(self.budget.pages_beyond_prompt(prompt.length, last=last))
+        own = self.pool.allocate(budget.pages_beyond_prompt(group.length, last=last))
         if last:
-            return Request(prompt.index, sample, prompt.length, prompt.pages + own, None)
+            return Request(group, sample, prompt.pages + own, None)
         self.pool.share(prompt.pages[:full])
-        copy = (prompt.pages[full], own[0]) if prompt.length % self.budget.page_size else None
-        return Request(prompt.index, sample, prompt.length, prompt.pages[:full] + own, copy)
+        copy = (prompt.pages[full], own[0]) if group.length % budget.page_size else None
+        return Request(group, sample, prompt.pages[:full] + own, copy)
 
 
-TOKEN, LENGTH, DRAWN, STREAM, SLOT, PAGES = range(6)  # columns of a running row, which ends in its pages and zeros
+TOKEN, LENGTH, DRAWN, STREAM, SLOT, MOST, PAGES = range(
+    7
+)  # columns of a running row, which ends in its pages and zeros
 
 
-def _new_rows(requests: Sequence[Request], slots: Numbers, noise: Numbers, table_width: int) -> Numbers:
+def _new_rows(requests: Sequence[Request], table_width: int) -> Numbers:
     """Rows [n, PAGES + table_width] that lack the entry of their prompt's last token."""
     rows = np.zeros((len(requests), PAGES + table_width), np.int64)
-    rows[:, STREAM], rows[:, SLOT] = noise, slots
     for row, request in zip(rows, requests, strict=True):
-        row[LENGTH] = request.length - 1
+        group, sample = request.group, request.sample
+        most = group.drawn + group.budget.new_tokens
+        row[LENGTH:PAGES] = group.length - 1, group.drawn, group.streams[sample], group.slots[sample], most
         row[PAGES : PAGES + len(request.pages)] = request.pages
     return rows
 
 
 class GenerationLoop:
-    """One call of `sample` on one replica."""
+    """The groups of a scheduler, with sampling parameters that are all alike but for their lengths.
+
+    store: takes slots [n], tokens drawn before [n], new ones [n], ids and log-probs [steps, 2, n], and which are finished [n].
+    experts: [slots, positions, M, K], of a runner that traces them.
+    """
 
     def __init__(
         self,
         runner: ModelRunner,
         scheduler: Scheduler,
-        buffer: SampleBuffer,
-        watch: Watch | None = None,
+        stop_ids: Sequence[int],
+        store: Store,
+        experts: Tensor | None = None,
     ) -> None:
-        self.watch, self.finished, self.tokens = watch, 0, 0
-        self.total = len(scheduler.lengths) * buffer.params.samples
-        self.runner, self.scheduler, self.buffer = runner, scheduler, buffer
-        self.prompts, self.params = buffer.prompts, buffer.params
-        self.stop_ids = np.array(buffer.params.stop_ids, np.int64)
+        self.runner, self.scheduler, self.store, self.experts = runner, scheduler, store, experts
+        self.stop_ids = np.array(stop_ids, np.int64)
         self.rows = np.zeros((0, PAGES + runner.size.table_width), np.int64)
-        self._hidden: dict[int, Tensor] = {}  # last hidden states of prompts with waiting samples
+        self.finished = self.tokens = 0
+        self._changed = True
+        self._hidden: dict[Group, Tensor] = {}  # last hidden states of prompts with waiting samples
 
-    def run(self) -> None:
-        changed = True
-        while True:
-            if self.scheduler.should_admit:
-                while self._admit(*self.scheduler.admit()):
-                    changed = True
-            if not len(self.rows):
-                assert self.scheduler.all_admitted, "prompts wait, but nothing runs that could free pages for them"
-                return
-            left = self.params.max_new_tokens - int(self.rows[:, DRAWN].min())
-            if changed:
-                self.runner.set_rows(self.rows[:, :SLOT].T, self.rows[:, PAGES:])
-            count = len(self.rows)
-            outputs = self.runner.decode(count, min(self.runner.size.decode_steps, left))
-            self.rows = self._accept(self.rows, outputs, self.runner.experts)
-            if self.watch is not None:
-                self.watch(self.finished, self.total, self.tokens)
-            changed = len(self.rows) < count
+    @property
+    def busy(self) -> bool:
+        return len(self.rows) > 0 or not self.scheduler.all_admitted
+
+    def turn(self, *, admit: bool = True) -> bool:
+        """Admit what may run and decode, up to the runner's `decode_steps`. False: nothing runs."""
+        if admit and self.scheduler.should_admit:
+            while self._admit(*self.scheduler.admit()):
+                self._changed = True
+        if not len(self.rows):
+            return False
+        left = int((self.rows[:, MOST] - self.rows[:, DRAWN]).max())
+        if self._changed:
+            self.runner.set_rows(self.rows[:, :SLOT].T, self.rows[:, PAGES:])
+        count = len(self.rows)
+        outputs = self.runner.decode(count, min(self.runner.size.decode_steps, left))
+        self.rows = self._accept(self.rows, outputs, self.runner.experts)
+        self._changed = len(self.rows) < count
+        return True
+
+    def keep(self, slots: Container[int]) -> None:
+        """Drop running samples of other slots, and waiting groups that have none of these."""
+        kept = np.array([slot in slots for slot in self.rows[:, SLOT].tolist()], bool)
+        self._free(self.rows[~kept])
+        self._changed |= not kept.all()
+        self.rows = self.rows[kept]
+        groups = [group for group in self.scheduler.waiting if any(slot in slots for slot in group.slots.tolist())]
+        self.scheduler.waiting = deque(groups)
+
+    def clear(self) -> None:
+        """Drop all."""
+        self._free(self.rows)
+        self.rows, self._hidden, self._changed = self.rows[:0], {}, True
+        self.scheduler.clear()
+
+    def widen(self, runner: ModelRunner) -> None:
+        """Go on with a runner of a wider page table and the same cache."""
+        more = runner.size.table_width - self.runner.size.table_width
+        self.runner, self.rows, self._changed = runner, np.pad(self.rows, ((0, 0), (0, more))), True
 
     def _admit(self, prefilled: Sequence[CachedPrompt], requests: Sequence[Request]) -> bool:
         """False: there was nothing to admit."""
@@ -163,32 +216,28 @@ class GenerationLoop:
         if prefilled:
             self._prefill(prefilled)
         self.runner.cache.copy_pages([request.copy for request in requests if request.copy is not None])
-        owners = list(dict.fromkeys(request.prompt for request in requests))
-        samples = np.array([request.sample for request in requests], np.int64)
-        numbers = np.array([self.prompts[request.prompt].row for request in requests], np.int64)
-        slots = np.array([request.prompt for request in requests], np.int64) * self.params.samples + samples
-        noise = streams(self.params.seed, self.params.step, numbers, samples)
-        hidden = torch.stack([self._hidden[prompt] for prompt in owners])
-        places = {prompt: place for place, prompt in enumerate(owners)}
-        outputs = self.runner.sample_first(hidden, [places[request.prompt] for request in requests], noise)
-        rows = _new_rows(requests, slots, noise, self.runner.size.table_width)
+        groups = list(dict.fromkeys(request.group for request in requests))
+        hidden = torch.stack([self._hidden[group] for group in groups])
+        places = {group: place for place, group in enumerate(groups)}
+        rows = _new_rows(requests, self.runner.size.table_width)
+        owners = [places[request.group] for request in requests]
+        outputs = self.runner.sample_first(hidden, owners, rows[:, [STREAM, DRAWN]].T)
         self.rows = np.concatenate((self.rows, self._accept(rows, outputs)))
         current = self.scheduler.current
-        self._hidden = {} if current is None else {current.index: self._hidden[current.index]}
+        self._hidden = {} if current is None else {current.group: self._hidden[current.group]}
         return True
 
     def _prefill(self, prompts: Sequence[CachedPrompt]) -> None:
-        hidden, experts = self.runner.prefill([(self.prompts[prompt.index].ids, prompt.pages) for prompt in prompts])
-        self._hidden |= {prompt.index: state for prompt, state in zip(prompts, hidden, strict=True)}
-        if experts is None:
+        hidden, experts = self.runner.prefill([(prompt.group.ids, prompt.pages) for prompt in prompts])
+        self._hidden |= {prompt.group: state for prompt, state in zip(prompts, hidden, strict=True)}
+        if experts is None or self.experts is None:
             return
-        samples = torch.arange(self.params.samples, device=experts.device)[:, None]
         start = 0
-        for prompt in prompts:
-            positions = torch.arange(prompt.length, device=experts.device)[None]
-            slots = prompt.index * self.params.samples + samples
-            self.buffer.experts[slots, positions] = experts[start : start + prompt.length].to(self.buffer.experts.dtype)
-            start += prompt.length
+        for group in (prompt.group for prompt in prompts):
+            positions = torch.arange(group.length, device=experts.device)[None]
+            slots = torch.from_numpy(group.slots).to(experts.device)[:, None]
+            self.experts[slots, positions] = experts[start : start + group.length].to(self.experts.dtype)
+            start += group.length
 
     def _accept(self, rows: Numbers, outputs: NDArray[np.float64], experts: Tensor | None = None) -> Numbers:
         """Store outputs [steps, 2, n] and experts [steps, n, M, K] up to each row's end -> unfinished rows."""
@@ -196,18 +245,19 @@ class GenerationLoop:
         stops = np.isin(ids, self.stop_ids)
         stopped = stops.any(0)
         until = np.where(stopped, stops.argmax(0) + 1, steps)
-        taken = np.minimum(until, self.params.max_new_tokens - drawn)
-        finished = stopped & (until == taken) | (drawn + taken == self.params.max_new_tokens)
-        step, row = np.nonzero(np.arange(steps)[:, None] < taken)
-        self.buffer.ids.numpy()[slots[row], drawn[row] + step] = ids[step, row]
-        self.buffer.log_probs.numpy()[slots[row], drawn[row] + step] = outputs[step, 1, row]
-        self.buffer.counts.numpy()[slots] += taken
+        taken = np.minimum(until, rows[:, MOST] - drawn)
+        finished = stopped & (until == taken) | (drawn + taken == rows[:, MOST])
+        self.store(slots, drawn, taken, outputs, finished)
         self.finished, self.tokens = self.finished + int(finished.sum()), self.tokens + int(taken.sum())
-        if experts is not None:
+        if experts is not None and self.experts is not None:
+            step, row = np.nonzero(np.arange(steps)[:, None] < taken)
             indices = (slots[row], rows[row, LENGTH] + step, step, row)
             slot_of, position, *source = (torch.from_numpy(x).to(experts.device) for x in indices)
-            self.buffer.experts[slot_of, position] = experts[source[0], source[1]].to(self.buffer.experts.dtype)
+            self.experts[slot_of, position] = experts[source[0], source[1]].to(self.experts.dtype)
         rows[:, TOKEN] = ids[-1]
         rows[:, LENGTH : DRAWN + 1] += steps
-        self.scheduler.free([pages[pages > 0].tolist() for pages in rows[finished, PAGES:]])
+        self._free(rows[finished])
         return rows[~finished]
+
+    def _free(self, rows: Numbers) -> None:
+        self.scheduler.free([pages[pages > 0].tolist() for pages in rows[:, PAGES:]])

@@ -203,8 +203,15 @@ def _renamed(param: LocalParam) -> LocalParam:
 
 def _turned(param: LocalParam) -> LocalParam:
     splits = tuple(replace(split, dim=(0, 2, 1)[split.dim]) for split in param.placement.splits)
-    keys = ("checkpoint_shape", "checkpoint_slice", "local_slice")
-    regions = tuple(replace(r, **{key: _swap(vars(r)[key]) for key in keys}) for r in param.regions)
+    regions = tuple(
+        replace(
+            r,
+            checkpoint_shape=_swap(r.checkpoint_shape),
+            checkpoint_slice=_swap(r.checkpoint_slice),
+            local_slice=_swap(r.local_slice),
+        )
+        for r in param.regions
+    )
     placement, local = replace(param.placement, splits=splits), param.local.transpose(1, 2)
     return replace(param, placement=placement, shape=_swap(param.shape), local=local, regions=regions)
 

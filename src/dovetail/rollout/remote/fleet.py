@@ -3,10 +3,12 @@
 import resource
 import threading
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from dovetail.batch.balancing import plan_microbatches
 from dovetail.rollout.remote.http import Client, EngineError
 from dovetail.rollout.remote.wire import Abilities, Finish, Request, Spans, Wire
 
@@ -59,14 +61,33 @@ class Fleet:
         self._lock = threading.Lock()
         self._homes: dict[int, Replica] = {}  # by row, of one salt
         self._salt = ""
+        self._pinned: dict[str, Replica] = {}  # by batch
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]  # a thread has a connection
         most = PER_REPLICA * len(replicas)
-        threads = most if files == resource.RLIM_INFINITY else min(most, max(1, files // 2))
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="engines")
+        self.capacity = most if files == resource.RLIM_INFINITY else min(most, max(1, files // 2))  # requests in flight
+        self._threads = ThreadPoolExecutor(self.capacity, thread_name_prefix="engines")
 
     def submit(self, request: Request) -> "Future[Reply]":
         """EngineError if no replica is left, or if one refuses the request."""
         return self._threads.submit(self._draw, request)
+
+    def together(self, requests: Sequence[Request]) -> Sequence[Request]:
+        """Dealt to servers of the embedded sampler, a batch for each, so that sums repeat; if all can be sent at once."""
+        serving = [replica for replica in self.replicas if replica.serves]
+        keyed = bool(serving) and all(replica.server.keyed for replica in serving)
+        if not keyed or len(requests) > self.capacity - sum(replica.busy for replica in serving):
+            return requests
+        prompts: dict[tuple[int, ...], list[int]] = {}  # row and ids -> numbers of requests
+        for i, request in enumerate(requests):
+            prompts.setdefault((request.row, *request.ids), []).append(i)
+        costs = [len(key) - 1 + sum(requests[i].params.max_new_tokens for i in own) for key, own in prompts.items()]
+        members, out, self._pinned = list(prompts.values()), list(requests), {}
+        for replica, dealt in zip(serving, plan_microbatches(costs, len(serving), None), strict=True):
+            name, numbers = uuid.uuid4().hex, sorted(i for part in dealt for prompt in part for i in members[prompt])
+            self._pinned[name] = replica
+            for i in numbers:
+                out[i] = replace(requests[i], batch=(name, len(numbers), i))
+        return out
 
     def pushed(self, replica: Replica, version: int, problem: EngineError | None) -> None:
         """After a push: with a problem the replica serves nothing until the next one."""
@@ -140,10 +161,12 @@ class Fleet:
             if request.salt != self._salt:
                 self._homes, self._salt = {}, request.salt
             least = min(alive, key=lambda replica: replica.busy)
-            home = self._homes.setdefault(request.row, least)
+            home = self._pinned.get(request.batch[0] if request.batch else "") or self._homes.setdefault(
+                request.row, least
+            )
             if not home.serves:
                 home = self._homes[request.row] = least
-            replica = home if home.busy < least.busy + MOST_IMBALANCE else least
+            replica = home if request.batch or home.busy < least.busy + MOST_IMBALANCE else least
             if not replica.busy:
                 replica.heard = time.monotonic()
             replica.busy += 1

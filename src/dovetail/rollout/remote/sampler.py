@@ -95,10 +95,9 @@ class RemoteSampler:
     def _draw(self, fleet: Fleet, prompts: Sequence[Prompt], params: SamplingParams) -> list[Reply]:
         """Ordered by prompt, then sample."""
         salt = f"{self._run}-{self.version}"
-        requests = [self._request(prompt, params, salt) for prompt in prompts]
-        futures: list[Future[Reply]] = [
-            fleet.submit(replace(request, sample=sample)) for request in requests for sample in range(params.samples)
-        ]
+        prepared = [self._request(prompt, params, salt) for prompt in prompts]
+        requests = [replace(request, sample=sample) for request in prepared for sample in range(params.samples)]
+        futures: list[Future[Reply]] = [fleet.submit(request) for request in fleet.together(requests)]
         try:
             tokens = 0
             for done, future in enumerate(as_completed(futures), 1):

@@ -125,6 +125,8 @@ def generate_body(server: Abilities, request: Request, received: Sequence[int]) 
     }
     if params.banned_ids:
         sampling["logit_bias"] = {str(banned): NO_BIAS for banned in params.banned_ids}
+    if server.keyed:
+        sampling["extra_args"] = request.keys(len(received))
     if "stream_interval" not in server.fields:
         del sampling["stream_interval"]
     body = {

@@ -23,7 +23,7 @@ MOST_BANNED = 1024  # of a request, in vLLM
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One sample of a prompt. salt: of the server's prefix cache."""
+    """One sample of a prompt. salt: of the server's prefix cache. batch: a name, requests that begin together, and its number."""
 
     ids: Sequence[int]
     row: int
@@ -31,12 +31,18 @@ class Request:
     params: "SamplingParams"
     salt: str
     images: Mapping[str, Any] | None = None  # of the prompt, as vLLM takes them
+    batch: tuple[str, int, int] | None = None
 
     def seed(self, received: int) -> int:
         """Another one behind tokens that are kept: a server counts its draws from its first one."""
         params = self.params
         key = f"{params.seed}/{params.step}/{self.row}/{self.sample}/{received}"
         return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8]) >> 1
+
+    def keys(self, received: int) -> dict[str, Any]:
+        """For a server of the embedded sampler: what the noise depends on, and the batch."""
+        params, batch = self.params, None if received else self.batch
+        return {"noise": [params.seed, params.step, self.row, self.sample], "drawn": received, "batch": batch}
 
 
 class Part(NamedTuple):
@@ -67,6 +73,7 @@ class Abilities:
     routes: bool = False  # it returns the experts of each token
     images: bool = False  # it takes them with token ids
     fields: frozenset[str] = frozenset()  # of vLLM's sampling parameters
+    keyed: bool = False  # it is the embedded sampler
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,43 @@
+"""The embedded sampler as a server."""
+
+import torch
+
+from dovetail.arch.spec import BY_LENGTH
+from dovetail.errors import ConfigError
+from dovetail.factory.engine import open_weights
+from dovetail.factory.layouts import max_positions
+from dovetail.factory.sampler import backend_layout, make_sampler
+from dovetail.factory.tokenizer import stop_ids
+from dovetail.parallel.layout import Layout
+from dovetail.parallel.mesh import Mesh
+from dovetail.rollout.native import NativeSampler, SamplerOptions
+from dovetail.rollout.server import SamplerServer
+from dovetail.rollout.server_http import HttpServer
+from dovetail.weights.hf_directory import Pretrained
+
+
+def make_server(
+    model: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    address: tuple[str, int],
+    *,
+    version: str,
+    key: str | None = None,
+    options: SamplerOptions | None = None,
+) -> HttpServer:
+    """With the weights of `model`. key: that clients must send."""
+    source, mesh = Pretrained.open(model), Mesh.solo(device)
+    backend_layout(source, Layout(), "native")  # refuses what it does not run
+    try:
+        server = HttpServer(address, model=model, eos=stop_ids(source, None), key=key, version=version)
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"--host {address[0]} --port {address[1]}: {error}; give others") from error
+    sampler = make_sampler(source, mesh, dtype, options=options)
+    assert isinstance(sampler, NativeSampler)
+    sampler.load(open_weights(source, mesh))
+    rope, lengths = sampler.spec.rope, [max_positions(source.config, "native")]
+    if rope.kind in BY_LENGTH:
+        lengths.append(rope.max_positions)
+    server.engine = SamplerServer(sampler, min((length for length in lengths if length is not None), default=None))
+    return server

@@ -1,0 +1,291 @@
+"""The embedded sampler in a process of its own: requests join and leave the running batch, pushes come between two turns.
+
+One thread owns the model; others hand it work. `server_http.py` speaks to clients (docs/adr/025-the-asynchronous-loop.md).
+"""
+
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from queue import Empty, SimpleQueue
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dovetail.errors import CheckpointError, ConfigError
+from dovetail.rollout.base import Numbers, SamplingParams
+from dovetail.rollout.kv_cache import PageBudget, PagedCache, PagePool
+from dovetail.rollout.model_runner import ModelRunner, RunnerSize, pad_to_bucket
+from dovetail.rollout.native import NativeSampler, Refilling
+from dovetail.rollout.remote.receive import Receiver
+from dovetail.rollout.remote.wire import Finish
+from dovetail.rollout.sampling import streams
+from dovetail.rollout.scheduler import GenerationLoop, Group, Scheduler
+
+T = TypeVar("T")
+FIRST_VERSION = "default"  # of weights that no trainer pushed, in vLLM's words
+BATCHES = 64  # names that are remembered: a request that is sent again does not wait for its batch
+HOLD_SECONDS = 10.0  # without a request of a batch that is not whole: those that came begin
+GPU_SHARE = 0.8  # of a GPU's free memory, for keys and values
+
+
+class Event(NamedTuple):
+    """New tokens of a request; with its last ones how it ended, and all versions as (version, first token, behind the last)."""
+
+    ids: list[int]
+    log_probs: list[float]
+    finish: Finish | None = None
+    versions: Sequence[tuple[str, int, int]] = ()
+
+
+@dataclass(eq=False, kw_only=True)
+class Sample:
+    """One request. drawn: how many of `ids` the sample drew before. batch: a name, its requests, and the number of this one.
+
+    Requests of a batch begin together, as in one call of `NativeSampler.sample`. interval: tokens of an event.
+    """
+
+    ids: list[int]
+    params: SamplingParams
+    row: int
+    sample: int
+    drawn: int = 0
+    batch: tuple[str, int, int] | None = None
+    interval: int = 1
+    events: SimpleQueue[Event] = field(default_factory=SimpleQueue)
+    new: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    versions: list[tuple[str, int, int]] = field(default_factory=list)
+    sent: int = 0
+
+    def draw(self, ids: list[int], log_probs: list[float], version: str, *, finished: bool) -> None:
+        start = len(self.new)
+        if self.versions and self.versions[-1][0] == version:
+            start = self.versions.pop()[1]
+        self.new += ids
+        self.log_probs += log_probs
+        self.versions.append((version, start, len(self.new)))
+        if finished or len(self.new) - self.sent >= self.interval:
+            finish: Finish = "stop" if self.new[-1] in self.params.stop_ids else "length"
+            new = self.new[self.sent :], self.log_probs[self.sent :]
+            self.events.put(Event(*new, finish, self.versions) if finished else Event(*new))
+            self.sent = len(self.new)
+
+
+class SamplerServer:
+    """Samples of any clients by one filled sampler. Public methods but `run` are for other threads."""
+
+    def __init__(self, sampler: NativeSampler, max_length: int | None = None) -> None:
+        """max_length: of the model."""
+        self.sampler, self.options = sampler, sampler.options
+        pages, size = sampler.max_entries(GPU_SHARE) // self.options.page_size, self.options.page_size
+        self.cache = PagedCache(sampler.spec, sampler.mesh, sampler.dtype, pages + 1, size)
+        self.pool = PagePool(pages)
+        longest = (pages - 1) * size  # a prompt that several samples share may take a page more
+        self.max_length = longest if max_length is None else min(longest, max_length)
+        self.version, self.paused = FIRST_VERSION, False
+        self._receiver = Receiver(sampler.mesh.device)
+        self._refilling: Refilling | None = None
+        self._work: SimpleQueue[Callable[[], object]] = SimpleQueue()
+        self._loops: dict[SamplingParams, GenerationLoop] = {}
+        self._slots = itertools.count()
+        self._living: dict[int, Sample] = {}
+        self._arrived = list[Sample]()
+        self._held: dict[str, list[Sample]] = {}
+        self._begun, self._heard = deque[str](maxlen=BATCHES), 0.0
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Never returns: this thread owns the model."""
+        while True:
+            self._do_work()
+            if self.paused:
+                continue
+            for loop in list(self._loops.values()):
+                # a prompt that is partly admitted keeps pages: two of them could wait for each other
+                others = (other.scheduler.current for other in self._loops.values() if other is not loop)
+                loop.turn(admit=not any(others))
+
+    def submit(self, sample: Sample) -> None:
+        self._work.put(lambda: self._arrive(sample))
+
+    def abort(self, sample: Sample) -> None:
+        self._work.put(lambda: self._leave(sample))
+
+    def pause(self, *, clear_cache: bool) -> None:
+        """Between two turns. clear_cache: what runs is computed anew by the weights it goes on with."""
+        self._call(lambda: self._pause(clear_cache))
+
+    def resume(self) -> None:
+        self._call(self._resume)
+
+    def connect(self, info: Mapping[str, Any]) -> None:
+        self._call(lambda: self._receiver.connect(info))
+
+    def start_update(self) -> None:
+        self._call(self._start_update)
+
+    def update(self, info: Mapping[str, Any]) -> None:
+        """A bucket or the manifest. A refusal ends the update: the server stays paused until another one is whole."""
+        self._call(lambda: self._update(info))
+
+    def finish_update(self, version: str) -> None:
+        self._call(lambda: self._finish_update(version))
+
+    def _call(self, work: Callable[[], T]) -> T:
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(work())
+            except (RuntimeError, OSError, ValueError, LookupError, TypeError) as error:
+                future.set_exception(error)
+
+        self._work.put(run)
+        return future.result()
+
+    def _do_work(self) -> None:
+        """What other threads asked for; waits for it if nothing runs."""
+        idle = self.paused or not any(loop.busy for loop in self._loops.values())
+        try:
+            work = self._work.get(idle, HOLD_SECONDS if self._held else None)
+            while True:
+                work()
+                work = self._work.get_nowait()
+        except Empty:
+            pass
+        if self._held and time.monotonic() > self._heard + HOLD_SECONDS:
+            self._arrived += itertools.chain(*self._held.values())
+            self._begun += self._held
+            self._held = {}
+        arrived, self._arrived = self._arrived, []
+        if arrived:
+            self._begin(arrived)
+
+    def _arrive(self, sample: Sample) -> None:
+        self._living[next(self._slots)] = sample
+        if sample.batch is None or sample.batch[0] in self._begun:
+            self._arrived.append(sample)
+            return
+        name, count, _ = sample.batch
+        held = self._held.setdefault(name, [])
+        held.append(sample)
+        self._heard = time.monotonic()
+        if len(held) == count:
+            self._begun.append(name)
+            del self._held[name]
+            self._begin(sorted(held, key=lambda one: one.batch[2] if one.batch else 0), together=True)
+
+    def _leave(self, sample: Sample) -> None:
+        self._living = {slot: one for slot, one in self._living.items() if one is not sample}
+        for waiting in (self._arrived, *self._held.values()):
+            if sample in waiting:
+                waiting.remove(sample)
+        for loop in self._loops.values():
+            loop.keep(self._living)
+
+    def _begin(self, samples: Iterable[Sample], *, together: bool = False) -> None:
+        """Samples of a prompt that come at once share its pages. together: longest prompts first, as `NativeSampler`."""
+        slots = {sample: slot for slot, sample in self._living.items()}
+        groups: dict[SamplingParams, dict[object, list[Sample]]] = {}
+        for sample in samples:
+            key = replace(sample.params, max_new_tokens=1, seed=0, step=0)
+            prompt = (sample.params, sample.row, sample.drawn, *sample.ids, len(sample.new))
+            groups.setdefault(key, {}).setdefault(sample if sample.new else prompt, []).append(sample)
+        for key, prompts in groups.items():
+            made = [self._group(members, [slots[member] for member in members]) for members in prompts.values()]
+            if together:
+                made.sort(key=lambda group: -group.length)
+            loop = self._loop(key, made, exact=together)
+            for group in made:
+                loop.scheduler.add(group)
+
+    def _group(self, members: list[Sample], slots: list[int]) -> Group:
+        first, params = members[0], members[0].params
+        samples = np.array([member.sample for member in members], np.int64)
+        noise = streams(params.seed, params.step, np.full_like(samples, first.row), samples)
+        budget = PageBudget(len(members), params.max_new_tokens - len(first.new), self.options.page_size)
+        return Group([*first.ids, *first.new], budget, noise, np.array(slots, np.int64), first.drawn + len(first.new))
+
+    def _loop(self, key: SamplingParams, groups: list[Group], *, exact: bool) -> GenerationLoop:
+        """exact: if nothing runs, with a page table as wide as `NativeSampler` would have: attention cuts its sums by it."""
+        size = self.options.page_size
+        slack = -(-self.sampler.decode_steps // size)  # finished rows run on
+        width = slack + max(group.budget.pages_for_sample(group.length) for group in groups)
+        loop = self._loops.get(key)
+        has = 0 if loop is None else loop.runner.size.table_width
+        if loop is not None and (has == width or (has > width and (loop.busy or not exact))):
+            return loop
+        if loop is not None and loop.busy:
+            most = slack - (-self.max_length // size)
+            loop.runner.drop_graphs()
+            loop.widen(self._runner(key, max(width, min(2 * has, most))))
+            return loop
+        for other in [other for other, idle in self._loops.items() if not idle.busy]:
+            self._loops.pop(other).runner.drop_graphs()
+        scheduler = Scheduler(self.pool, self.options.max_num_seqs, self.options.max_prefill_tokens)
+        loop = GenerationLoop(self._runner(key, width), scheduler, key.stop_ids, self._store)
+        self._loops[key] = loop
+        return loop
+
+    def _runner(self, params: SamplingParams, width: int) -> ModelRunner:
+        sampler, options = self.sampler, self.options
+        rows = pad_to_bucket(options.max_num_seqs)
+        size = RunnerSize(rows, width, sampler.decode_steps, len(self.cache.entries[0, 0]), options.page_size)
+        runner = ModelRunner(sampler.model, sampler.dtype, size, sampler.capture, self.cache)
+        runner.set_params(params)
+        return runner
+
+    def _store(
+        self, slots: Numbers, _: Numbers, taken: Numbers, outputs: NDArray[np.float64], finished: NDArray[np.bool_]
+    ) -> None:
+        for i, slot in enumerate(slots.tolist()):
+            if (
+                sample := self._living.get(slot)
+            ) is not None:  # else its client left, and another sample of its prompt did not
+                ids, log_probs = outputs[: taken[i], 0, i].astype(np.int64), outputs[: taken[i], 1, i]
+                sample.draw(ids.tolist(), log_probs.tolist(), self.version, finished=bool(finished[i]))
+                if finished[i]:
+                    del self._living[slot]
+
+    def _pause(self, clear_cache: bool) -> None:
+        self.paused = True
+        if clear_cache:
+            waiting = {*self._arrived, *itertools.chain(*self._held.values())}
+            for loop in self._loops.values():
+                loop.clear()
+            self._begin([sample for sample in self._living.values() if sample not in waiting])
+
+    def _resume(self) -> None:
+        if not self.sampler.filled:
+            raise ConfigError(
+                "the weights are not whole: the last update was refused or left; push again before /resume"
+            )
+        self.paused = False
+
+    def _start_update(self) -> None:
+        if not self.paused:
+            raise ConfigError("weights change while generation is paused: call /pause?mode=keep first")
+        self._receiver.begin()
+        self._refilling = Refilling(self.sampler)
+
+    def _update(self, info: Mapping[str, Any]) -> None:
+        refilling, self._refilling = self._refilling, None
+        if refilling is None or info.get("abort"):
+            raise CheckpointError("no update is under way; call /start_weight_update first")
+        if info.get("manifest") is None:
+            for name, tensor in self._receiver.take(info):
+                refilling.put(name, tensor)
+        else:
+            self._receiver.check(info["manifest"])
+            refilling.finish()
+        self._refilling = refilling
+
+    def _finish_update(self, version: str) -> None:
+        if self._refilling is None or not self.sampler.filled:
+            raise CheckpointError("the update ends without a manifest that it fulfils")
+        self._refilling, self.version = None, version
