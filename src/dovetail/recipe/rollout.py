@@ -85,3 +85,7 @@ class RolloutSection(Section):
         if self.ignore_eos and self.stop:
             raise ValueError("ignore_eos samples max_new_tokens, and stop ends earlier; leave one out")
         return self
+
+    @property
+    def out_of_process(self) -> bool:
+        return bool(self.engines) or self.start is not None
