@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ import torch.distributed as dist
 
 from dovetail.errors import MachineError
 from dovetail.factory.job import Builder
-from dovetail.factory.remote import make_stream
+from dovetail.factory.stream import make_stream
 from dovetail.factory.trainer import run_job
 from dovetail.launch.progress import Progress
 from dovetail.parallel.process_group import StopSignal, temporary_process_group
@@ -220,8 +221,12 @@ def test_an_engine_that_refuses_a_push_serves_no_more_and_its_requests_go_on_els
 ) -> None:
     """A push is longer than the silence after which an engine counts as lost. The answers of step 3 run through one."""
     good, bad = ModelEngine(model=policy, push_seconds=0.6), ModelEngine(model=policy, refuses=("1",))
+
+    def until_the_second_push(engine: ModelEngine, seed: int, length: int) -> bool:
+        return length > 12 and seed in seeds_of(2) and len(engine.pushes) < 2
+
     for engine in (good, bad):
-        engine.holds = lambda seed, length, to=engine: length > 12 and seed in seeds_of(2) and len(to.pushes) < 2
+        engine.holds = partial(until_the_second_push, engine)
     with good, bad:
         given = f"rollout.engines=[{good.url},{bad.url}]", "trainer.max_lag=2", "trainer.steps=3", "data.eval=null"
         train(recipe, *given, "rollout.request_timeout=0.5", "rollout.max_new_tokens=20", "rollout.ignore_eos=true")

@@ -18,10 +18,11 @@ from dovetail.factory.layouts import Backend, check_positions
 from dovetail.factory.notes import missed_profiles, notes
 from dovetail.factory.parts import Engines, RunParts, same_keys
 from dovetail.factory.preferences import preference_task
-from dovetail.factory.remote import check_media, make_remote_sampler, make_stream
+from dovetail.factory.remote import make_remote_sampler
 from dovetail.factory.rewards import make_rewards
 from dovetail.factory.rows import reads_answer
 from dovetail.factory.sampler import backend_layout, make_sampler
+from dovetail.factory.stream import check_sent, make_stream
 from dovetail.factory.tokenizer import banned_ids, stop_ids, text_of
 from dovetail.parallel.consensus import agreed
 from dovetail.parallel.mesh import Mesh
@@ -255,7 +256,7 @@ class Builder(RunParts):
         lengths = [len(prompt.ids) for prompt in asked]
         check_positions(self.source.config, self._backend, lengths, rollout.max_new_tokens, key)
         with agreed(self.mesh):
-            check_media(recipe, prompts)
+            check_sent(recipe, prompts)
             check_lengths(self.replicas, max(lengths) + rollout.max_new_tokens)
         eval_sets = self._eval_sets(sets, run.say)
         policy = self._trained(self.source, self.mesh, POLICY, recipe.optim.lr)
