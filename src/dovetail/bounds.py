@@ -2,4 +2,5 @@
 
 MAX_SAMPLES, MAX_NEW_TOKENS = 1 << 16, 1 << 22  # of a prompt, and of a completion
 MAX_TOKENS = 1 << 30  # of a batch
+MAX_LAG = 1 << 10  # steps
 MAX_FLOAT = 1e30  # of float32 settings

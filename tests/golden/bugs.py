@@ -34,30 +34,30 @@ def grouped_by_sample(batch: PackedBatch, samples: Seq[Sample], settings: Any, o
     return with_advantages(batch, [replace(s, group=s.completion.sample) for s in samples], settings, own)
 
 
-def mask_late(samples: Seq[Sample], temperature: float) -> PackedBatch:
+def mask_late(samples: Seq[Sample], temperature: float, version: int | None = None) -> PackedBatch:
     """The response's first token left out and, in its place, the one after its last: the mask not shifted with targets."""
-    right = pack_samples(samples, temperature)
+    right = pack_samples(samples, temperature, version)
     return right.with_mask(right.mask.roll(1))
 
 
-def mask_early(samples: Seq[Sample], temperature: float) -> PackedBatch:
-    right = pack_samples(samples, temperature)
+def mask_early(samples: Seq[Sample], temperature: float, version: int | None = None) -> PackedBatch:
+    right = pack_samples(samples, temperature, version)
     return right.with_mask(right.mask.roll(-1))
 
 
-def no_temperature(samples: Seq[Sample], _temperature: float) -> PackedBatch:
-    return pack_samples(samples, 1.0)
+def no_temperature(samples: Seq[Sample], _temperature: float, version: int | None = None) -> PackedBatch:
+    return pack_samples(samples, 1.0, version)
 
 
-def stale_scores(task: tasks.RLTask, samples: Seq[Sample]) -> tuple[PackedBatch, dict[str, Any]]:
+def stale_scores(task: tasks.RLTask, samples: Seq[Sample], step: int) -> tuple[PackedBatch, dict[str, Any]]:
     """Old log-probs of the policy that the run began with."""
-    batch, metrics = PREPARE(task, samples)
+    batch, metrics = PREPARE(task, samples, step)
     return batch.with_fields(old_logprob=batch.fields["reference_logprob"]), metrics
 
 
-def shifted_scores(task: tasks.RLTask, samples: Seq[Sample]) -> tuple[PackedBatch, dict[str, Any]]:
+def shifted_scores(task: tasks.RLTask, samples: Seq[Sample], step: int) -> tuple[PackedBatch, dict[str, Any]]:
     """Old log-probs one position off."""
-    batch, metrics = PREPARE(task, samples)
+    batch, metrics = PREPARE(task, samples, step)
     return batch.with_fields(old_logprob=batch.fields["old_logprob"].roll(1)), metrics
 
 

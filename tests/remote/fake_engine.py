@@ -236,12 +236,14 @@ class FakeEngine:
     def _vllm_reply(self, body: dict[str, Any]) -> Any:
         def events() -> Iterator[dict[str, Any]]:
             spans, begun, whole = list[dict[str, Any]](), 0, [*body["token_ids"]]
-            for ids, log_probs, finish in self._drawn(body["token_ids"], body["sampling_params"], "max_tokens"):
-                version = self.version
-                if not spans or spans[-1]["version"] != version:
-                    spans.append({"version": version, "start": begun, "end": begun})
-                begun, whole = begun + len(ids), whole + ids
-                spans[-1]["end"] = begun
+            drawn = self._drawn(body["token_ids"], body["sampling_params"], "max_tokens")
+            for ids, log_probs, versions, finish in drawn:
+                for version in versions:
+                    if not spans or spans[-1]["version"] != version:
+                        spans.append({"version": version, "start": begun, "end": begun})
+                    begun += 1
+                    spans[-1]["end"] = begun
+                whole += ids
                 content: list[dict[str, Any]] = [
                     {"token_id": token, "logprob": each, "rank": None, "top_logprobs": []}
                     for token, each in zip(ids, log_probs, strict=True)
@@ -265,7 +267,8 @@ class FakeEngine:
     def _sglang_reply(self, body: dict[str, Any]) -> Any:
         def events() -> Iterator[dict[str, Any]]:
             every, scores = list[int](), list[list[Any]]()
-            for ids, log_probs, finish in self._drawn(body["input_ids"], body["sampling_params"], "max_new_tokens"):
+            drawn = self._drawn(body["input_ids"], body["sampling_params"], "max_new_tokens")
+            for ids, log_probs, _, finish in drawn:
                 fresh = [[each, token, None] for token, each in zip(ids, log_probs, strict=True)]
                 every, scores = every + ids, scores + fresh
                 meta: dict[str, Any] = {"id": "r", "weight_version": self.version, "completion_tokens": len(every)}
@@ -287,29 +290,34 @@ class FakeEngine:
 
     def _drawn(
         self, prompt: Sequence[int], params: dict[str, Any], most: str
-    ) -> Iterator[tuple[list[int], list[float], str | None]]:
-        """Ids and log-probs of an event, and how the reply ends."""
+    ) -> Iterator[tuple[list[int], list[float], list[str], str | None]]:
+        """Ids, log-probs and versions of an event, and how the reply ends."""
         noise = random.Random(params.get("seed", params.get("sampling_seed")))
         interval = self.stream_interval or params.get("stream_interval") or 1
-        drawn, log_probs, sent, finish = list[int](), list[float](), 0, None
+        drawn, log_probs, versions, sent, finish = list[int](), list[float](), list[str](), 0, None
         while finish is None:
-            returned, kept = self.scores([*prompt, *drawn], params)
+            version, returned, kept = self.turn([*prompt, *drawn], params)
             token = max(range(self.vocabulary), key=lambda i: kept[i])
             if params["temperature"] > 0:
                 token = noise.choices(range(self.vocabulary), [math.exp(each) for each in kept])[0]
             drawn.append(token)
             log_probs.append(returned[token])
+            versions.append(version)
             if token in params.get("stop_token_ids", ()):
                 finish = "stop"
             elif len(drawn) == params[most]:
                 finish = "length"
             if finish or len(drawn) - sent == interval:
-                yield drawn[sent:], log_probs[sent:], finish
+                yield drawn[sent:], log_probs[sent:], versions[sent:], finish
                 sent = len(drawn)
             if finish is None and len(drawn) == self.dies_after:
                 self.dead = True
             if finish is None and len(drawn) == self.stalls_after:
                 time.sleep(30)
+
+    def turn(self, ids: Sequence[int], params: dict[str, Any]) -> tuple[str, list[float], list[float]]:
+        """The version of the weights, and `scores` by them."""
+        return self.version, *self.scores(ids, params)
 
     def scores(self, ids: Sequence[int], params: dict[str, Any]) -> tuple[list[float], list[float]]:
         """Log-probs that are returned, and those that are drawn from."""

@@ -9,6 +9,7 @@ import json
 import random
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,13 +50,13 @@ class Engines:
         self.luck, self.lock = random.Random(str(log)), threading.Lock()
         threading.Thread(target=self._run, daemon=True).start()
 
-    def submit(self, group: int, sample: int) -> "Future[Answer]":
+    def submit(self, samples: Sequence[tuple[int, int]]) -> "list[Future[Answer]]":
         with open(self.log, "a") as log:
-            log.write(f"{group}\n")
-        sampled = Running(group, sample, LENGTHS[int(digest(group, sample), 16) % len(LENGTHS)])
+            log.writelines(f"{group}\n" for group, _ in samples)
+        begun = [Running(*each, LENGTHS[int(digest(*each), 16) % len(LENGTHS)]) for each in samples]
         with self.lock:
-            self.waiting.append(sampled)
-        return sampled.future
+            self.waiting += begun
+        return [each.future for each in begun]
 
     def hold(self, policy: str, version: int) -> None:
         with self.lock:

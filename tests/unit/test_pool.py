@@ -98,9 +98,24 @@ def test_an_engine_that_holds_old_weights_is_reported(tmp_path: Path) -> None:
         feed.take()
 
 
+@pytest.mark.parametrize("repeats", [True, False])
+def test_groups_of_policies_that_are_not_made_again_are_lost(repeats: bool, tmp_path: Path) -> None:
+    """Also on disk: a later start, which has the policy of their version again, must not meet them."""
+    journal = Journal(tmp_path, "")
+    for group, version in ((4, 3), (5, 4), (6, 5), (7, 4)):
+        spans = ((3, 0, 1), (version, 1, 2))
+        journal.save(FinishedGroup(group, (Answer(0, (5, 6), (-0.5, -0.25), spans, "stop"),)))
+    feed = Feed(Pool(1, 1, 4, 9), journal, lambda *_: pytest.fail("no engine is asked"))
+    problems = feed.resume(4, repeats=repeats)
+    kept = {4, 5, 6, 7} if repeats else {4, 5, 7}
+    assert {*journal.load(0)[0]} == kept == {*feed.pool.alive}
+    assert ("1 groups" in str(problems)) is not repeats
+    feed.close()
+
+
 def test_what_an_engine_raises_is_raised_where_the_trainer_waits(tmp_path: Path) -> None:
     future: Future[Answer] = Future()
-    feed = Feed(Pool(1, 1, 0, 9), Journal(tmp_path / "pool", ""), lambda *_: future)
+    feed = Feed(Pool(1, 1, 0, 9), Journal(tmp_path / "pool", ""), lambda _: [future])
     feed.pushed(0)
     threading.Timer(0.05, future.set_exception, [MachineError("no engine is left")]).start()
     with pytest.raises(MachineError, match="no engine is left"):
@@ -120,9 +135,12 @@ def test_a_saved_group_comes_back_as_it_was(tmp_path: Path) -> None:
     assert journal.load(0) == ({12: group, 13: FinishedGroup(13, answers[1:])}, [])
     assert journal.load(13)[0].keys() == {13}
     _, problems = Journal(tmp_path / "pool", "two").load(0)
-    assert len(problems) == 2 and "of another run, or of other data or sampling" in problems[0]
+    assert len(problems) == 2 and "of another model, of other data, or of other sampling" in problems[0]
     journal.forget(13)
     assert [file.name for file in (tmp_path / "pool").iterdir()] == ["group_000000013.safetensors"]
+    journal.save(group)
+    journal.drop(13, ())
+    assert [file.name for file in (tmp_path / "pool").iterdir()] == ["group_000000012.safetensors"]
 
 
 def test_a_damaged_group_runs_again(tmp_path: Path) -> None:

@@ -138,7 +138,7 @@ def test_a_resumed_run_continues_at_its_cursor(tmp_path: Path) -> None:
     run = RunDirectory(recipe, Mesh.solo())
     assert step_rows(recipe, 100, 0, run.first_row) == step_rows(recipe, 100, 0)
     state: Any = SimpleNamespace(step=5, cursor=20)  # of steps of 4 rows
-    run.resumed = Resumed(reader=mock.Mock(), state=state, changes=(), passed_over=())
+    run.resumed = Resumed(reader=mock.Mock(), state=state, changes=(), passed_over=(), repeats=True)
     assert run.first_row + 5 * 3 == 20
 
 

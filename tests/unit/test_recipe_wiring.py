@@ -55,6 +55,7 @@ ALGORITHMS = (
     "rloo-server",
     "grpo-engines",
     "grpo-start",
+    "grpo-async",
     *PAIRED,
     *DISTILLED,
 )  # a reward of a kind each

@@ -1,9 +1,11 @@
 """Requests to vLLM and SGLang, checked against the servers' own descriptions, and what becomes of a lost replica."""
 
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -125,6 +127,41 @@ def test_silence_loses_a_replica_and_nothing_is_lost_with_it() -> None:
         replies = [engines.submit(request(params, row=i)).result(20) for i in range(2)]
         assert not engines.replicas[0].serves and engines.replicas[1].serves
     assert "no whole answer" in str(losses[0]) and replies[0].ids == replies[1].ids and len(replies[0].ids) == 20
+
+
+def test_a_push_is_no_silence_and_a_replica_that_does_not_take_it_is_left_at_once() -> None:
+    """Both stand still for longer than the silence; then one has new weights, and the other one's sample goes on there."""
+    over = threading.Event(), threading.Event()
+
+    def standing(which: int, ids: Sequence[int]) -> list[float]:
+        if len(ids) == len(PROMPT) + 3:
+            over[which].wait(20)
+        return hashed_logits(ids)
+
+    good, bad = (FakeEngine(stream_interval=1, logits=partial(standing, which)) for which in range(2))
+    with fleet(good, bad, silence=0.3) as (engines, losses):
+        futures = [engines.submit(request(SamplingParams(max_new_tokens=9), row=i)) for i in range(2)]
+        with engines.pushing():
+            threading.Event().wait(0.8)
+            good.version = "8"
+            engines.pushed(engines.replicas[0], 8, None)
+            engines.pushed(engines.replicas[1], 8, EngineError(bad.url, "/resume", None, "it did not take them"))
+        over[0].set()
+        replies = [future.result(10) for future in futures]
+        over[1].set()
+    assert [loss.message for loss in losses] == ["it did not take them"] and not engines.replicas[1].serves
+    assert [reply.versions for reply in replies] == [((7, 0, 4), (8, 4, 9)), ((7, 0, 3), (8, 3, 9))]
+
+
+def test_requests_under_way_end_when_the_run_does() -> None:
+    begun = time.monotonic()
+    with fleet(FakeEngine(stream_interval=2, stalls_after=4), silence=60.0) as (engines, _):
+        future = engines.submit(request(SamplingParams(max_new_tokens=9)))
+        time.sleep(0.1)
+        engines.close()
+        with pytest.raises(EngineError):
+            future.result(10)
+    assert time.monotonic() - begun < 5
 
 
 def test_a_busy_replica_is_asked_again_and_a_wrong_request_is_not() -> None:

@@ -1,163 +1,272 @@
-"""The asynchronous loop on a CPU: the real trainer, and the embedded sampler on a thread of its own in place of engines."""
+"""An asynchronous run: the real trainer and a stand-in for vLLM that serves the run's model, at any lag."""
 
-import threading
-from collections.abc import Iterable, Sequence
-from concurrent.futures import Future
-from dataclasses import replace
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+from itertools import product
 from pathlib import Path
-from typing import Any, cast
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.distributed as dist
 
+from dovetail.errors import MachineError
 from dovetail.factory.job import Builder
+from dovetail.factory.stream import make_stream
 from dovetail.factory.trainer import run_job
 from dovetail.launch.progress import Progress
 from dovetail.parallel.process_group import StopSignal, temporary_process_group
 from dovetail.recipe.schema import load_recipe
 from dovetail.rl.experience import Sample
 from dovetail.rl.tasks import RLTask, step_rows
-from dovetail.rollout.base import Completion, Prompt, SamplingParams
-from dovetail.rollout.feed import Feed
-from dovetail.rollout.journal import Answer, Journal
-from dovetail.rollout.pool import Pool
-from dovetail.rollout.stream import StreamSampler
+from dovetail.rollout.base import SamplingParams
+from dovetail.rollout.remote.wire import Request
 from tests.checkpoints import assert_same_tensors, tensors_of
-from tests.commands.program import _captured, make_model, read_rows, write_recipe, write_rows
+from tests.commands.program import _as_rank, _captured, make_model, read_rows, write_recipe, write_rows
+from tests.harness import run
+from tests.remote.model_engine import ModelEngine
 
-BATCH, SAMPLES = 2, 2
+BATCH, SAMPLES, ROWS = 2, 2, 7
+NUMBERS = ("step", "loss", "reward_mean", "grad_norm", "tokens", "eval_reward_mean", "correction_weight")
 
 
-class ThreadedSampler:
-    """Stands in for engines: draws whole steps, in order, on a thread; weights change between two of them."""
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("stream") / "model")
 
-    def __init__(self, task: RLTask, version: int) -> None:
-        """version: that the first weights will have."""
-        self.task, self.sampler, self.dtype = task, task.sampler, task.sampler.dtype
-        self.lock, self.asked = threading.Condition(), list[tuple[int, int, Future[Answer]]]()
-        self.version, self.drawn = version - 1, ((-1, -1), list[Completion]())
-        threading.Thread(target=self._run, daemon=True).start()
 
-    def refill(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        with self.lock:
-            self.sampler.refill(weights)
-            self.version += 1
-
-    def sample(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Completion]:
-        with self.lock:
-            return self.sampler.sample(prompts, params)
-
-    def submit(self, group: int, sample: int) -> "Future[Answer]":
-        future: Future[Answer] = Future()
-        with self.lock:
-            self.asked.append((group, sample, future))
-            self.lock.notify()
-        return future
-
-    def _run(self) -> None:
-        while True:
-            with self.lock:
-                self.lock.wait_for(lambda: self.asked)
-                group, sample, future = self.asked.pop(0)
-                step, row = divmod(group, BATCH)
-                if self.drawn[0] != (step, self.version):
-                    rows = step_rows(self.task.recipe, len(self.task.prompts), step)
-                    prompts = [Prompt(row, self.task.prompts[i].ids) for row, i in enumerate(rows)]
-                    drawn = self.sampler.sample(prompts, replace(self.task.sampling, step=step))
-                    self.drawn = (step, self.version), drawn
-                c = self.drawn[1][row * SAMPLES + sample]
-                assert (row, sample) == (c.row, c.sample)
-                answer = Answer(sample, c.ids, c.log_probs, ((self.version, 0, len(c.ids)),), c.finish)
-            future.set_result(answer)
+@pytest.fixture
+def recipe(policy: Path, tmp_path: Path) -> Path:
+    rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": f"{i} ab", "answer": "c"} for i in range(ROWS)])
+    (tmp_path / "mine.py").write_text(
+        "def spread(data_source, solution_str, ground_truth):\n    return len(set(solution_str))\n"
+    )
+    return write_recipe(
+        tmp_path / "r.yaml",
+        policy,
+        rows,
+        algorithm={"name": "grpo"},
+        data={"eval": str(rows)},
+        reward={"import": "mine:spread"},
+        rollout={"samples_per_prompt": SAMPLES, "max_new_tokens": 6, "push": {"directory": str(tmp_path / "push")}},
+        trainer={"prompts_per_step": BATCH, "eval_every": 2, "save_every": 2, "steps": 5},
+    )
 
 
 class Killed(Exception):
     pass
 
 
-def train(
-    recipe: Path, run_dir: Path, max_lag: int | None, kill_at: int | None = None, steps: int = 5
-) -> list[dict[str, Any]]:
-    """Metrics by step. max_lag None: the synchronous loop. kill_at: ends without a word when it has the samples of this step."""
-    made = load_recipe(str(recipe), [f"run_dir={run_dir}", f"trainer.steps={steps}"])
-    device = torch.device("cpu")
+def train(recipe: Path, *overrides: str, kill_at: int | None = None) -> None:
+    """kill_at: ends without a word when it has the samples of this step, as a kill would."""
+    made, device, progress = load_recipe(str(recipe), overrides), torch.device("cpu"), Progress()
     with _captured(), temporary_process_group(device):
-        job = Builder(made, device, recipe.parent, lambda: 0).job()
-        task, lags = cast(RLTask, job.task), set[int]()
-        if max_lag is not None:
-            step = 0 if job.run.resumed is None else job.run.resumed.state.step
-            engine = ThreadedSampler(task, step)
-            feed = Feed(Pool(BATCH, SAMPLES, max_lag, steps), Journal(run_dir.with_suffix(".pool"), ""), engine.submit)
-            assert feed.resume(step) == []
-            stream = StreamSampler(engine, feed, job.run.mesh, task.sampling, BATCH, step)
-            task.sampler = stream
+        job = Builder(made, device, recipe.parent, lambda: 0, progress=progress).job()
+        task = job.task
+        assert isinstance(task, RLTask)
 
-            def note(samples: list[Sample]) -> list[Sample]:
-                if stream.step == kill_at:
-                    feed.close()
-                    raise Killed
-                for sample in samples:
-                    lags.update(stream.step - 1 - version for version, _, _ in sample.completion.versions)
-                return samples
+        def note(samples: list[Sample]) -> list[Sample]:
+            if kill_at is not None and job.stream is not None and job.stream.step == kill_at:
+                raise Killed
+            return samples
 
-            task.rollout_end = note
-        run_job(job, StopSignal(), Progress())
-        assert lags <= set(range((max_lag or 0) + 1)) and (not max_lag or max(lags) > 0)
+        task.rollout_end = note
+        run_job(job, StopSignal(), progress)
+
+
+def metrics(run_dir: Path) -> list[dict[str, Any]]:
     return read_rows(run_dir / "metrics.jsonl")
-
-
-NUMBERS = ("step", "loss", "reward_mean", "grad_norm", "tokens", "eval_reward_mean")
 
 
 def numbers(rows: Sequence[dict[str, Any]]) -> list[list[Any]]:
     return [[row.get(name) for name in NUMBERS] for row in rows]
 
 
-@pytest.fixture
-def recipe(tmp_path: Path) -> Path:
-    rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": f"{i} ab", "answer": "c"} for i in range(7)])
-    (tmp_path / "mine.py").write_text(
-        "def spread(data_source, solution_str, ground_truth):\n    return len(set(solution_str))\n"
-    )
-    return write_recipe(
-        tmp_path / "r.yaml",
-        make_model(tmp_path / "model"),
-        rows,
-        algorithm={"name": "grpo"},
-        data={"eval": str(rows)},
-        reward={"import": "mine:spread"},
-        rollout={"samples_per_prompt": SAMPLES, "max_new_tokens": 6},
-        trainer={"prompts_per_step": BATCH, "eval_every": 2, "save_every": 2},
-    )
+def drawn(run_dir: Path, step: int) -> list[dict[str, Any]]:
+    return read_rows(run_dir / "rollouts" / f"step_{step:06}.jsonl")
+
+
+def unversioned(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{key: value for key, value in row.items() if key != "versions"} for row in rows]
+
+
+def salts(engine: ModelEngine, step: int) -> set[int]:
+    """Versions of the prefix cache of the requests of a step, counted from 0."""
+    asked = [body for body in engine.requests if body["sampling_params"].get("seed") in seeds_of(step)]
+    return {int(body["cache_salt"].rpartition("-")[2]) for body in asked}
+
+
+def lags(run_dir: Path, step: int) -> list[int]:
+    """Of every token of a step."""
+    spans = [span for row in drawn(run_dir, step) for span in row["versions"]]
+    return [step - 1 - version for version, start, end in spans for _ in range(start, end)]
 
 
 @pytest.mark.parametrize("steps", [4, pytest.param(20, marks=pytest.mark.soak)])
 def test_it_trains_on_the_rows_of_the_synchronous_run_and_without_lag_equals_it(
-    steps: int, recipe: Path, tmp_path: Path
+    steps: int, recipe: Path, policy: Path, tmp_path: Path
 ) -> None:
-    def samples(name: str, step: int) -> list[dict[str, Any]]:
-        rows = read_rows(tmp_path / name / "rollouts" / f"step_{step:06}.jsonl")
-        return [{key: value for key, value in row.items() if key != "versions"} for row in rows]
-
-    lags = {"sync": None, "none": 0, "two": 2}
-    rows = {name: train(recipe, tmp_path / name, lag, steps=steps) for name, lag in lags.items()}
-    assert numbers(rows["none"]) == numbers(rows["sync"])
-    assert_same_tensors(tensors_of(tmp_path / "none" / "hf"), tensors_of(tmp_path / "sync" / "hf"))
+    runs = {"sync": ("null", 2), "none": ("0", 2), "two": ("2", 0)}
+    for name, (lag, save_every) in runs.items():
+        given = f"trainer.max_lag={lag}", f"trainer.save_every={save_every}", f"trainer.steps={steps}"
+        with ModelEngine(model=policy) as engine:
+            train(recipe, f"rollout.engines={engine.url}", f"run_dir={tmp_path / name}", *given)
+        if name == "two":
+            assert [salts(engine, step) for step in range(steps)] == [{max(0, step - 2)} for step in range(steps)]
+        if name != "sync":
+            assert engine.pushes == [str(version) for version in range(steps + 1)], "one push for a step"
+    sync, none, two = (tmp_path / name for name in runs)
+    assert numbers(metrics(none)) == numbers(metrics(sync))
+    assert_same_tensors(tensors_of(none / "hf"), tensors_of(sync / "hf"))
     for step in range(1, steps + 1):
-        assert samples("none", step) == samples("sync", step)
-        ids = [[(row["id"], row["sample"]) for row in samples(name, step)] for name in ("two", "sync")]
+        assert unversioned(drawn(none, step)) == unversioned(drawn(sync, step))
+        assert lags(none, step) == [0] * len(lags(none, step))
+        ids = [[(row["id"], row["sample"]) for row in drawn(run, step)] for run in (two, sync)]
         assert ids[0] == ids[1]
+    for step, row in enumerate(metrics(two), 1):
+        own, later = lags(two, step), BATCH * min(2, steps - step)
+        assert max(own) <= 2 and (row["lag_mean"], row["lag_max"]) == (pytest.approx(sum(own) / len(own)), max(own))
+        assert row["pool_running"] + row["pool_finished"] == later and 0 <= row["trainer_idle"] <= 1
+        assert "tokens_per_second/rollout" not in row and "correction_weight" in row
+    assert any(max(lags(two, step)) > 0 for step in range(1, steps + 1))
+    assert saved_steps(none) == {steps - 2, steps - 1}, "of the older of two checkpoints, saved after step steps - 2"
+    assert saved_steps(two) == {steps - 1}, "without checkpoints what was trained is of no use"
 
 
-def test_a_run_that_was_killed_repeats_the_steps_after_its_checkpoint(recipe: Path, tmp_path: Path) -> None:
+def saved_steps(run_dir: Path) -> set[int]:
+    return {int(file.stem[6:]) // BATCH for file in (run_dir / "pool").iterdir()}
+
+
+def test_a_run_that_was_killed_repeats_the_steps_after_its_checkpoint(
+    recipe: Path, policy: Path, tmp_path: Path
+) -> None:
     """Saved after step 2, killed in step 4: step 3 has the samples that it had, of policies that are made again bit for bit."""
-    with pytest.raises(Killed):
-        train(recipe, tmp_path / "run", 2, kill_at=4)
-    before = read_rows(tmp_path / "run" / "metrics.jsonl")
-    rows = train(recipe, tmp_path / "run", 2)
+    with ModelEngine(model=policy) as engine:
+        given = (f"rollout.engines={engine.url}", "trainer.max_lag=2")
+        with pytest.raises(Killed):
+            train(recipe, *given, kill_at=4)
+        before, asked = metrics(tmp_path / "run"), len(engine.requests)
+        train(recipe, *given)
+    rows = metrics(tmp_path / "run")
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
     assert numbers(before) == numbers(rows[:3])
     folders = tmp_path / "run" / "superseded" / "001", tmp_path / "run" / "rollouts"
     first, second = (read_rows(folder / "step_000003.jsonl") for folder in folders)
     assert first == second
+    again = seeds(engine.requests[asked:])
+    assert not again & {seed for step in (2, 3) for seed in seeds_of(step)}, "finished groups are not sampled again"
+
+
+def seeds(requests: Sequence[dict[str, Any]]) -> set[int]:
+    return {body["sampling_params"]["seed"] for body in requests if "seed" in body["sampling_params"]}
+
+
+def seeds_of(step: int) -> set[int]:
+    """Of the requests of a step, counted from 0."""
+    params, places = SamplingParams(seed=0, step=step), product(range(BATCH), range(SAMPLES))
+    return {Request(ids=[1], row=row, sample=sample, params=params, salt="").seed(0) for row, sample in places}
+
+
+def test_a_changed_run_keeps_the_groups_of_policies_that_it_has(recipe: Path, policy: Path, tmp_path: Path) -> None:
+    """Saved after step 4, which made the newest policy; the groups of step 5 are older."""
+    with ModelEngine(model=policy) as engine:
+        given = (f"rollout.engines={engine.url}", "trainer.max_lag=2", "data.eval=null")
+        with pytest.raises(Killed):
+            train(recipe, *given, kill_at=5)
+        asked = len(engine.requests)
+        train(recipe, *given, "trainer.max_lag=3")
+    assert [row["step"] for row in metrics(tmp_path / "run")] == [1, 2, 3, 4, 5]
+    assert not seeds(engine.requests[asked:]) & seeds_of(4)
+
+
+def test_finished_groups_are_of_the_same_inputs_and_sampling(recipe: Path, tmp_path: Path) -> None:
+    def key(*changes: str, inputs: Sequence[str] = ("model", "rows"), **sampling: Any) -> str:
+        made = load_recipe(str(recipe), [*changes, "trainer.max_lag=1", "rollout.engines=http://127.0.0.1:9"])
+        first_row = sampling.pop("first_row", 0)
+        run: Any = SimpleNamespace(path=tmp_path, first_row=first_row, resumed=None, mesh=None)
+        sampler: Any = SimpleNamespace(fleet=object(), watch=None)
+        stream = make_stream(sampler, made, run, SamplingParams(**sampling), [], (), inputs)
+        assert stream.make_feed is not None
+        feed = stream.make_feed()
+        feed.close()
+        return feed.journal.key
+
+    others = [
+        key("trainer.prompts_per_step=3"), key("data.shuffle=false"), key(inputs=("model", "other")),
+        key(inputs=("other", "rows")), key(first_row=1), key(temperature=0.5), key(seed=1), key(samples=3),
+        key(max_new_tokens=9), key(stop_ids=(1,)), key(banned_ids=(1,)), key(),
+    ]  # fmt: skip
+    assert len({*others}) == len(others)
+    assert key("trainer.max_lag=4", "trainer.steps=9", "optim.lr=1") == key()
+
+
+def test_a_step_that_needs_more_groups_has_these_without_lag(recipe: Path, policy: Path, tmp_path: Path) -> None:
+    """DAPO: groups with equal rewards are left out, and the rows of later steps fill the step."""
+    with ModelEngine(model=policy) as engine:
+        more = "algorithm.drop_zero_std_groups=true", "algorithm.max_num_gen_batches=3", "trainer.steps=3"
+        train(recipe, f"rollout.engines={engine.url}", "trainer.max_lag=1", "rollout.max_new_tokens=2", *more)
+    found = False
+    for step in (1, 2, 3):
+        spans = {row["id"]: row["versions"] for row in drawn(tmp_path / "run", step)}
+        late = [*spans.values()][BATCH:]
+        found |= bool(late)
+        assert all(version == step - 1 for own in late for version, _, _ in own)
+    assert found
+
+
+def test_an_engine_that_refuses_a_push_serves_no_more_and_its_requests_go_on_elsewhere(
+    recipe: Path, policy: Path, tmp_path: Path
+) -> None:
+    """A push is longer than the silence after which an engine counts as lost. The answers of step 3 run through one."""
+    good, bad = ModelEngine(model=policy, push_seconds=0.6), ModelEngine(model=policy, refuses=("1",))
+
+    def until_the_second_push(engine: ModelEngine, seed: int, length: int) -> bool:
+        return length > 12 and seed in seeds_of(2) and len(engine.pushes) < 2
+
+    for engine in (good, bad):
+        engine.holds = partial(until_the_second_push, engine)
+    with good, bad:
+        given = f"rollout.engines=[{good.url},{bad.url}]", "trainer.max_lag=2", "trainer.steps=3", "data.eval=null"
+        train(recipe, *given, "rollout.request_timeout=0.5", "rollout.max_new_tokens=20", "rollout.ignore_eos=true")
+    assert good.pushes == ["0", "1", "2"] and bad.pushes == ["0", "2"]
+    lost = (tmp_path / "run" / "console.log").read_text()
+    assert lost.count("the run goes on without this engine") == 1 and "these weights are refused" in lost
+    spans = [row["versions"] for row in drawn(tmp_path / "run", 3)]
+    assert all(len(own) > 1 and own[0][0] == 0 and own[-1][2] == 20 for own in spans)
+
+
+def test_a_run_without_engines_ends_and_goes_on_later(recipe: Path, policy: Path, tmp_path: Path) -> None:
+    with ModelEngine(model=policy, refuses=("2",)) as engine:
+        given = f"rollout.engines={engine.url}", "trainer.max_lag=1", "trainer.steps=3", "trainer.save_every=1"
+        with pytest.raises(MachineError, match="these weights are refused"):
+            train(recipe, *given)
+        engine.refuses = ()
+        train(recipe, *given)
+    assert [row["step"] for row in metrics(tmp_path / "run")] == [1, 2, 3]
+
+
+def served(recipe: Path, policy: Path) -> list[str]:
+    """A rank of a run whose engine the first one starts."""
+    address = [""]
+    with ExitStack() as stack:
+        if dist.get_rank() == 0:
+            address = [stack.enter_context(ModelEngine(model=policy)).url]
+        dist.broadcast_object_list(address)
+        ended = _as_rank(
+            ["train", str(recipe), "--layout", "dp=2", f"rollout.engines={address[0]}", "trainer.max_lag=1"]
+        )
+        dist.barrier()
+    assert ended.code == 0, ended
+    return [ended.out]
+
+
+def test_the_first_of_two_ranks_keeps_the_pool(recipe: Path, policy: Path, tmp_path: Path) -> None:
+    run(2, served, recipe, policy)
+    rows = metrics(tmp_path / "run")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
+    for step in range(1, 6):
+        assert [row["id"] for row in drawn(tmp_path / "run", step)] == [
+            row for row in step_rows(load_recipe(str(recipe)), ROWS, step - 1) for _ in range(SAMPLES)
+        ]

@@ -117,6 +117,13 @@ def fleet_urls(job: Any) -> list[str]:
     return [replica.client.url for replica in job.task.sampler.fleet.replicas]
 
 
+def pool_of(job: Any) -> Any:
+    """Of an asynchronous run, as it will start."""
+    feed = job.stream.make_feed()
+    feed.close()
+    return feed.pool
+
+
 def engines_of(job: Any) -> EngineStart:
     """Those that the run starts."""
     start = engine_start(job.recipe, ranks_on_gpus=True)

@@ -36,6 +36,12 @@ class SavedStep:
     score: float | None
 
 
+def oldest_of_last(folder: Path, last: int) -> int:
+    """The step of the oldest of the `last` newest checkpoints."""
+    steps, _ = saved_steps(folder)
+    return min(saved.step for saved in [saved for saved in steps if saved.order >= 0][:last])
+
+
 @dataclass(frozen=True)
 class Retention:
     """Keep the `last`, those that `every` divides, and the `best`. 0: none."""

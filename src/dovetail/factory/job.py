@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dovetail.checkpoint.retention import from_a_whole_step
-from dovetail.data.examples import load_preferences, load_prompts, load_sft
+from dovetail.data.examples import Prompt, load_preferences, load_prompts, load_sft
 from dovetail.factory.distillation import check_prompts, distillation_task
 from dovetail.factory.engine import EngineOptions, compile_kernels, make_engine
 from dovetail.factory.functions import advantage, fields_of, policy_loss, sft_loss
@@ -21,6 +21,7 @@ from dovetail.factory.remote import check_prompts as check_engine_prompts, make_
 from dovetail.factory.rewards import make_rewards
 from dovetail.factory.rows import reads_answer
 from dovetail.factory.sampler import backend_layout, make_sampler
+from dovetail.factory.stream import check_sent, make_stream
 from dovetail.factory.tokenizer import banned_ids, stop_ids, text_of
 from dovetail.parallel.consensus import agreed
 from dovetail.parallel.mesh import Mesh
@@ -35,6 +36,7 @@ from dovetail.rl.tasks import RLTask, SupervisedTask
 from dovetail.rollout.base import SamplingParams
 from dovetail.rollout.native import NativeSampler
 from dovetail.rollout.remote.sampler import RemoteSampler
+from dovetail.rollout.stream import StreamSampler
 from dovetail.rollout.transformers import TransformersSampler
 from dovetail.run.directory import CRITIC, POLICY, Contents, RunDirectory
 from dovetail.run.paths import CHECKPOINTS
@@ -57,6 +59,7 @@ class Job:
     rewards: RewardManager | None
     notes: Sequence[str] = ()
     metrics: ExitStack = field(default_factory=ExitStack)  # processes of own metrics
+    stream: StreamSampler | None = None  # of an asynchronous run
 
     def start(self) -> None:
         """Write first files, print notes, compile kernels. Collective."""
@@ -65,6 +68,10 @@ class Job:
         self.run.open(self.contents)
         for note in self.notes:
             self.run.say(f"note: {note}")
+        if self.stream is not None:
+            resumed, exact = self.run.resumed, self.recipe.trainer.deterministic
+            for problem in self.stream.resume(repeats=exact and resumed is not None and resumed.repeats):
+                self.run.say(f"sampled again: {problem}")
         compile_kernels(self.contents.engines.values())
 
     def close(self) -> None:
@@ -92,7 +99,9 @@ class Builder(RunParts):
                 self.progress.listener = run.console.phase
                 run.console.start()
             run.claim(damaged)
-            model = model_fingerprint(self.source.config, self.source.sides, self.source.path, self.mesh)
+            model = self.first_weights = model_fingerprint(
+                self.source.config, self.source.sides, self.source.path, self.mesh
+            )
             self.resumed = run.resumed
             if self.resumed is not None:
                 refuse_other("the model's config, tokenizer or weights", self.resumed.state.model, model, "model.path")
@@ -116,7 +125,7 @@ class Builder(RunParts):
         done = 0 if self.resumed is None else self.resumed.state.step
         others = [*self.notes, *missed_profiles(self.recipe, done)]
         lines = notes(self.recipe, self.source.config, self.lengths, others)
-        return Job(self.recipe, task, run, contents, rewards, lines, self.metrics)
+        return Job(self.recipe, task, run, contents, rewards, lines, self.metrics, self.stream)
 
     def _sft(self, algorithm: SFT, first_row: int) -> tuple[Task, str, Engines]:
         with agreed(self.mesh):
@@ -216,6 +225,17 @@ class Builder(RunParts):
         decode = partial(text_of, stops=stops, tokenizer=self.tokenizer)
         return {"sampler": sampler, "sampling": sampling, "decode": decode}
 
+    def _stream(
+        self, sampling: dict[str, Any], run: RunDirectory, prompts: Sequence[Prompt], rows: str
+    ) -> StreamSampler:
+        """Takes the place of the sampler in `sampling`. rows: their fingerprint."""
+        inputs = [self.first_weights, rows]
+        stream = make_stream(sampling["sampler"], self.recipe, run, sampling["sampling"], prompts, self.parts, inputs)
+        self.metrics.callback(stream.close)
+        run.after_save = stream.saved
+        sampling |= {"sampler": stream, "sampler_metrics": lambda: stream.counts}
+        return stream
+
     def _rl(self, algorithm: AnyRL, run: RunDirectory, rewards: RewardManager) -> tuple[Task, str, Engines]:
         recipe, rollout, folder = self.recipe, self.recipe.rollout, self.recipe_folder
         with agreed(self.mesh):
@@ -236,12 +256,15 @@ class Builder(RunParts):
         lengths = [len(prompt.ids) for prompt in asked]
         check_positions(self.source.config, self._backend, lengths, rollout.max_new_tokens, key)
         with agreed(self.mesh):
+            check_sent(recipe, prompts)
             check_engine_prompts(self.source, self.replicas, asked, rollout.max_new_tokens)
         eval_sets = self._eval_sets(sets, run.say)
         policy = self._trained(self.source, self.mesh, POLICY, recipe.optim.lr)
         critic = self._trained(*critic_role, CRITIC, recipe.critic.lr or recipe.optim.lr) if critic_role else None
         frozen = EngineOptions(master_dtype=self.dtype, tokens_per_batch=recipe.trainer.tokens_per_batch)
         sampling = self._sampling(sampler_mesh)
+        if recipe.trainer.max_lag is not None:
+            self.stream = self._stream(sampling, run, prompts, fingerprint)
         for reward in rewards.rewards.values():
             if isinstance(reward, FunctionReward) and reward.runner is not None:
                 reward.runner.watch = self.progress.advance

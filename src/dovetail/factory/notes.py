@@ -55,6 +55,11 @@ def notes(recipe: Recipe, config: Mapping[str, Any], lengths: Sequence[int], oth
             f"trainer.prompts_per_step is {trainer.prompts_per_step}, and data.train has {len(lengths)} rows: a step takes "
             "some of them more than once"
         )
+    if trainer.max_lag and recipe.correction is None:
+        lines.append(
+            f"trainer.max_lag={trainer.max_lag} with algorithm.correction={{ratio: none}}: samples of older policies count as if "
+            "they were the policy's own (mismatch.md)"
+        )
     most = max_positions(config)
     if not algorithm.samples and most is not None and max(lengths) > most:
         lines.append(

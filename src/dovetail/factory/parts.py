@@ -44,6 +44,7 @@ from dovetail.recipe.schema import CriticSection, Recipe, ReferenceSection
 from dovetail.recipe.types import LayoutSection
 from dovetail.rl.evaluation import EvalSet
 from dovetail.rollout.remote.fleet import Replica
+from dovetail.rollout.stream import StreamSampler
 from dovetail.run.directory import POLICY
 from dovetail.run.resume import ROWS, Resumed, refuse_other
 from dovetail.run.state import refuse_other_models, rows_fingerprint
@@ -74,6 +75,8 @@ class RunParts:
         self.lengths: list[int] = []  # of training rows
         self.parts: Parts = ()  # of a mixture
         self.replicas: list[Replica] = []  # servers that sample
+        self.stream: StreamSampler | None = None  # of an asynchronous run
+        self.first_weights = ""  # fingerprint
         self.notes: list[str] = [*recipe.notes]
         self.meshes: dict[Layout, Mesh] = {}
         self.metrics = ExitStack()  # processes of own metrics

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
 
-from dovetail.bounds import MAX_TOKENS
+from dovetail.bounds import MAX_LAG, MAX_TOKENS
 from dovetail.errors import ConfigError
 from dovetail.launch.progress import Phase
 from dovetail.recipe.algorithms import GRPO, RLOO, SFT, AnyRL, PolicyGradient, ReinforcePlusPlus
@@ -84,6 +84,10 @@ class TrainerSection(Section):
     keep_every: NonNegativeInt = key(0, "keep every checkpoint whose step this divides; 0: none for that")
     keep_best: NonNegativeInt = key(0, "best checkpoints to keep, by evaluation, else reward, else loss")
     async_save: bool = key(True, "write checkpoints while training goes on; needs host memory for one")
+    max_lag: Annotated[int, Field(ge=0, le=MAX_LAG)] | None = key(
+        None,
+        "engines sample while the trainer trains, with weights at most this many steps old (async.md); null: in turns",
+    )
     eval_every: NonNegativeInt = key(0, "steps between evaluations; 0: only before and after the run")
     stop_at_reward: float | None = key(None, "stop when a step's mean reward reaches this")
     time_budget_seconds: PositiveFloat | None = key(None, "with evaluations; later steps run only if they fit")
@@ -176,6 +180,24 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
+    def _asynchronous(self) -> Self:
+        if self.trainer.max_lag is None:
+            return self
+        name = f"trainer.max_lag is {self.trainer.max_lag}"
+        if not isinstance(self.algorithm, PolicyGradient):
+            raise ValueError(f"{name}, which is of RL, not of algorithm {self.algorithm.name}; leave it out")
+        if self.rollout.inside:
+            raise ValueError(
+                f"{name}: engines sample while the trainer trains, but rollout.backend={self.rollout.backend} samples inside the "
+                "trainer; give rollout.engines or rollout.start, or leave max_lag out"
+            )
+        if self.rollout.router_replay == "rollout":
+            raise ValueError(
+                f"{name}, but an asynchronous run keeps no routes of the sampler; set rollout.router_replay=trainer or none"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _offloaded(self) -> Self:
         if self.trainer.offload_optimizer and self.optim.name != "adamw":
             raise ValueError(
@@ -192,11 +214,11 @@ class Recipe(Section):
 
     @property
     def correction(self) -> CorrectionSection | None:
-        """`algorithm.correction` with its default for the backend; None where nothing is corrected."""
+        """`algorithm.correction` with its default for the backend and the lag; None where nothing is corrected."""
         if not isinstance(self.algorithm, PolicyGradient):
             return None
-        remote = self.rollout.backend not in EMBEDDED
-        own = self.algorithm.correction or (CorrectionSection() if remote else None)
+        other = self.rollout.backend not in EMBEDDED or bool(self.trainer.max_lag)
+        own = self.algorithm.correction or (CorrectionSection() if other else None)
         return None if own is None or (own.ratio == "none" and own.old == "recomputed") else own
 
     @property

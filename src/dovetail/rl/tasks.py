@@ -152,6 +152,7 @@ class RLTask:
     eval_sets: Seq[EvalSet] = ()
     write_eval: Callable[[str, int, Seq[Row]], None] = lambda *_: None  # rows of a set, "" for data.eval. Collective
     rollout_end: Callable[[list[Sample]], list[Sample]] = list  # what to train on. Collective
+    sampler_metrics: Callable[[], Mapping[str, float]] = dict  # of the last samples
     samples: list[Sample] = field(init=False, default_factory=list)  # of the last step
     unrewarded: int = field(init=False, default=0)  # steps in a row
 
@@ -180,7 +181,7 @@ class RLTask:
         if stopping():
             return None
         self.progress.phase("score")
-        batch, distances = self._prepare(samples)
+        batch, distances = self._prepare(samples, step)
         self.progress.phase("wait")
         if stopping():
             return None
@@ -225,7 +226,8 @@ class RLTask:
             drawn, kept = punish(drawn), punish(kept)
         self.samples = drawn
         self._count_unrewarded(step, rewarded=rewarded)
-        return kept, {**sample_metrics(drawn, compared=algorithm.name != "ppo"), **failed}
+        metrics = {**sample_metrics(drawn, compared=algorithm.name != "ppo"), **self.sampler_metrics()}
+        return kept, {**metrics, **failed}
 
     def _work(self, batch: PackedBatch) -> Work:
         tokens, samples, epochs = len(batch), batch.num_sequences, self.recipe.algorithm.epochs
@@ -308,11 +310,12 @@ class RLTask:
                 f"trained: {self.rewards.name} returned None for all of them, which drops a sample; return a number"
             )
 
-    def _prepare(self, samples: Seq[Sample]) -> tuple[PackedBatch, Row]:
+    def _prepare(self, samples: Seq[Sample], step: int) -> tuple[PackedBatch, Row]:
         """The batch to train on, and metrics of the sampler's distance from the policy."""
         algorithm, rollout = cast("AnyRL", self.recipe.algorithm), self.recipe.rollout
         correction, dropped = self.recipe.correction, frozenset[int]()
-        batch = pack_samples(samples, rollout.temperature)
+        version = None if self.recipe.trainer.max_lag is None else step  # of the policy, where versions are steps
+        batch = pack_samples(samples, rollout.temperature, version)
         metrics: Row = lag_metrics(batch)
         if rollout.mismatch_metrics:
             metrics |= mismatch_metrics(self.policy, batch, rollout.router_replay)

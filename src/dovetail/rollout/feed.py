@@ -2,46 +2,63 @@
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from functools import partial
+from types import TracebackType
 
 from dovetail.errors import MachineError
 from dovetail.rollout.journal import Answer, FinishedGroup, Journal
 from dovetail.rollout.pool import Pool
 
 Done = tuple[int, "Future[Answer]"]
+Submit = Callable[[Sequence[tuple[int, int]]], "Sequence[Future[Answer]]"]
 Watch = Callable[[int, int, int], None]  # samples of the step that are complete, of all; tokens, unknown
 
 
 class Feed:
-    """submit: begin a sample (group, number) on an engine. A thread saves groups; all methods are of the trainer's thread."""
+    """submit: begin samples (group, number) on engines. A thread saves groups; all methods are of the trainer's thread.
 
-    def __init__(self, pool: Pool, journal: Journal, submit: Callable[[int, int], "Future[Answer]"]) -> None:
-        self.pool, self.journal, self.submit = pool, journal, submit
+    keeps: groups that were trained stay saved until `forget`, for a run that goes back to a checkpoint.
+    """
+
+    def __init__(self, pool: Pool, journal: Journal, submit: Submit, *, keeps: bool = True) -> None:
+        self.pool, self.journal, self.submit, self.keeps = pool, journal, submit, keeps
         self._changed = threading.Condition()  # guards the pool and what follows
         self._running: dict[int, list[Answer]] = {}
         self._finished: dict[int, FinishedGroup] = {}
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
         self.watch: Watch | None = None
         self._done: queue.SimpleQueue[Done | None] = queue.SimpleQueue()
         threading.Thread(target=self._save_finished, name="feed", daemon=True).start()
 
-    def resume(self, step: int) -> list[str]:
-        """Go on after a checkpoint of `step`. Returns the problems of files of finished groups, which run again."""
-        saved, problems = self.journal.load(step * self.pool.groups_per_step)
-        kept = self.pool.restore(step, {number: group.ages for number, group in saved.items()})
+    def resume(self, step: int, *, repeats: bool = True) -> list[str]:
+        """Go on after a checkpoint of `step`. Returns the problems of finished groups that run again.
+
+        repeats: the steps after the checkpoint come out as they did, so that their versions are the same policies again;
+        else groups with tokens of these are lost.
+        """
+        first = step * self.pool.groups_per_step
+        saved, problems = self.journal.load(first)
+        ages = {number: group.ages for number, group in saved.items()}
+        known = {number: age for number, age in ages.items() if repeats or age[1] <= step}
+        kept = self.pool.restore(step, known)
         self._finished = {number: saved[number] for number in kept}
+        self.journal.drop(first, kept)  # a later start must not meet them
+        if lost := len(saved) - len(kept):
+            problems.append(f"{lost} groups of {self.journal.path} have tokens of policies that this run does not have")
         return problems
 
     def pushed(self, version: int) -> None:
         """All engines that sample hold `version`: begin what the pool admits."""
         with self._changed:
             self.pool.pushed(version)
-            for group in self.pool.admit():
-                self._running[group] = []
-                for sample in range(self.pool.samples):
-                    self.submit(group, sample).add_done_callback(partial(self._hand_over, group))
+            admitted = self.pool.admit()
+            self._running |= {group: [] for group in admitted}
+            samples = [(group, sample) for group in admitted for sample in range(self.pool.samples)]
+            for (group, _), future in zip(samples, self.submit(samples), strict=True):
+                future.add_done_callback(partial(self._hand_over, group))
 
     def take(self) -> list[FinishedGroup]:
         """Begin a step: its groups, once they are finished. Raises what an engine raised.
@@ -49,7 +66,7 @@ class Feed:
         MachineError if an engine sampled with a version that it should not hold.
         """
         with self._changed:
-            step = self.pool.step
+            step, first = self.pool.step, self.pool.first
             while (chosen := self.pool.take()) is None:
                 if self._error is not None:
                     raise self._error
@@ -63,7 +80,19 @@ class Feed:
                     f"step {step + 1}: group {group.id} has tokens of versions {oldest} to {newest}; expected "
                     f"{max(0, step - self.pool.max_lag)} to {step}: an engine sampled with weights that it should not hold"
                 )
+        if not self.keeps:
+            self.journal.forget(first)
         return groups
+
+    def counts(self) -> dict[str, int]:
+        """Groups of later steps: finished, and running or waiting for an engine."""
+        with self._changed:
+            finished = sum(group.ready for group in self.pool.alive.values())
+            return {"pool_finished": finished, "pool_running": len(self.pool.alive) - finished}
+
+    def forget(self, step: int) -> None:
+        """Groups of the steps before."""
+        self.journal.forget(step * self.pool.groups_per_step)
 
     def _show(self) -> None:
         if self.watch is not None:
@@ -81,14 +110,17 @@ class Feed:
     def _save_finished(self) -> None:
         while (done := self._done.get()) is not None:
             number, future = done
-            if future.cancelled():
-                continue
-            try:
-                self._add(number, future.result())
-            except (MachineError, OSError) as error:  # for `take`
-                with self._changed:
-                    self._error = error
-                    self._changed.notify()
+            if not future.cancelled():
+                with ExitStack() as stack:
+                    stack.push(self._keep_error)
+                    self._add(number, future.result())
+
+    def _keep_error(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> bool:
+        """For `take`: the first one."""
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify()
+        return True
 
     def _add(self, number: int, answer: Answer) -> None:
         with self._changed:

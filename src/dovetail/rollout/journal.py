@@ -7,7 +7,7 @@ Which groups are trained follows from a checkpoint's step alone (`Pool.restore`)
 import json
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -50,7 +50,7 @@ class FinishedGroup:
 
 
 class Journal:
-    """key: of what the samples depend on besides the policy (run, data, sampling); groups of another key are not loaded."""
+    """key: of what samples depend on besides the policy (first weights, data, sampling); groups of another key are not loaded."""
 
     def __init__(self, path: Path, key: str) -> None:
         self.path, self.key = path, key
@@ -90,6 +90,12 @@ class Journal:
             if number < first:
                 file.unlink()
 
+    def drop(self, first: int, kept: Collection[int]) -> None:
+        """Groups from `first` on, but those that are kept."""
+        for number, file in self._files():
+            if number >= first and number not in kept:
+                file.unlink()
+
     def _file(self, group: int) -> Path:
         return self.path / f"group_{group:09}.safetensors"
 
@@ -102,7 +108,7 @@ class Journal:
             metadata: Mapping[str, str] = file.metadata() or {}
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is no mapping
         if metadata["key"] != self.key:
-            raise ValueError("it is of another run, or of other data or sampling")
+            raise ValueError("it is of another model, of other data, or of other sampling")
         if int(metadata["crc32"]) != _checksum(arrays, metadata["facts"]):
             raise ValueError("its checksum does not fit: it has changed since it was written")
         facts: Mapping[str, Any] = json.loads(metadata["facts"])

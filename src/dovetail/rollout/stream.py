@@ -1,16 +1,18 @@
 """The sampler of an asynchronous run: engines draw samples of later steps while the trainer trains."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from dovetail.errors import MachineError
-from dovetail.parallel.consensus import of_first
+from dovetail.parallel.consensus import agreed, of_first
 from dovetail.parallel.mesh import Mesh
-from dovetail.rollout.base import Completion, Prompt, Sampler, SamplingParams
+from dovetail.rollout.base import Completion, Prompt, SamplingParams
 from dovetail.rollout.feed import Feed
+from dovetail.rollout.journal import Answer
+from dovetail.rollout.remote.sampler import RemoteSampler
 
 
 class StreamSampler:
@@ -20,22 +22,40 @@ class StreamSampler:
     """
 
     def __init__(
-        self, sampler: Sampler, feed: Feed | None, mesh: Mesh, params: SamplingParams, groups_per_step: int, step: int
+        self,
+        sampler: RemoteSampler,
+        make_feed: Callable[[], Feed] | None,
+        mesh: Mesh,
+        params: SamplingParams,
+        groups_per_step: int,
+        step: int,
     ) -> None:
-        """feed: of the first rank, resumed. params: of training, but their step. step: the run's next."""
-        self.sampler, self.feed, self.mesh, self.params = sampler, feed, mesh, params
+        """make_feed: of the first rank. params: of training, but their step. step: the run's next."""
+        self.sampler, self.mesh, self.params = sampler, mesh, params
         self.groups_per_step, self.step = groups_per_step, step
+        self.make_feed = make_feed
+        self.feed: Feed | None = None
+        self.counts: Mapping[str, int] = {}  # metrics of the last step
         self._held: int | None = None  # version of the engines' weights
 
     @property
-    def dtype(self) -> torch.dtype | None:
+    def dtype(self) -> torch.dtype:
         return self.sampler.dtype
 
+    def resume(self, *, repeats: bool) -> list[str]:
+        """Before the first push, as `Feed.resume`. Collective."""
+        problems = list[str]()
+        with agreed(self.mesh):
+            if self.make_feed is not None:
+                self.feed = self.make_feed()
+                problems = self.feed.resume(self.step, repeats=repeats)
+        return problems
+
     def refill(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """A push, if a step was taken since the last one; then the feed begins what it may."""
+        """A push of the run's step, if one was taken since the last push; then the feed begins what it may."""
         if self._held == self.step:
             return
-        self.sampler.refill(weights)
+        self.sampler.push(weights, self.step)
         self._held = self.step
         if self.feed is not None:
             self.feed.pushed(self.step)
@@ -45,25 +65,23 @@ class StreamSampler:
         of_step = replace(params, step=0) == replace(self.params, step=0) and params.step == self.step
         if not of_step or [prompt.row for prompt in prompts] != list(range(self.groups_per_step)):
             return self.sampler.sample(prompts, params)
-        taken, problem = [], ""
+        answers, counts, problem = list[Answer](), {}, None
         if self.feed is not None:
             try:
-                taken = [[asdict(answer) for answer in group.answers] for group in self.feed.take()]
+                answers = [answer for group in self.feed.take() for answer in group.answers]
+                counts = self.feed.counts()
             except (MachineError, OSError) as error:
-                problem = str(error)
-        taken, problem = of_first([taken, problem], self.mesh)
-        if problem:
-            raise MachineError(problem)
+                problem = error
+        completions = self.sampler.shared(prompts, params, answers, problem)
+        self.counts = of_first(counts, self.mesh)
         self.step += 1
-        return [
-            Completion(
-                row,
-                answer["sample"],
-                tuple(answer["ids"]),
-                tuple(answer["log_probs"]),
-                answer["finish"],
-                versions=tuple((version, start, end) for version, start, end in answer["versions"]),
-            )
-            for row, group in enumerate(taken)
-            for answer in group
-        ]
+        return completions
+
+    def saved(self, oldest: int) -> None:
+        """oldest: step of the checkpoint that the run may go back to."""
+        if self.feed is not None:
+            self.feed.forget(oldest)
+
+    def close(self) -> None:
+        if self.feed is not None:
+            self.feed.close()

@@ -21,6 +21,7 @@ SHOWN = (  # key of a row, its label, its format
     ("eval_reward_mean", "eval", ".3f"), ("eval_loss", "eval", ".4f"), ("grad_norm", "grad", ".3g"),
     ("entropy_mean", "entropy", ".3f"), ("kl_mean", "kl", ".4f"), ("response_length_mean", "length", ".1f"),
     ("lr", "lr", ".2e"), ("tokens_per_second", "tok/s", ",.0f"), ("step_seconds", "s", ".1f"),
+    ("trainer_idle", "idle", ".0%"),
 )  # fmt: skip
 QUIET_SECONDS = 60.0  # without a terminal: after which a line says how far a phase is
 UPDATED = ("loss", "grad_norm", "lr", "entropy_mean", "kl_mean", "tokens_per_second")

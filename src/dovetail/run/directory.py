@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from dovetail.checkpoint.async_saver import Saver
-from dovetail.checkpoint.retention import NONE, Retention, clear_debris, set_aside
+from dovetail.checkpoint.retention import NONE, Retention, clear_debris, oldest_of_last, set_aside
 from dovetail.checkpoint.train_state import MODEL_ROLE
 from dovetail.device import peak_flops, peak_memory_gib, usage
 from dovetail.engine.base import Engine
@@ -90,6 +90,7 @@ class RunDirectory:
         self._quiet = progress is not None and progress.is_watched
         self._rank_log = log_path(self.path, mesh["world"].rank)
         self.on = Callbacks(TrainerState(recipe, self.lead), mesh)
+        self.after_save: Callable[[int], None] | None = None  # on the first rank: the step of the oldest of keep_last
         self._records = Records(self.say)
         self._lock = RunLock(self.path)
         self._notes = LearningNotes(recipe)
@@ -297,6 +298,10 @@ class RunDirectory:
         try:
             if self._saver.finish():
                 self._failed_saves, self._saved = 0, self._saving
+                if self.after_save is not None:
+                    with agreed(self.mesh):
+                        if self.lead:
+                            self.after_save(oldest_of_last(self.path / CHECKPOINTS, self.retention.last))
                 self.on("on_save", self.path / CHECKPOINTS / f"step_{self._saving:06}")
         except CheckpointError as error:
             self._failed_saves += 1

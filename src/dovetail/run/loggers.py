@@ -24,6 +24,7 @@ GROUPS: Seq[tuple[str, str]] = (  # the start of a metric's name, and what track
     ("eval/", "eval/"), ("eval_", "eval/"), ("seconds/", "time/"), ("step_seconds", "time/step"),
     ("tokens_per_second/", "perf/tokens_per_second/"), ("samples_per_second/", "perf/samples_per_second/"),
     ("tokens", "perf/tokens"), ("mfu", "perf/mfu"), ("gpu_utilization", "perf/gpu_utilization"),
+    ("trainer_idle", "perf/trainer_idle"), ("pool_", "pool/"),
     ("peak_memory_gib", "memory/peak_gib"), ("memory/", "memory/"),
     ("reward/", "reward/"), ("reward_", "reward/"), ("equal_groups", "reward/equal_groups"),
     ("response_length_", "response_length/"), ("truncated_fraction", "response_length/truncated_fraction"),

@@ -10,6 +10,7 @@ from dovetail.recipe.yaml import flat, read_mapping
 from dovetail.weights.safe_paths import LEFTOVERS, refuse_unwritable
 
 CONFIG, HF, CHECKPOINTS, EVENTS, LOCK = "config.yaml", "hf", "checkpoints", "events.jsonl", ".lock"
+POOL = "pool"  # finished groups of an asynchronous run
 BEFORE_CONFIG = frozenset({LOCK, EVENTS, "rollouts", "logs"})  # older than config.yaml
 # Keys of a recipe, or their beginnings, that change no number of a finished run.
 WITHOUT_EFFECT = (

@@ -45,6 +45,7 @@ class Resumed:
     state: RunState
     changes: tuple[str, ...]
     passed_over: tuple[str, ...]
+    repeats: bool  # without changes of numbers: the steps after it come out as before
 
 
 def find(
@@ -89,7 +90,7 @@ def find(
     if was != now:
         changes["ranks"] = was, now
     shown = tuple(f"{key}: {quoted(before)} -> {quoted(after)}" for key, (before, after) in changes.items())
-    return Resumed(reader, state, shown, tuple(passed_over))
+    return Resumed(reader, state, shown, tuple(passed_over), repeats=was == now and not with_effect(changes))
 
 
 def _last_step(metrics: Path) -> int:

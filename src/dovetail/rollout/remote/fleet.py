@@ -4,14 +4,16 @@ import resource
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from dovetail.batch.balancing import plan_microbatches
 from dovetail.rollout.remote.http import Client, EngineError
 from dovetail.rollout.remote.wire import Abilities, Finish, Request, Spans, Wire
 
+BATCHES = 64  # whose replica is remembered
 PER_REPLICA = 256  # requests in flight
 MOST_IMBALANCE = 16  # requests that a replica may have more than another, to keep a prompt's samples together
 HEALTH_SECONDS = 10.0
@@ -59,17 +61,26 @@ class Fleet:
     ) -> None:
         self.replicas, self._wire, self.silence, self._on_loss = replicas, wire, silence, on_loss
         self._lock = threading.Lock()
-        self._homes: dict[int, Replica] = {}  # by row, of one salt
-        self._salt = ""
+        self._pushing = self._closed = False
         self._pinned: dict[str, Replica] = {}  # by batch
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]  # a thread has a connection
         most = PER_REPLICA * len(replicas)
         self.capacity = most if files == resource.RLIM_INFINITY else min(most, max(1, files // 2))  # requests in flight
-        self._threads = ThreadPoolExecutor(self.capacity, thread_name_prefix="engines")
+        self.threads = ThreadPoolExecutor(self.capacity, thread_name_prefix="engines")
 
     def submit(self, request: Request) -> "Future[Reply]":
-        """EngineError if no replica is left, or if one refuses the request."""
-        return self._threads.submit(self._draw, request)
+        return self.threads.submit(self.draw, request)
+
+    @contextmanager
+    def pushing(self) -> Iterator[None]:
+        """Replicas are silent during a push, and none is lost for that."""
+        self._pushing = True
+        try:
+            yield
+        finally:
+            for replica in self.replicas:
+                replica.heard = time.monotonic()
+            self._pushing = False
 
     def together(self, requests: Sequence[Request]) -> Sequence[Request]:
         """Dealt to servers of the embedded sampler, a batch for each, so that sums repeat; if all can be sent at once."""
@@ -81,7 +92,8 @@ class Fleet:
         for i, request in enumerate(requests):
             prompts.setdefault((request.row, *request.ids), []).append(i)
         costs = [len(key) - 1 + sum(requests[i].params.max_new_tokens for i in own) for key, own in prompts.items()]
-        members, out, self._pinned = list(prompts.values()), list(requests), {}
+        members, out = list(prompts.values()), list(requests)
+        self._pinned = dict([*self._pinned.items()][-BATCHES:])
         for replica, dealt in zip(serving, plan_microbatches(costs, len(serving), None), strict=True):
             name, numbers = uuid.uuid4().hex, sorted(i for part in dealt for prompt in part for i in members[prompt])
             self._pinned[name] = replica
@@ -97,9 +109,12 @@ class Fleet:
             self._on_loss(problem)
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        """Requests under way end with an error."""
+        self._closed = True
+        self.threads.shutdown(wait=False, cancel_futures=True)
 
-    def _draw(self, request: Request) -> Reply:
+    def draw(self, request: Request) -> Reply:
+        """EngineError if no replica is left, or if one refuses the request."""
         reply, attempts = Reply(), 0
         while True:
             replica, kept = self._take(request), len(reply.ids)
@@ -107,7 +122,7 @@ class Fleet:
                 self._read(replica, request, reply)
                 return reply
             except EngineError as error:
-                if error.status is not None and error.status not in PASSING:
+                if self._closed or (error.status is not None and error.status not in PASSING):
                     raise
                 attempts = 1 if len(reply.ids) > kept else attempts + 1
                 self._judge(replica, error)
@@ -124,25 +139,31 @@ class Fleet:
                 time.sleep(FIRST_WAIT * 2 ** (attempts - 1))
 
     def _read(self, replica: Replica, request: Request, reply: Reply) -> None:
-        """Until the reply is whole. Tokens of a stream that breaks have the version that it began with."""
+        """Until the reply is whole. Tokens of a stream that breaks have the oldest version that they can have."""
         kept, version = len(reply.ids), replica.version
         spans: Spans = ()
+        known = list[tuple[int, int, int]]()
 
         def deadline() -> float:
-            return replica.heard + self.silence
+            if self._closed or not replica.serves:  # such as after a push that it did not take
+                return 0.0
+            return (time.monotonic() if self._pushing else replica.heard) + self.silence
 
         try:
             for part in self._wire.generate(replica.client, replica.server, request, reply.ids[:kept], deadline):
-                replica.heard = time.monotonic()
+                replica.heard, start = time.monotonic(), len(reply.ids)
                 reply.ids += part.ids
                 reply.log_probs += part.log_probs
+                if version is not None:
+                    known.append((version, start, len(reply.ids)))
+                version = replica.version
                 if part.finish is not None:
                     reply.finish, spans, reply.routes = part.finish, part.versions, part.routes
             if reply.finish is None or len(reply.ids) == 0:
                 raise EngineError(replica.client.url, "generate", None, "the reply ended without a finish or a token")
         finally:
-            known = ((version, 0, len(reply.ids) - kept),) if version is not None else ()
-            reply.keep(tuple((number, kept + start, kept + end) for number, start, end in spans or known))
+            named = tuple((number, kept + start, kept + end) for number, start, end in spans)
+            reply.keep(named or tuple(known))
 
     def _is_whole(self, reply: Reply, request: Request) -> bool:
         if reply.finish is None and reply.ids and self._wire.continues(request.params):
@@ -158,14 +179,10 @@ class Fleet:
             if not alive:
                 problems = "; ".join(str(replica.problem) for replica in self.replicas)
                 raise EngineError(self.replicas[0].client.url, "generate", None, f"no engine is left: {problems}")
-            if request.salt != self._salt:
-                self._homes, self._salt = {}, request.salt
             least = min(alive, key=lambda replica: replica.busy)
-            home = self._pinned.get(request.batch[0] if request.batch else "") or self._homes.setdefault(
-                request.row, least
-            )
-            if not home.serves:
-                home = self._homes[request.row] = least
+            home = self._pinned.get(request.batch[0]) if request.batch else None
+            if home is None or not home.serves:
+                home = alive[(request.params.step + request.row) % len(alive)]
             replica = home if request.batch or home.busy < least.busy + MOST_IMBALANCE else least
             if not replica.busy:
                 replica.heard = time.monotonic()
@@ -174,6 +191,8 @@ class Fleet:
 
     def _judge(self, replica: Replica, error: EngineError) -> None:
         """Take it out of service if it is silent or not healthy."""
+        if not replica.serves:
+            return
         if time.monotonic() < replica.heard + self.silence:
             try:
                 replica.client.get("/health", timeout=HEALTH_SECONDS)

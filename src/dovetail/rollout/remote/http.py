@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 from dovetail.errors import ConfigError, MachineError, shortened
 
 IDLE_SECONDS = 2.0  # after which a kept connection is not used again: uvicorn closes it after 5
+LOOK_SECONDS = 1.0  # after which a wait asks for its deadline again
 SHOWN = 500  # characters of a server's message
 DONE = b"[DONE]"
 
@@ -167,7 +168,7 @@ class _TimedSocket:
 
     def receive(self, into: Any) -> int:
         while True:
-            self.sock.settimeout(_left(self.deadline))
+            self.sock.settimeout(min(_left(self.deadline), LOOK_SECONDS))
             try:
                 return int(self.sock.recv_into(into))
             except TimeoutError:  # the deadline may have moved

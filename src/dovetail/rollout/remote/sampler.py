@@ -4,6 +4,7 @@ import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, as_completed
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol, cast
 
 import torch
@@ -15,6 +16,7 @@ from dovetail.parallel.collectives import sum_over
 from dovetail.parallel.consensus import of_first
 from dovetail.parallel.mesh import Mesh
 from dovetail.rollout.base import Completion, Prompt, SamplingParams, Watch, check_request
+from dovetail.rollout.journal import Answer
 from dovetail.rollout.remote.fleet import Fleet, Reply
 from dovetail.rollout.remote.http import EngineError
 from dovetail.rollout.remote.images import image_features
@@ -45,20 +47,24 @@ class RemoteSampler:
         self.mesh, self.dtype, self.vocab_size = mesh, dtype, vocab_size
         self.moe, self.image_token = moe, image_token
         self.fleet, self.pusher = fleet, pusher
-        self.version = 0  # pushes
+        self.version: int | None = None  # of the last push
         self._run = uuid.uuid4().hex  # another run's cached prefixes have other weights
         self.watch: Watch | None = None
 
     def refill(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """As `Sampler.refill`: a verified push. A replica that does not take the weights serves nothing until the next.
+        """As `Sampler.refill`: a push, which counts as one more version."""
+        self.push(weights, 1 + (self.version or 0))
+
+    def push(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Verified. Requests under way go on behind it. A replica that does not take the weights serves nothing until the next.
 
         MachineError on every rank if none is left.
         """
-        self.version += 1
+        self.version = version
         stream, problem = iter(weights), ""
         try:
             if self.fleet is not None and self.pusher is not None:
-                problem = self._push(self.fleet, self.pusher, stream)
+                problem = self._push(self.fleet, self.pusher, stream, version)
         finally:
             for _ in stream:  # gathered with the other ranks
                 pass
@@ -69,33 +75,64 @@ class RemoteSampler:
             self.fleet.close()
             self.pusher.close()
 
-    def _push(self, fleet: Fleet, pusher: Push, stream: Iterator[tuple[str, Tensor]]) -> str:
-        errors = pusher.push(stream, self.version)
-        for replica, error in zip(fleet.replicas, errors, strict=True):
-            fleet.pushed(replica, self.version, error)
+    def _push(self, fleet: Fleet, pusher: Push, stream: Iterator[tuple[str, Tensor]], version: int) -> str:
+        with fleet.pushing():
+            errors = pusher.push(stream, version)
+            for replica, error in zip(fleet.replicas, errors, strict=True):
+                fleet.pushed(replica, version, error)
         return "" if None in errors else "; ".join(map(str, errors))
 
     def sample(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Completion]:
-        check_request(prompts, params, self.vocab_size, None, filled=self.version > 0)
-        outcome: dict[str, Any] = {"problem": ""}
-        replies: list[Reply] = []
-        experts: list[Tensor] = []
+        check_request(prompts, params, self.vocab_size, None, filled=self.version is not None)
+        problem, replies, experts = None, list[Reply](), list[Tensor]()
         if self.fleet is not None:
             try:
                 replies = self._draw(self.fleet, prompts, params)
-                outcome["finish"] = [reply.finish for reply in replies]
-                outcome["versions"] = [reply.versions for reply in replies]
-                outcome["lengths"] = [len(reply.ids) for reply in replies]
                 experts = self._experts(prompts, params, replies)
             except (MachineError, DataError) as error:
-                outcome |= {"problem": str(error), "data": isinstance(error, DataError)}
-        outcome = self._agree(outcome)
-        return self._completions(prompts, params, outcome, replies, experts)
+                problem = error
+        return self.shared(prompts, params, replies, problem, experts)
+
+    def submit(self, samples: Sequence[tuple[Prompt, int, SamplingParams]]) -> "list[Future[Answer]]":
+        """Prompts with the number of a sample, for the first rank. Returns at once; pushes do not end them.
+
+        Tokens name their versions.
+        """
+        fleet, version = self.fleet, self.version
+        assert fleet is not None and version is not None, "the first rank, after a push"
+        requests = [replace(self._request(prompt, params), sample=sample) for prompt, sample, params in samples]
+        return [
+            fleet.threads.submit(partial(self._answer, fleet, request, version)) for request in fleet.together(requests)
+        ]
+
+    def shared(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        replies: Sequence[Reply | Answer],
+        problem: Exception | None,
+        experts: Sequence[Tensor] = (),
+    ) -> list[Completion]:
+        """The first rank's replies, ordered by prompt, then sample; its problem is raised on every rank. Collective."""
+        outcome = {
+            "problem": "" if problem is None else str(problem),
+            "data": isinstance(problem, DataError),
+            "finish": [reply.finish for reply in replies],
+            "versions": [reply.versions for reply in replies],
+            "lengths": [len(reply.ids) for reply in replies],
+        }
+        return self._completions(prompts, params, self._agree(outcome), replies, experts)
+
+    def _answer(self, fleet: Fleet, request: Request, oldest: int) -> Answer:
+        reply = fleet.draw(request)
+        self._check(reply, oldest)
+        assert reply.finish is not None
+        return Answer(request.sample, tuple(reply.ids), tuple(reply.log_probs), reply.versions, reply.finish)
 
     def _draw(self, fleet: Fleet, prompts: Sequence[Prompt], params: SamplingParams) -> list[Reply]:
         """Ordered by prompt, then sample."""
-        salt = f"{self._run}-{self.version}"
-        prepared = [self._request(prompt, params, salt) for prompt in prompts]
+        assert self.version is not None
+        prepared = [self._request(prompt, params) for prompt in prompts]
         requests = [replace(request, sample=sample) for request in prepared for sample in range(params.samples)]
         futures: list[Future[Reply]] = [fleet.submit(request) for request in fleet.together(requests)]
         try:
@@ -103,7 +140,7 @@ class RemoteSampler:
             for done, future in enumerate(as_completed(futures), 1):
                 reply = future.result()
                 tokens += len(reply.ids)
-                self._check(reply)
+                self._check(reply, self.version)
                 if self.watch is not None:
                     self.watch(done, len(futures), tokens)
         finally:
@@ -111,7 +148,8 @@ class RemoteSampler:
                 future.cancel()
         return [future.result() for future in futures]
 
-    def _request(self, prompt: Prompt, params: SamplingParams, salt: str) -> Request:
+    def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
+        salt = f"{self._run}-{self.version}"  # cached keys and values are of these weights
         ids, images = [*map(int, prompt.ids)], None
         if prompt.media is not None:
             if self.image_token is None:
@@ -121,11 +159,13 @@ class RemoteSampler:
             images = image_features(ids, prompt.media, self.image_token, self.dtype, salt)
         return Request(ids=ids, row=prompt.row, sample=0, params=params, salt=salt, images=images)
 
-    def _check(self, reply: Reply) -> None:
-        other = [version for version, _, _ in reply.versions if version != self.version]
-        if other:
+    def _check(self, reply: Reply, oldest: int) -> None:
+        """oldest: version when it was asked for."""
+        newest = self.version
+        assert newest is not None
+        if other := [version for version, _, _ in reply.versions if not oldest <= version <= newest]:
             raise MachineError(
-                f"an engine answered with weights of version {other[0]}, but this run pushed {self.version}: another run "
+                f"an engine answered with weights of version {other[0]}, but this run pushed {newest}: another run "
                 "pushes to it, too; give each run engines of its own"
             )
         if max(reply.ids) >= self.vocab_size:
@@ -153,7 +193,7 @@ class RemoteSampler:
         prompts: Sequence[Prompt],
         params: SamplingParams,
         outcome: dict[str, Any],
-        replies: Sequence[Reply],
+        replies: Sequence[Reply | Answer],
         experts: Sequence[Tensor],
     ) -> list[Completion]:
         """Ids, log-probs and experts are those of the first rank, which others get by a sum with zeros."""
