@@ -201,7 +201,7 @@ def _bad_weights(folder: Path) -> list[str]:
         (_occupied, "is not empty; choose another run_dir, or move that one away"),
         (_absent_rows, "absent.jsonl: no such data file"),
         (_bad_rows, "bad.jsonl:1: not JSON"),
-        (_bad_weights, "the file is incomplete or corrupt"),
+        (_bad_weights, "is cut, corrupt or no safetensors file"),
         (_small_vocabulary, "small has a vocabulary of 100, but the policy's ids go up to 259; give a model with"),
         (_small_critic, "small has a vocabulary of 100, but the policy's ids go up to 259; give a model with"),
         (["reward.options.tolerance=2"], "reward.options has tolerance, which it does not take (it takes: none)"),

@@ -111,9 +111,9 @@ def no_config(model: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (cut, ["model.safetensors has", "bytes, but its header describes", "the file is incomplete or corrupt"]),
-        (cut_header, ["does not fit a file of 100; it is cut or no safetensors"]),
-        (garble, ["model.safetensors", "is not valid JSON", "fetch or write it again"]),
+        (cut, ["model.safetensors is cut, corrupt or", "file not fully covered; fetch or write it again"]),
+        (cut_header, ["model.safetensors is cut, corrupt or no safetensors", "invalid header length"]),
+        (garble, ["model.safetensors is cut, corrupt or", "invalid JSON in header", "fetch or write it again"]),
         (no_json, ["config.json is not valid JSON", "fetch or write it again"]),
         (link_out, ["model.safetensors is a link to", "outside the directory; copy the file into it"]),
         (link_side, ["vocab.txt is a link to /etc/hostname, outside the directory"]),
@@ -195,7 +195,7 @@ def test_damage_stops_train_generate_and_convert_too(copy: Path, tmp_path: Path)
         refusal(here("convert", copy, tmp_path / "cut", "--to", "sharded")),
         refusal(here("convert", copy, tmp_path / "back", "--to", "hf")),
     ]
-    assert all("the file is incomplete or corrupt" in message for message in told), told
+    assert all("file not fully covered; fetch or write it again" in message for message in told), told
     assert {path.name for path in tmp_path.iterdir()} == {"model", "rows.jsonl"}, "nothing was left behind"
 
 

@@ -71,7 +71,8 @@ class TensorFile:
             with safe_open(path, framework="numpy"):  # checks that header and size fit each other
                 pass
         except SafetensorError as error:
-            raise CheckpointError(f"{path} is cut, corrupt or no safetensors file: {error}") from error
+            damage = f"{path} is cut, corrupt or no safetensors file: {error}"
+            raise CheckpointError(f"{damage}; fetch or write it again") from error
         self.header = self._bytes(8 + struct.unpack("<Q", self._bytes(8))[0])
         self.entries = _parse_header(self.header, str(path))
 

@@ -203,15 +203,7 @@ def _renamed(param: LocalParam) -> LocalParam:
 
 def _turned(param: LocalParam) -> LocalParam:
     splits = tuple(replace(split, dim=(0, 2, 1)[split.dim]) for split in param.placement.splits)
-    regions = tuple(
-        replace(
-            r,
-            checkpoint_shape=_swap(r.checkpoint_shape),
-            checkpoint_slice=_swap(r.checkpoint_slice),
-            local_slice=_swap(r.local_slice),
-        )
-        for r in param.regions
-    )
+    regions = tuple(_swapped(region) for region in param.regions)
     placement, local = replace(param.placement, splits=splits), param.local.transpose(1, 2)
     return replace(param, placement=placement, shape=_swap(param.shape), local=local, regions=regions)
 
@@ -237,6 +229,11 @@ def _apart(param: LocalParam, parts: tuple[str, ...]) -> Iterator[LocalParam]:
 def _moved(shared: Slices, region: Region) -> Slices:
     inside = within(shared, region.checkpoint_slice)
     return tuple((a + base, b + base) for (a, b), (base, _) in zip(inside, region.local_slice, strict=True))
+
+
+def _swapped(r: Region) -> Region:
+    shape, there, here = _swap(r.checkpoint_shape), _swap(r.checkpoint_slice), _swap(r.local_slice)
+    return replace(r, checkpoint_shape=shape, checkpoint_slice=there, local_slice=here)
 
 
 def _swap(dims: tuple[T, ...]) -> tuple[T, ...]:
