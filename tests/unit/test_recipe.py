@@ -146,6 +146,8 @@ def test_sections_are_frozen() -> None:
         ({"algorithm": {"clip_high": 1e300}}, "algorithm.clip_high is 1e+300; expected less than or equal to"),
         ({"algorithm": {"name": "ppo", "value_clip": 1e300}}, "value_clip is 1e+300; expected less than or equal to"),
         ({"trainer": {"mlp_tile_tokens": 1 << 70}}, "mlp_tile_tokens is 1180591620717411303424; expected less than"),
+        ({"run_dir": "a\0b"}, "run_dir: 'a\\x00b' holds a character that no name of a file may have"),
+        ({"data": {"train": "\ud800"}}, "data.train: '\\ud800' holds a character that no name of a file may have"),
     ],
 )
 def test_mistakes_name_key_value_and_expectation(change: dict[str, Any], message: str) -> None:
@@ -308,11 +310,27 @@ def test_values_that_yaml_cannot_make_are_refused(value: str) -> None:
         parse_overrides([f"a={value}"])
 
 
+def bomb(reference: str, first: str) -> str:
+    """Twelve lines of which each names the one before nine times."""
+    lines = (f"x{i}: &x{i} {reference.format(', '.join([f'*x{i - 1}'] * 9))}" for i in range(1, 12))
+    return "\n".join([f"x0: &x0 {first}", *lines])
+
+
 BOMBS = {
+    "anchors": (bomb("[{}]", "[1, 2]"), "line 5, column 5: more than 10000 values, with those of every alias"),
+    "merges": (bomb("{{<<: [{}]}}", "{a: 1}"), "more than 10000 values, with those of every alias"),
+    "chain": (
+        "\n".join(f"x{i}: &x{i} [{f'*x{i - 1}' if i else 1}]" for i in range(99)),
+        "or 32 inside each other; make it smaller",
+    ),
+    "itself": ("x: &a [*a]", "line 1, column 8: an alias stands inside of what it stands for"),
+    "keys": ("\n".join(f"k{i}: 1" for i in range(20_000)), "more than 10000 values"),
     "unknown keys": ("\n".join(f"k{i}: 1" for i in range(4_000)), "unknown key k16"),
     "characters": ("x: " + "y" * 20_000_000, "recipe.yaml' has more than 262144 characters"),
-    "depth": ("x: " + "[" * 100_000, "too many lists and mappings inside each other"),
+    "depth": ("x: " + "[" * 100_000, "or 32 inside each other; make it smaller"),
+    "digits": ("optim: {lr: " + "1" * 200_000 + "}", "is no int; quote what is text"),
     "exponent": ("optim: {lr: " + "1_" * 100_000 + "e}", "optim.lr is '1_1_"),
+    "base 60": ("trainer: {steps: 1" + ":59" * 80_000 + "}", "is no int; quote what is text"),
 }
 
 

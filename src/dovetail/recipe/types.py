@@ -1,5 +1,6 @@
 """Types of recipe keys, and the base of sections."""
 
+import os
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -14,6 +15,12 @@ from dovetail.parallel.layout import Layout
 def _valid_path(path: str) -> str:
     if path == "~" or path.startswith("~/"):
         raise ValueError(f"{quoted(path)} begins with ~, which only a shell replaces; write the whole path")
+    try:
+        named = b"\0" not in os.fsencode(path)
+    except UnicodeEncodeError:
+        named = False
+    if not named:
+        raise ValueError(f"{quoted(path)} holds a character that no name of a file may have; take it out")
     return path
 
 
@@ -53,9 +60,12 @@ class Updates(Section):
     """Keys of every algorithm. samples: whether it trains on completions of its own."""
 
     samples: ClassVar[bool] = False
-    wants_reference: ClassVar[bool] = False
     epochs: PositiveInt = key(1, "passes over the rows of a step")
     num_mini_batches: PositiveInt = key(1, "optimizer steps in one pass")
+
+    @property
+    def wants_reference(self) -> bool:
+        return False
 
 
 class LayoutSection(Section):

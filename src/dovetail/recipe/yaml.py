@@ -17,10 +17,33 @@ KEY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 FLOAT = re.compile(r"[-+]?(\d[\d_]*+\.?+[\d_]*+|\.\d[\d_]*+)[eE][-+]?\d+$")  # possessive: linear time
 MERGED = "tag:yaml.org,2002:merge"  # the key `<<`
 LARGE = 2.0**53  # not every larger integer is a float
-MOST_TEXT = 1 << 18  # characters of a recipe
+# Limits of a recipe: characters, values (an alias counts as what it repeats), depth, digits of a number
+MOST_TEXT, MOST_VALUES, DEEPEST, MOST_DIGITS = 1 << 18, 10_000, 32, 1000
 
 
 class _Loader(yaml.SafeLoader):
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.count, self.depth = 0, 0
+        self.measured: dict[yaml.Node, tuple[int, int]] = {}  # number of values, depth
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        mark, is_alias = self.peek_event().start_mark, self.check_event(yaml.AliasEvent)
+        self.count, self.depth = self.count + 1, self.depth + 1
+        _limit(self.count, self.depth, mark)
+        node = super().compose_node(parent, index)
+        assert node is not None
+        self.depth -= 1
+        if is_alias and node not in self.measured:
+            raise yaml.MarkedYAMLError(None, None, "an alias stands inside of what it stands for", mark)
+        if not is_alias:
+            pairs = node.value if isinstance(node, yaml.MappingNode) else []
+            inside = [part for pair in pairs for part in pair] or (node.value if isinstance(node.value, list) else [])
+            counts, depths = zip((0, 0), *(self.measured[part] for part in inside), strict=True)
+            self.measured[node] = 1 + sum(counts), 1 + max(depths)
+            _limit(*self.measured[node], mark)
+        return node
+
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
             return super().construct_object(node, deep)
@@ -42,9 +65,22 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
+def _limit(count: int, depth: int, mark: yaml.Mark) -> None:
+    if count > MOST_VALUES or depth > DEEPEST:
+        most = f"{MOST_VALUES} values, with those of every alias, or {DEEPEST} inside each other"
+        raise yaml.MarkedYAMLError(None, None, f"more than {most}; make it smaller", mark)
+
+
 def _number(loader: _Loader, node: yaml.ScalarNode) -> float:
     value: float = loader.construct_yaml_float(node)
     return int(value) if FLOAT.match(node.value) and value.is_integer() and abs(value) < LARGE else value
+
+
+def _integer(loader: _Loader, node: yaml.ScalarNode) -> int:
+    if len(node.value) > MOST_DIGITS:
+        raise ValueError(node.value)
+    value: int = loader.construct_yaml_int(node)
+    return value
 
 
 class _Dumper(yaml.SafeDumper):  # quotes text that `_Loader` would read as a number
@@ -52,6 +88,7 @@ class _Dumper(yaml.SafeDumper):  # quotes text that `_Loader` would read as a nu
 
 
 _Loader.add_constructor("tag:yaml.org,2002:float", _number)
+_Loader.add_constructor("tag:yaml.org,2002:int", _integer)
 for kind in (_Loader, _Dumper):
     kind.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT, list("-+.0123456789"))
 
@@ -87,7 +124,7 @@ def parse_overrides(tokens: Sequence[str]) -> list[tuple[str, Any]]:
         key, equals, text = token.partition("=")
         if not equals:
             raise ConfigError(f"override {quoted(token)} has no value; expected key.path=value")
-        if not KEY.fullmatch(key):
+        if not KEY.fullmatch(key) or key.count(".") > DEEPEST:
             raise ConfigError(f"override {quoted(token)}: {quoted(key)} is not a key; expected key.path=value")
         overrides.append((key, _parse(text, f"override {quoted(token)}")))
     return overrides
@@ -127,8 +164,6 @@ def _parse(text: str, source: str) -> Any:
         return yaml.load(text, _Loader)
     except yaml.YAMLError as error:
         raise ConfigError(f"{source} is not valid YAML: {_describe(error)}") from None
-    except RecursionError:
-        raise ConfigError(f"{source} is not valid YAML: too many lists and mappings inside each other") from None
 
 
 def _describe(error: yaml.YAMLError) -> str:
