@@ -2,7 +2,6 @@
 
 import sys
 import threading
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -39,7 +38,7 @@ def recipe(model: Path, tmp_path: Path) -> Path:
     )
 
 
-def result(run: Path) -> tuple[list[Mapping[str, Any]], list[list[dict[str, Any]]], bytes]:
+def result(run: Path) -> tuple[list[dict[str, Any]], list[list[dict[str, Any]]], bytes]:
     """Metrics but for times, samples but for versions, weights."""
     metrics = read_rows(run / "metrics.jsonl")
     kept = [{k: v for k, v in row.items() if not any(word in k for word in CLOCKS)} for row in metrics]
