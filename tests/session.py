@@ -3,11 +3,13 @@
 import gc
 import os
 from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, settings
+from hypothesis.internal.conjecture import providers
 
 from tests.harness import close_workers, fork_template
 
@@ -17,6 +19,9 @@ settings.load_profile("any machine")
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
+    # Else it parses all of our modules, for constants to draw: seconds, and other examples after each change of them.
+    if hasattr(providers, "is_local_module_file"):  # of new releases
+        mock.patch.object(providers, "is_local_module_file", return_value=False).start()
     if hasattr(session.config, "workerinput"):
         fork_template()
         os.environ.pop("TORCH_CPP_LOG_LEVEL", None)  # programs that are executed write all that users see

@@ -106,7 +106,9 @@ def check(inputs: Path, run_dir: Path, name: str, layout: str, ep: int) -> None:
         assert int(trace.valid.sum()) == len(trace) - 1 >= len(line["token_ids"])
 
 
-@pytest.mark.parametrize(("family", "name"), [("deepseek_v3", "grpo"), ("qwen2_moe", "sft")])
+@pytest.mark.parametrize(
+    ("family", "name"), [("deepseek_v3", "grpo"), pytest.param("qwen2_moe", "sft", marks=pytest.mark.soak)]
+)
 def test_experts_over_two_ranks(inputs: dict[str, Path], family: str, name: str, tmp_path: Path) -> None:
     check(inputs[family], tmp_path, name, "dp=2", 2)
 

@@ -152,7 +152,7 @@ def test_any_step_may_be_the_last_saved_one(cut: int, inputs: Path, tmp_path: Pa
     assert_same_run(done(twice, 1), straight)
 
 
-@pytest.mark.parametrize("counts", [(4, 3), (3, 5, 1)])
+@pytest.mark.parametrize("counts", [pytest.param((4, 3), marks=pytest.mark.soak), (3, 5, 1)])
 def test_rows_are_taken_once_when_a_step_takes_more_or_fewer_of_them(
     counts: tuple[int, ...], inputs: Path, tmp_path: Path
 ) -> None:

@@ -68,9 +68,9 @@ def assert_same(actual: list[Completion], expected: list[Completion]) -> None:
     ("layout", "max_tokens"),
     [
         ("tp=1,dp=2", 60),
-        pytest.param("tp=2", 200, marks=pytest.mark.soak),
+        ("tp=2", 200),
         pytest.param("tp=4", 10_000, marks=pytest.mark.soak),
-        ("tp=2,dp=2", 500),
+        pytest.param("tp=2,dp=2", 500, marks=pytest.mark.soak),
         pytest.param("tp=8", 10_000, marks=pytest.mark.soak),
     ],
 )

@@ -133,7 +133,9 @@ def test_rl(written: dict[str, Path], rl_alone: Callable[[str], Played], name: s
 @pytest.mark.parametrize(
     ("layout", "critic", "reference", "rollout"),
     [
-        ("pp=2,cp=2", {"tp": 2, "dp": 2}, {"cp": 4}, {"tp": 2, "dp": 2}),
+        pytest.param(
+            "pp=2,cp=2", {"tp": 2, "dp": 2}, {"cp": 4}, {"tp": 2, "dp": 2}, marks=pytest.mark.soak
+        ),  # test_train.py has a critic with a layout of its own
         pytest.param(
             "tp=2,dp=2",
             {"pp": 2, "cp": 2, "schedule": "zero_bubble"},
