@@ -1,7 +1,8 @@
 """Asynchronous against synchronous GRPO on two GPUs, through `dovetail train`: -m bench.async_rl sync engine lag=2 --vllm SITE
 
-sync: the embedded sampler, both GPUs train and sample. engine: a vLLM server on the second GPU, in turns with the trainer on the
-first. lag=N: both at once, with trainer.max_lag=N. SITE: where vLLM was unpacked (its env.sh is read). Random weights; a response
+sync: the embedded sampler, both GPUs train and sample. engine: a server on the second GPU, in turns with the trainer on the
+first. lag=N: both at once, with trainer.max_lag=N. SITE: where vLLM was unpacked (its env.sh is read). With --engine native
+the server is `dovetail serve`, else vLLM. Random weights; a response
 ends where one of many ids is drawn, so that lengths are geometric: of 256 the longest has about six times the mean.
 """
 
@@ -50,6 +51,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.async_rl", description=__doc__)
     parser.add_argument("modes", nargs="+", metavar="MODE", help="sync, engine, or lag=N")
     parser.add_argument("--shape", choices=list(SHAPES), default="1.5b")
+    parser.add_argument("--engine", choices=["vllm", "native"], default="vllm")
     parser.add_argument("--vllm", type=Path, help="where install.sh unpacked vLLM")
     parser.add_argument("--folder", type=Path, required=True, help="for checkpoint and runs: some GB")
     parser.add_argument("--mean", type=positive, default=400, help="tokens of a response")
@@ -72,7 +74,8 @@ def main() -> int:
             session.keep({"mode": "decode", "tokens_per_second": decode})
             session.say("decode: " + ",".join(f"{n}:{rate:.0f}" for n, rate in decode.items()))
             for mode in modes[1]:
-                rates[mode] = train(mode, session, [f"rollout.engines={client.url}"])
+                keys = [f"rollout.backend={given.engine}", f"rollout.engines={client.url}"]
+                rates[mode] = train(mode, session, keys)
                 simulate(mode, session, list(decode.items()))
     slow = max((rate for mode, rate in rates.items() if not mode.startswith("lag")), default=float("nan"))
     for mode, rate in rates.items():
@@ -163,15 +166,20 @@ def train(mode: str, session: Session, engines: Sequence[str]) -> float:
     return float(tokens / seconds)
 
 
+class Recorded(Simulation):
+    """With the lengths that the groups of a run had; those of later groups are drawn from them."""
+
+    def group_lengths(self, group: int) -> list[int]:
+        return list(self.lengths[group]) if group < len(self.lengths) else super().group_lengths(group)
+
+
 def simulate(mode: str, session: Session, decode: Sequence[tuple[int, float]]) -> None:
     """What the simulator says of the run of `mode`, given its lengths, its trainer's speed and the engine's."""
     given, row = session.given, session.rows[-1]
     steps, found = row["steps"], row["mean"]
-    lengths: dict[str, list[int]] = {}
-    for file in sorted((given.folder / f"run-{mode}" / "rollouts").glob("*.jsonl")):
-        for line in file.read_text().splitlines():
-            sample = json.loads(line)
-            lengths.setdefault(sample["prompt"], []).append(len(sample["token_ids"]))
+    files = sorted((given.folder / f"run-{mode}" / "rollouts").glob("*.jsonl"))
+    drawn = [len(json.loads(line)["token_ids"]) for file in files for line in file.read_text().splitlines()]
+    lengths = [drawn[i : i + given.samples] for i in range(0, len(drawn), given.samples)]  # by group
     trained = mean(each["tokens"] for each in row["rows"][given.warm :]) / (
         found["seconds/score"] + found["seconds/update"]
     )
@@ -189,7 +197,7 @@ def simulate(mode: str, session: Session, decode: Sequence[tuple[int, float]]) -
         steps=given.warm + steps,
         warmup=given.warm,
     )
-    outcome = Simulation(setup, list(lengths.values())).run()
+    outcome = Recorded(setup, lengths).run()
     real = (row["tokens_per_second"] / mean(each["tokens"] for each in row["rows"][given.warm :])) * found[
         "response_length_mean"
     ]
@@ -223,39 +231,22 @@ def decoding(client: Client, requests: int) -> float:
 
 @contextlib.contextmanager
 def server(session: Session) -> Iterator[Client]:
-    """vLLM with our plugin on the second GPU."""
+    """vLLM with our plugin, or the embedded sampler, on the second GPU."""
     given, folder = session.given, session.given.folder
-    info = folder / "site" / "dovetail_vllm-0.1.0.dist-info"
-    info.mkdir(parents=True, exist_ok=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: dovetail-vllm\nVersion: 0.1.0\n")
-    (info / "entry_points.txt").write_text("[vllm.general_plugins]\ndovetail = dovetail_vllm:register\n")
-    port = 8300 + os.getpid() % 500
-    words = [
-        sys.executable,
-        "-m",
-        "vllm.entrypoints.cli.main",
-        "serve",
-        folder / "model",
-        "--host",
-        "127.0.0.1",
-        "--port",
-        port,
-    ]
-    words += ["--served-model-name", "policy", "--skip-tokenizer-init", "--dtype", "bfloat16", "--enable-scale-out"]
-    words += ["--max-model-len", PROMPT + 10 * given.mean + 8, "--max-num-seqs", 512, "--gpu-memory-utilization", 0.8]
-    words += ["--weight-transfer-config", json.dumps({"backend": "dovetail_nccl"})]
-    words += ["--compilation-config", json.dumps({"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"})]
-    settings = {
-        "VLLM_SERVER_DEV_MODE": "1",
-        "NCCL_NVLS_ENABLE": "0",
-        "HF_HUB_OFFLINE": "1",
-        "CUDA_VISIBLE_DEVICES": "1",
-    }
-    paths = ":".join(str(path.resolve()) for path in (folder / "site", PLUGIN, *([given.vllm] if given.vllm else [])))
-    source = f". {shlex.quote(str(given.vllm.resolve() / 'env.sh'))}; " if given.vllm else ""
-    line = f"{source}export PYTHONPATH={paths}:$PYTHONPATH; exec {' '.join(shlex.quote(str(word)) for word in words)}"
+    port, settings = 8300 + os.getpid() % 500, {"CUDA_VISIBLE_DEVICES": "1", "NCCL_NVLS_ENABLE": "0"}
+    if given.engine == "native":
+        dtype = "bfloat16" if session.device.type == "cuda" else "float32"
+        words = [sys.executable, "-m", "dovetail", "serve", folder / "model", "--port", port, "--dtype", dtype]
+        line = "exec " + " ".join(shlex.quote(str(word)) for word in [*words, "--device", session.device.type])
+    else:
+        line = vllm_line(session, port)
     with open(given.out / "async.server.log", "wb") as log:
-        process = subprocess.Popen(["bash", "-c", line], env={**os.environ, **settings}, stdout=log, stderr=log)
+        process = subprocess.Popen(
+            ["bash", "-c", line],
+            env={**os.environ, **settings},
+            stdout=log,
+            stderr=log,
+        )
         client = Client(f"http://127.0.0.1:{port}", timeout=300.0)
         try:
             wait(client, process, log.name)
@@ -266,6 +257,23 @@ def server(session: Session) -> Iterator[Client]:
                 process.wait(60)
             except subprocess.TimeoutExpired:
                 process.kill()
+
+
+def vllm_line(session: Session, port: int) -> str:
+    given, folder = session.given, session.given.folder
+    info = folder / "site" / "dovetail_vllm-0.1.0.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: dovetail-vllm\nVersion: 0.1.0\n")
+    (info / "entry_points.txt").write_text("[vllm.general_plugins]\ndovetail = dovetail_vllm:register\n")
+    words = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", folder / "model", "--port", port]
+    words += ["--served-model-name", "policy", "--skip-tokenizer-init", "--dtype", "bfloat16", "--enable-scale-out"]
+    words += ["--max-model-len", PROMPT + 10 * given.mean + 8, "--max-num-seqs", 512, "--gpu-memory-utilization", 0.8]
+    words += ["--weight-transfer-config", json.dumps({"backend": "dovetail_nccl"}), "--host", "127.0.0.1"]
+    words += ["--compilation-config", json.dumps({"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"})]
+    paths = ":".join(str(path.resolve()) for path in (folder / "site", PLUGIN, *([given.vllm] if given.vllm else [])))
+    source = f". {shlex.quote(str(given.vllm.resolve() / 'env.sh'))}; " if given.vllm else ""
+    settings = f"export PYTHONPATH={paths}:$PYTHONPATH VLLM_SERVER_DEV_MODE=1 HF_HUB_OFFLINE=1"
+    return f"{source}{settings}; exec {' '.join(shlex.quote(str(word)) for word in words)}"
 
 
 if __name__ == "__main__":

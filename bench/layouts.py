@@ -49,7 +49,7 @@ from dovetail.batch.micro import DualBatch
 from dovetail.device import peak_flops, peak_memory_gib
 from dovetail.engine.native import NativeEngine
 from dovetail.engine.stage import TrainingRunner
-from dovetail.parallel.collectives import gather_text, stack_over
+from dovetail.parallel.collectives import gather_objects, stack_over
 from dovetail.parallel.process_group import deterministic
 from dovetail.pipeline.executor import run as execute
 from dovetail.pipeline.schedule import Action, Costs, make_plan, simulate
@@ -255,8 +255,8 @@ def traced(
     path = session.given.out / f"{session.given.name}_{layout}_{dist.get_rank()}.trace.json.gz"
     profiler.export_chrome_trace(str(path))
     mine = summarize(events_of(json.loads(gzip.decompress(path.read_bytes()))), ideal_of(rates))
-    told = gather_text(json.dumps(mine.as_dict()), engine.mesh["world"], session.device)
-    return [TraceSummary.of_dict(json.loads(text)) for text in told]
+    every = gather_objects(mine.as_dict(), engine.mesh["world"], session.device)
+    return [TraceSummary.of_dict(each) for each in every]
 
 
 @dataclass
@@ -305,8 +305,8 @@ def bubbles(engine: NativeEngine, batch: dt.PackedBatch, steps: int) -> tuple[fl
         work.finish()
         engine.optimizer.step(float(len(batch)))
         stages: dict[str, float] = {}
-        for text in gather_text(json.dumps(timing.seconds()), mesh["pp"], device):
-            stages |= json.loads(text)
+        for seconds in gather_objects(timing.seconds(), mesh["pp"], device):
+            stages |= seconds
         busy = sum(stages[f"{kind} {stage}"] for actions in plan for kind, stage, _ in actions)
         found.append((1 - busy / (layout.pp * wall), simulate(plan, _costs(stages, layout)).bubble))
     measured, predicted = (statistics.median(column) for column in zip(*found[1:], strict=True))

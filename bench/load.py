@@ -26,7 +26,7 @@ from bench.given import run_main
 from dovetail.checkpoint.reader import open_checkpoint
 from dovetail.engine.fsdp import shard_over_data
 from dovetail.factory.engine import make_decoder, make_mesh, make_model
-from dovetail.parallel.collectives import gather_text
+from dovetail.parallel.collectives import gather_objects
 from dovetail.parallel.mesh import Axis, Mesh
 from dovetail.weights.hf_directory import Pretrained
 from dovetail.weights.load import load
@@ -48,7 +48,7 @@ def main() -> int:
     session = Session.start(given)
     world = Axis("world", dist.get_world_size(), dist.get_rank(), dist.group.WORLD)
     here = given.folder or _roomy(given.shape)
-    folder = Path(gather_text(str(here / f"bench_load_{time.time_ns()}"), world, session.device)[0])
+    folder = Path(gather_objects(str(here / f"bench_load_{time.time_ns()}"), world, session.device)[0])
     try:
         write(folder, given.shape, world)
         raw, copied = raw_read(folder, session, world)

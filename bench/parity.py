@@ -31,7 +31,7 @@ from bench.engines import layout_of, name_of
 from bench.given import device as device_here, run_main
 from bench.harness import RESULTS, surroundings
 from dovetail.factory.engine import make_engine, make_mesh
-from dovetail.parallel.collectives import gather_text, stack_over
+from dovetail.parallel.collectives import gather_objects, stack_over
 from dovetail.parallel.mesh import Mesh
 from dovetail.parallel.placement import as_index
 from dovetail.parallel.process_group import pick_device
@@ -73,7 +73,7 @@ def main() -> int:
     dt.ensure_process_group(device)
     layout = layout_of(given.layout)
     mesh, rows = make_mesh(layout, device), []
-    shared = gather_text(tempfile.mkdtemp(), mesh["world"], device)[0]
+    shared = gather_objects(tempfile.mkdtemp(), mesh["world"], device)[0]
     for name, make in configs().items():
         folder = str(Path(shared) / name.partition(",")[0])
         if dist.get_rank() == 0:

@@ -207,7 +207,7 @@ def test_what_a_recipe_may_say_of_engines() -> None:
         },
         "runs on one GPU; raise start.count": {"backend": "native", "start": {"gpus_each": 2}},
         "push.proof=checker is of vLLM": {"backend": "native", "start": {}, "push": {"proof": "checker"}},
-        "from engines; set rollout.backend=native without": {
+        "from engines; set vllm or sglang, native without engines": {
             "backend": "native",
             "start": {},
             "router_replay": "rollout",

@@ -145,10 +145,7 @@ def test_requests_join_what_runs_and_draw_the_same() -> None:
             reply = future.result()
             assert tuple(reply.ids) == expected.ids and reply.finish == expected.finish
             assert_close(torch.tensor(reply.log_probs), torch.tensor(expected.log_probs), SUM_ORDER)
-        end = time.monotonic() + 20  # the last reply is sent before its pages are free
-        while server.engine.pool.num_free < 120 // 4 and time.monotonic() < end:
-            time.sleep(0.01)
-        assert server.engine.pool.num_free == 120 // 4 and not server.engine._living
+        wait_for(lambda: server.engine.pool.num_free == 120 // 4 and not server.engine._living)
         continued = fleet._wire.generate(
             Client(server.url), fleet.replicas[0].server, request(prompts[0].ids, long, prompts[0].row),
             futures[0].result().ids[:6], lambda: time.monotonic() + 9,

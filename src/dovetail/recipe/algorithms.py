@@ -53,7 +53,7 @@ class PolicyGradient(Algorithm):
     overlong_penalty: PositiveFloat = key(1.0, "taken from the reward of a longest completion, less of shorter ones")
 
     @property
-    def wants_reference(self) -> bool:  # type: ignore[override]  # in others a constant
+    def wants_reference(self) -> bool:
         return self.kl_coef > 0
 
     @property

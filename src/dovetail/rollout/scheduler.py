@@ -4,6 +4,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -139,10 +140,15 @@ TOKEN, LENGTH, DRAWN, STREAM, SLOT, MOST, PAGES = range(
 def _new_rows(requests: Sequence[Request], table_width: int) -> Numbers:
     """Rows [n, PAGES + table_width] that lack the entry of their prompt's last token."""
     rows = np.zeros((len(requests), PAGES + table_width), np.int64)
+    first = 0
+    for group, own in groupby(requests, lambda request: request.group):
+        samples = [request.sample for request in own]
+        block = rows[first : first + len(samples)]
+        block[:, LENGTH], block[:, DRAWN] = group.length - 1, group.drawn
+        block[:, STREAM], block[:, SLOT] = group.streams[samples], group.slots[samples]
+        block[:, MOST] = group.drawn + group.budget.new_tokens
+        first += len(samples)
     for row, request in zip(rows, requests, strict=True):
-        group, sample = request.group, request.sample
-        most = group.drawn + group.budget.new_tokens
-        row[LENGTH:PAGES] = group.length - 1, group.drawn, group.streams[sample], group.slots[sample], most
         row[PAGES : PAGES + len(request.pages)] = request.pages
     return rows
 

@@ -14,7 +14,7 @@ from dovetail.rollout.remote.http import Client, EngineError
 from dovetail.rollout.remote.wire import Abilities, Finish, Request, Spans, Wire
 
 BATCHES = 64  # whose replica is remembered
-PER_REPLICA = 256  # requests in flight
+PER_REPLICA = 512  # requests in flight
 MOST_IMBALANCE = 16  # requests that a replica may have more than another, to keep a prompt's samples together
 HEALTH_SECONDS = 10.0
 ATTEMPTS, FIRST_WAIT = 6, 0.25  # without a token in between; seconds, doubled each time
