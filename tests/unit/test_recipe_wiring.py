@@ -141,8 +141,9 @@ def jobs(folder: Path) -> Iterator[dict[str, Job]]:
         asked.append(layout)
         return backend_layout(source, layout, backend)
 
-    def make_sampler(source: Any, mesh: Mesh, dtype: torch.dtype, backend: str) -> SimpleNamespace:
-        return SimpleNamespace(source=source, mesh=mesh, dtype=dtype, backend=backend, asked=asked[-1])
+    def make_sampler(source: Any, mesh: Mesh, dtype: torch.dtype, backend: str, options: Any) -> SimpleNamespace:
+        given = {"source": source, "mesh": mesh, "dtype": dtype, "backend": backend, "options": options}
+        return SimpleNamespace(**given, asked=asked[-1])
 
     stand_ins: dict[str, Any] = {
         "num_ranks": lambda: RANKS,

@@ -139,7 +139,7 @@ PLAN = [
     "--gpus",
     "4",
     "--decode",
-    "1:100,64:3000",
+    "1:100,8:700,64:3000",
     "--train",
     "2000",
     "--samples",
@@ -162,11 +162,15 @@ def test_plan_compares_layouts_and_says_which_to_take(tmp_path: Path, capsys: py
     assert first == "8 prompts x 4 responses a step of 200 tokens, at most 1,600"
     cells = [row.replace("0, in turns", "turns").replace(" x ", " ").replace(" s ", " ").split() for row in rows]
     assert [row[0] for row in cells] == ["turns", "0", "1", "4"]
-    assert cells[0][1:3] == ["4", "4"] and all(int(row[1]) + int(row[2]) == 4 for row in cells[1:])
-    speeds = [float(row[3].replace(",", "")) for row in cells]
+    assert cells[0][1:4] == ["64", "4", "4"] and all(int(row[2]) + int(row[3]) == 4 for row in cells[1:])
+    assert {row[1] for row in cells} <= {"1", "8", "64"}
+    speeds = [float(row[4].replace(",", "")) for row in cells]
     assert speeds[1] < speeds[2] < speeds[3]
-    split, gain = f"trainer {cells[3][1]} and engines {cells[3][2]} of the 4 GPUs", cells[3][4]
-    assert advice == f"take max_lag 4, {split}: {gain} times the tokens/s of the fastest synchronous layout"
+    split, gain = f"trainer {cells[3][2]} and engines {cells[3][3]} of the 4 GPUs", cells[3][5]
+    assert (
+        advice
+        == f"take max_lag 4, max_num_seqs {cells[3][1]}, {split}: {gain} times the tokens/s of the fastest synchronous layout"
+    )
 
 
 def test_plan_reads_the_lengths_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

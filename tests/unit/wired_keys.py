@@ -164,6 +164,7 @@ TABLE = (
     Leaf("rollout.ignore_eos", True, part("task.sampling.stop_ids"), (), "rloo"),
     Leaf("rollout.backend", "vllm", lambda job: job.task.sampler.fleet.replicas[0].server.kind, algorithm="grpo-engines"),
     Leaf("rollout.engines", ["http://h:1", "http://h:2"], fleet_urls, algorithm="grpo-engines"),
+    Leaf("rollout.max_num_seqs", 7, part("task.sampler.fleet.capacity"), 14, "grpo-engines"),  # of two
     Leaf("rollout.request_timeout", 7.5, part("task.sampler.fleet.silence"), algorithm="grpo-engines"),
     Leaf("rollout.repetition_penalty", 1.25, part("task.sampling.repetition_penalty"), algorithm="grpo-engines"),
     Leaf("rollout.stop", ("END",), part("task.sampling.stop"), algorithm="grpo-engines"),

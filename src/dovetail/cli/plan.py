@@ -12,7 +12,18 @@ from dovetail.rollout.plan import Plan, best, compare
 from dovetail.rollout.simulator import Setup, lognormal
 
 LONGEST_TAIL = 100  # times the mean: what a log-normal distribution can have at its 99.9 % quantile
-COLUMNS = ("max_lag", "trainer", "engines", "tokens/s", "speedup", "step", "trainer idle", "engines idle", "mean lag")
+COLUMNS = (
+    "max_lag",
+    "running",
+    "trainer",
+    "engines",
+    "tokens/s",
+    "speedup",
+    "step",
+    "trainer idle",
+    "engines idle",
+    "mean lag",
+)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -74,6 +85,7 @@ def table(plans: Sequence[Plan], gpus: int) -> str:
         rows.append(
             (
                 "0, in turns" if shared else str(plan.max_lag),
+                str(plan.running),
                 str(plan.trainer),
                 str(plan.engines),
                 f"{plan.speed:,.0f}",
@@ -93,6 +105,7 @@ def advice(plan: Plan, gpus: int, synchronous: float) -> str:
     if plan.trainer + plan.engines > gpus:
         return "take the synchronous loop with all GPUs in turns: none of these is faster by more than 3 %"
     return (
-        f"take max_lag {plan.max_lag}, trainer {plan.trainer} and engines {plan.engines} of the {gpus} GPUs: "
+        f"take max_lag {plan.max_lag}, max_num_seqs {plan.running}, trainer {plan.trainer} and engines {plan.engines} "
+        f"of the {gpus} GPUs: "
         f"{plan.speed / synchronous:.2f} times the tokens/s of the fastest synchronous layout"
     )

@@ -34,7 +34,7 @@ from dovetail.rl.losses import PolicyLoss, ValueLoss
 from dovetail.rl.reward_manager import FunctionReward, RewardManager
 from dovetail.rl.tasks import RLTask, SupervisedTask
 from dovetail.rollout.base import SamplingParams
-from dovetail.rollout.native import NativeSampler
+from dovetail.rollout.native import NativeSampler, SamplerOptions
 from dovetail.rollout.remote.sampler import RemoteSampler
 from dovetail.rollout.stream import StreamSampler
 from dovetail.rollout.transformers import TransformersSampler
@@ -211,7 +211,9 @@ class Builder(RunParts):
             self.metrics.callback(remote.close)
             sampler: AnySampler = remote
         else:
-            sampler = make_sampler(self.source, mesh, self.dtype, self._backend)
+            sampler = make_sampler(
+                self.source, mesh, self.dtype, self._backend, SamplerOptions(max_num_seqs=rollout.max_num_seqs)
+            )
         sampler.watch = self.progress.advance
         sampling = SamplingParams(
             **same_keys(rollout, SamplingParams),

@@ -39,7 +39,13 @@ def make_remote_sampler(
     def lost(error: EngineError) -> None:
         say(f"note: {error}; the run goes on without this engine until it takes the next weights")
 
-    fleet = Fleet(replicas, WIRES[rollout.backend], silence=rollout.request_timeout, on_loss=lost)
+    fleet = Fleet(
+        replicas,
+        WIRES[rollout.backend],
+        silence=rollout.request_timeout,
+        on_loss=lost,
+        max_num_seqs=rollout.max_num_seqs,
+    )
     push, clients = push_settings(rollout, replicas), [replica.client for replica in replicas]
     kv_heads = source.spec.attention.num_kv_heads if isinstance(source.spec, ArchSpec) else None
     pusher = Pusher(clients, push, kind=replicas[0].server.kind, device=mesh.device, kv_heads=kv_heads)

@@ -47,6 +47,10 @@ class RolloutSection(Section):
     )
     start: StartSection | None = key(None, "servers to start, instead")
     request_timeout: PositiveFloat = key(600.0, "seconds of silence after which an engine counts as lost")
+    max_num_seqs: PositiveInt = key(
+        512,
+        "samples that an engine or a replica of the embedded sampler runs at once; fewer ones end sooner (async.md)",
+    )
     push: PushSection = key(PushSection(), "weights to engines")
     layout: OwnLayout = key(None, "empty: tp 1, one sampler a rank")
     samples_per_prompt: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = key(8, "completions of each prompt")

@@ -14,7 +14,6 @@ from dovetail.rollout.remote.http import Client, EngineError
 from dovetail.rollout.remote.wire import Abilities, Finish, Request, Spans, Wire
 
 BATCHES = 64  # whose replica is remembered
-PER_REPLICA = 512  # requests in flight
 MOST_IMBALANCE = 16  # requests that a replica may have more than another, to keep a prompt's samples together
 HEALTH_SECONDS = 10.0
 ATTEMPTS, FIRST_WAIT = 6, 0.25  # without a token in between; seconds, doubled each time
@@ -54,17 +53,26 @@ class Replica:
 
 
 class Fleet:
-    """Draws samples, each as one request, on the replica with the fewest. silence: seconds until a replica is lost."""
+    """Draws samples, each as one request, on the replica with the fewest.
+
+    silence: seconds until a replica is lost. max_num_seqs: requests in flight for each.
+    """
 
     def __init__(
-        self, replicas: Sequence[Replica], wire: Wire, *, silence: float, on_loss: Callable[[EngineError], None]
+        self,
+        replicas: Sequence[Replica],
+        wire: Wire,
+        *,
+        silence: float,
+        on_loss: Callable[[EngineError], None],
+        max_num_seqs: int = 512,
     ) -> None:
         self.replicas, self._wire, self.silence, self._on_loss = replicas, wire, silence, on_loss
         self._lock = threading.Lock()
         self._pushing = self._closed = False
         self._pinned: dict[str, Replica] = {}  # by batch
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]  # a thread has a connection
-        most = PER_REPLICA * len(replicas)
+        most = max_num_seqs * len(replicas)
         self.capacity = most if files == resource.RLIM_INFINITY else min(most, max(1, files // 2))  # requests in flight
         self.threads = ThreadPoolExecutor(self.capacity, thread_name_prefix="engines")
 
