@@ -1,4 +1,4 @@
-"""A run whose samples come from the embedded sampler as a server: bit for bit the run that samples in its own process."""
+"""A run whose samples come from the embedded sampler as a server, also ahead of time: bit for bit the run that samples itself."""
 
 import sys
 import threading
@@ -12,7 +12,7 @@ import torch
 from dovetail.factory.server import make_server
 from tests.commands.program import here, program, read_rows, write_recipe, write_rows
 
-CLOCKS = ("seconds", "per_second", "time", "memory", "mfu", "lag", "idle")
+CLOCKS = ("seconds", "per_second", "time", "memory", "mfu", "lag", "idle", "pool")
 
 
 @pytest.fixture
@@ -59,9 +59,9 @@ def test_a_server_gives_the_bits_of_the_sampler_inside(recipe: Path, model: Path
     owner.start()
     threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     try:
-        served = here(
-            "train", recipe, "rollout.backend=native", f"rollout.engines={server.url}", f"run_dir={tmp_path}/s"
-        )
+        engine = ("rollout.backend=native", f"rollout.engines={server.url}")
+        served = here("train", recipe, *engine, f"run_dir={tmp_path}/s")
+        ahead = here("train", recipe, *engine, "trainer.max_lag=0", f"run_dir={tmp_path}/a")
         foreign = here(
             "train", recipe, "rollout.backend=sglang", f"rollout.engines={server.url}", f"run_dir={tmp_path}/f"
         )
@@ -70,22 +70,25 @@ def test_a_server_gives_the_bits_of_the_sampler_inside(recipe: Path, model: Path
         server.server_close()
         server.engine._work.put(sys.exit)
         owner.join()
-    assert served.code == 0, served
+    assert served.code == ahead.code == 0, (served, ahead)
     assert foreign.code == 2 and "has no /generate" in str(foreign), foreign
     inside = here("train", recipe)
     assert inside.code == 0, inside
-    found, expected = result(tmp_path / "s"), result(tmp_path / "run")
-    assert len(found[0]) == 3 and found[0] == expected[0]
-    assert found[1] == expected[1]
-    assert found[2] == expected[2]
+    expected = result(tmp_path / "run")
+    for run in ("s", "a"):
+        found = result(tmp_path / run)
+        assert len(found[0]) == 3 and found[0] == expected[0]
+        assert found[1] == expected[1]
+        assert found[2] == expected[2]
 
 
 @pytest.mark.soak
 def test_a_run_that_starts_its_server_has_the_bits_of_one_that_does_not(recipe: Path, tmp_path: Path) -> None:
     """20 steps, each run a program of its own."""
-    start = ("rollout.backend=native", "rollout.start.gpus_each=0", f"run_dir={tmp_path}/s")
-    served = program("train", recipe, *start, "trainer.steps=20", "--device", "cpu", executed=True)
-    assert served.code == 0, served
     inside = program("train", recipe, "trainer.steps=20", "--device", "cpu")
     assert inside.code == 0, inside
-    assert result(tmp_path / "s") == result(tmp_path / "run")
+    start = ("rollout.backend=native", "rollout.start.gpus_each=0", "trainer.steps=20", "--device", "cpu")
+    for run, more in (("s", ()), ("a", ("trainer.max_lag=0",))):
+        served = program("train", recipe, *start, *more, f"run_dir={tmp_path}/{run}", executed=True)
+        assert served.code == 0, served
+        assert result(tmp_path / run) == result(tmp_path / "run")
