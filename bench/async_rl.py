@@ -30,7 +30,7 @@ from transformers import PreTrainedTokenizerFast
 
 from bench.engines import SHAPES, Session, add_options, random_engine
 from bench.given import positive, run_main
-from bench.push import PLUGIN, wait
+from bench.push import PLUGIN, started
 from dovetail import Layout
 from dovetail.arch.registry import spec_from_config
 from dovetail.rollout.remote.http import Client
@@ -240,23 +240,9 @@ def server(session: Session) -> Iterator[Client]:
         line = "exec " + " ".join(shlex.quote(str(word)) for word in [*words, "--device", session.device.type])
     else:
         line = vllm_line(session, port)
-    with open(given.out / "async.server.log", "wb") as log:
-        process = subprocess.Popen(
-            ["bash", "-c", line],
-            env={**os.environ, **settings},
-            stdout=log,
-            stderr=log,
-        )
-        client = Client(f"http://127.0.0.1:{port}", timeout=300.0)
-        try:
-            wait(client, process, log.name)
-            yield client
-        finally:
-            process.terminate()
-            try:
-                process.wait(60)
-            except subprocess.TimeoutExpired:
-                process.kill()
+    client = Client(f"http://127.0.0.1:{port}", timeout=300.0)
+    with started(line, given.out / "async.server.log", settings, client):
+        yield client
 
 
 def vllm_line(session: Session, port: int) -> str:

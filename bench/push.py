@@ -234,12 +234,19 @@ def serving(way: str, session: Session, folder: Path) -> Iterator[TimedClient]:
     source = f". {shlex.quote(str(given.vllm.resolve() / 'env.sh'))}; " if given.vllm else ""
     line = f"{source}export PYTHONPATH={':'.join(str(p.resolve()) for p in paths)}:$PYTHONPATH; exec {line}"
     given.out.mkdir(parents=True, exist_ok=True)
-    with open(given.out / f"push-{way}.server.log", "wb") as log:
-        process = subprocess.Popen(["bash", "-c", line], env={**os.environ, **settings}, stdout=log, stderr=log)
-        client = TimedClient(f"http://127.0.0.1:{port}")
+    client = TimedClient(f"http://127.0.0.1:{port}")
+    with started(line, given.out / f"push-{way}.server.log", settings, client):
+        yield client
+
+
+@contextmanager
+def started(line: str, log: Path, settings: Mapping[str, str], client: Client) -> Iterator[None]:
+    """A server by a line of bash, from when it answers; ends with the block. settings: added to the environment."""
+    with open(log, "wb") as file:
+        process = subprocess.Popen(["bash", "-c", line], env={**os.environ, **settings}, stdout=file, stderr=file)
         try:
-            wait(client, process, log.name)
-            yield client
+            wait(client, process, str(log))
+            yield
         finally:
             process.terminate()
             try:

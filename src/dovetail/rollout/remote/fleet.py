@@ -81,7 +81,7 @@ class Fleet:
 
     @contextmanager
     def pushing(self) -> Iterator[None]:
-        """Replicas are silent during a push, and none is lost for that."""
+        """During a push no replica is lost for its silence."""
         self._pushing = True
         try:
             yield
@@ -91,7 +91,7 @@ class Fleet:
             self._pushing = False
 
     def together(self, requests: Sequence[Request]) -> Sequence[Request]:
-        """Dealt to servers of the embedded sampler, a batch for each, so that sums repeat; if all can be sent at once."""
+        """Requests with a batch for each server of the embedded sampler, so that runs repeat; unchanged beyond `capacity`."""
         serving = [replica for replica in self.replicas if replica.serves]
         keyed = bool(serving) and all(replica.server.keyed for replica in serving)
         if not keyed or len(requests) > self.capacity - sum(replica.busy for replica in serving):

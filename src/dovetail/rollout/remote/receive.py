@@ -66,7 +66,7 @@ class Receiver:
             group.abort()
 
     def _memory(self, update: Mapping[str, Any]) -> Tensor:
-        """uint8 on our device, which nobody else writes."""
+        """uint8 on this device; no other process writes to it."""
         count = update["num_bytes"]
         if "file" in update:
             data = torch.frombuffer(bytearray(Path(update["file"]).read_bytes()), dtype=torch.uint8)

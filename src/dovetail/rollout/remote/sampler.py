@@ -56,7 +56,7 @@ class RemoteSampler:
         self.push(weights, 1 + (self.version or 0))
 
     def push(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Verified. Requests under way go on behind it. A replica that does not take the weights serves nothing until the next.
+        """A verified push. Requests in flight continue after it. A replica that refuses it serves nothing until the next.
 
         MachineError on every rank if none is left.
         """
