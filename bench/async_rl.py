@@ -37,7 +37,8 @@ from dovetail.rollout.remote.http import Client
 from dovetail.rollout.simulator import Setup, Simulation
 
 PROMPT, ROWS = 128, 512
-CONCURRENT = (1, 8, 64, 256)  # requests, at which decoding is measured for the simulator
+CONCURRENT = (1, 8, 64, 128, 256)  # requests, at which decoding is measured for the simulator
+SHORT, LONG = 32, 416  # new tokens of two such measurements, whose difference has no prefill and no capture of graphs
 REWARD = """import zlib
 
 
@@ -60,6 +61,7 @@ def main() -> int:
     parser.add_argument("--warm", type=positive, default=3, help="steps that are not measured")
     parser.add_argument("--steps", type=positive, default=8)
     parser.add_argument("--sync-steps", type=positive, default=3, help="measured steps of sync and engine")
+    parser.add_argument("--running", type=positive, default=512, help="rollout.max_num_seqs")
     parser.add_argument("--set", nargs="*", default=[], help="more keys of the recipe")
     add_options(parser, "async_rl")
     given = parser.parse_args()
@@ -70,13 +72,13 @@ def main() -> int:
     rates = {mode: train(mode, session, []) for mode in modes[0]}
     if modes[1]:
         with server(session) as client:
-            decode = {n: decoding(client, n) for n in CONCURRENT}
-            session.keep({"mode": "decode", "tokens_per_second": decode})
-            session.say("decode: " + ",".join(f"{n}:{rate:.0f}" for n, rate in decode.items()))
+            decode, prefill = decoding(client)
+            session.keep({"mode": "decode", "tokens_per_second": decode, "prefill_tokens_per_second": prefill})
+            session.say(f"decode: {','.join(f'{n}:{rate:.0f}' for n, rate in decode.items())}; prefill {prefill:.0f}")
             for mode in modes[1]:
                 keys = [f"rollout.backend={given.engine}", f"rollout.engines={client.url}"]
                 rates[mode] = train(mode, session, keys)
-                simulate(mode, session, list(decode.items()))
+                simulate(mode, session, list(decode.items()), prefill)
     slow = max((rate for mode, rate in rates.items() if not mode.startswith("lag")), default=float("nan"))
     for mode, rate in rates.items():
         session.say(f"{mode}: {rate:.0f} tokens/s, {rate / slow:.2f} x the fastest synchronous")
@@ -122,7 +124,7 @@ def train(mode: str, session: Session, engines: Sequence[str]) -> float:
         "model": {"path": str(given.folder / "model"), "dtype": "bfloat16" if session.device.type == "cuda" else "float32"},
         "algorithm": {"name": "grpo"},
         "data": {"train": str(given.folder / "rows.jsonl")},
-        "rollout": {"samples_per_prompt": given.samples, "max_new_tokens": 10 * given.mean},
+        "rollout": {"samples_per_prompt": given.samples, "max_new_tokens": 10 * given.mean, "max_num_seqs": given.running},
         "reward": {"function": "reward:reward"},
         "optim": {"lr": 1e-6},
         "trainer": {
@@ -173,7 +175,7 @@ class Recorded(Simulation):
         return list(self.lengths[group]) if group < len(self.lengths) else super().group_lengths(group)
 
 
-def simulate(mode: str, session: Session, decode: Sequence[tuple[int, float]]) -> None:
+def simulate(mode: str, session: Session, decode: Sequence[tuple[int, float]], prefill: float) -> None:
     """What the simulator says of the run of `mode`, given its lengths, its trainer's speed and the engine's."""
     given, row = session.given, session.rows[-1]
     steps, found = row["steps"], row["mean"]
@@ -185,8 +187,9 @@ def simulate(mode: str, session: Session, decode: Sequence[tuple[int, float]]) -
     )
     setup = Setup(
         engines=1,
-        max_running=max(CONCURRENT),
+        max_running=given.running,
         decode=decode,
+        prefill_tokens_per_second=prefill,
         train_tokens_per_second=trained,
         step_ms=1000 * found["seconds/reward"],
         push_ms=1000 * found["seconds/push"],
@@ -208,36 +211,46 @@ def simulate(mode: str, session: Session, decode: Sequence[tuple[int, float]]) -
                 f"{outcome.tokens_per_second / real:.2f} x; idle {100 * outcome.trainer_idle:.0f} %")  # fmt: skip
 
 
-def decoding(client: Client, requests: int) -> float:
-    """Tokens a second of that many requests together."""
-    counts = [0] * requests
-    new = 512 if requests < 64 else 256
+def decoding(client: Client) -> tuple[dict[int, float], float]:
+    """Tokens a second of so many requests together, and of prompts."""
+    rates, prefill = dict[int, float](), 0.0
+    for requests in CONCURRENT:
+        waiting(client, requests, SHORT)  # captures graphs
+        short, long = (min(waiting(client, requests, new) for _ in range(2)) for new in (SHORT, LONG))
+        rates[requests] = requests * (LONG - SHORT) / (long - short)
+        prefill = requests * PROMPT / max(1e-3, short - SHORT * requests / rates[requests])
+    return rates, prefill
 
-    def run(index: int) -> None:
+
+def waiting(client: Client, requests: int, new: int) -> float:
+    """Seconds of that many requests together."""
+
+    def run() -> None:
         sampling = {"max_tokens": new, "ignore_eos": True, "temperature": 1.0, "detokenize": False, "logprobs": 0}
-        ids = [random.Random(index).randrange(1000) for _ in range(PROMPT)]
+        ids = [random.randrange(1000) for _ in range(PROMPT)]  # no prompt is in a cache
         body: dict[str, Any] = {"token_ids": ids, "model": "policy", "sampling_params": sampling, "stream": False}
         client.post("/inference/v1/generate", body, timeout=300.0)
-        counts[index] = new
 
-    threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(requests)]
+    threads = [threading.Thread(target=run, daemon=True) for _ in range(requests)]
     begun = time.monotonic()
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return sum(counts) / (time.monotonic() - begun)
+    return time.monotonic() - begun
 
 
 @contextlib.contextmanager
 def server(session: Session) -> Iterator[Client]:
-    """vLLM with our plugin, or the embedded sampler, on the second GPU."""
+    """vLLM with our plugin, or the embedded sampler, on the second GPU, or, of one, on a part of its memory."""
     given, folder = session.given, session.given.folder
-    port, settings = 8300 + os.getpid() % 500, {"CUDA_VISIBLE_DEVICES": "1", "NCCL_NVLS_ENABLE": "0"}
+    gpu = "1" if torch.cuda.device_count() > 1 else "0"
+    port, settings = 8300 + os.getpid() % 500, {"CUDA_VISIBLE_DEVICES": gpu, "NCCL_NVLS_ENABLE": "0"}
     if given.engine == "native":
         dtype = "bfloat16" if session.device.type == "cuda" else "float32"
         words = [sys.executable, "-m", "dovetail", "serve", folder / "model", "--port", port, "--dtype", dtype]
-        line = "exec " + " ".join(shlex.quote(str(word)) for word in [*words, "--device", session.device.type])
+        words += ["--device", session.device.type, "--gpu-memory-utilization", 0.8 if gpu == "1" else 0.3]
+        line = "exec " + " ".join(shlex.quote(str(word)) for word in words)
     else:
         line = vllm_line(session, port)
     client = Client(f"http://127.0.0.1:{port}", timeout=300.0)

@@ -166,6 +166,8 @@ def test_bans_hold_and_change_with_a_kept_runner() -> None:
 def test_buckets_are_few() -> None:
     assert sorted({pad_to_bucket(n) for n in range(1, 513)}) == [8, 32, 64, 128, 256, 512]
     assert all(n <= pad_to_bucket(n) <= max(2 * n, 8) or 8 < n <= 16 for n in range(1, 513))
+    assert {pad_to_bucket(n, fine=True) for n in range(1, 513)} == {8, *range(32, 513, 32)}
+    assert all(n <= pad_to_bucket(n, fine=True) <= pad_to_bucket(n) for n in range(1, 513))
 
 
 def test_pages_that_others_left_change_nothing() -> None:

@@ -285,6 +285,8 @@ def _serve(parser: ArgumentParser) -> None:
     parser.add_argument("--port", type=number(int), default=8000, metavar="P", help="0: a free one")
     _add_device(parser)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of weights and compute")
+    used = "of the GPU's memory, for weights, keys and values; at most 0.9 of what is free"
+    parser.add_argument("--gpu-memory-utilization", type=share, default=0.8, metavar="X", help=used)
 
 
 def _docs(parser: ArgumentParser) -> None:

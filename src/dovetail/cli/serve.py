@@ -16,7 +16,8 @@ def run(args: argparse.Namespace) -> None:
     """Until a signal."""
     dtype, device = getattr(torch, args.dtype), pick_device(args.device)
     address, version = (args.host, args.port), dovetail.__version__
-    server = make_server(args.model, device, dtype, address, key=engine_key(), version=version)
+    used = args.gpu_memory_utilization
+    server = make_server(args.model, device, dtype, address, key=engine_key(), version=version, utilization=used)
     if server.key is None and not args.host.startswith("127."):
         complain(
             f"dovetail: note: who reaches {args.host} may replace the weights; set {KEY} here and for the trainer\n"

@@ -24,9 +24,10 @@ def make_server(
     *,
     version: str,
     key: str | None = None,
+    utilization: float = 0.8,
     options: SamplerOptions | None = None,
 ) -> HttpServer:
-    """With the weights of `model`. key: that clients must send."""
+    """With the weights of `model`. key: that clients must send. utilization: share of a GPU's memory."""
     source, mesh = Pretrained.open(model), Mesh.solo(device)
     backend_layout(source, Layout(), "native")  # refuses what it does not run
     try:
@@ -39,5 +40,6 @@ def make_server(
     rope, lengths = sampler.spec.rope, [max_positions(source.config, "native")]
     if rope.kind in BY_LENGTH:
         lengths.append(rope.max_positions)
-    server.engine = SamplerServer(sampler, min((length for length in lengths if length is not None), default=None))
+    longest = min((length for length in lengths if length is not None), default=None)
+    server.engine = SamplerServer(sampler, longest, utilization)
     return server

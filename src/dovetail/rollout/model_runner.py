@@ -29,9 +29,11 @@ STATE = ("token", "length", "drawn", "stream", "active")  # active: 0 in padding
 SMALLEST_BUCKET, NEXT_BUCKET = 8, 32
 
 
-def pad_to_bucket(n: int) -> int:
-    """Rows of the graph for n; a capture costs ten to twenty steps."""
-    return SMALLEST_BUCKET if n <= SMALLEST_BUCKET else max(NEXT_BUCKET, 1 << (n - 1).bit_length())
+def pad_to_bucket(n: int, *, fine: bool = False) -> int:
+    """Rows of the graph for n; a capture costs ten to twenty steps. fine: multiples of NEXT_BUCKET, for graphs that are kept."""
+    if n <= SMALLEST_BUCKET:
+        return SMALLEST_BUCKET
+    return -(-n // NEXT_BUCKET) * NEXT_BUCKET if fine else max(NEXT_BUCKET, 1 << (n - 1).bit_length())
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,7 @@ class ModelRunner:
         self.outputs = torch.zeros(size.decode_steps, 2, size.rows, dtype=torch.float64, device=device)
         self.experts: Tensor | None = None
         self.params: SamplingParams | None = None
+        self.fine_buckets = False
         self._steps: dict[int, Step] = {}
 
     def set_params(self, params: SamplingParams) -> None:
@@ -145,7 +148,7 @@ class ModelRunner:
         return all_gather(shard, tp)[: self.spec.vocab_size].T.contiguous()
 
     def _padded(self, n: int) -> int:
-        return n if self.capture is None else pad_to_bucket(n)
+        return n if self.capture is None else pad_to_bucket(n, fine=self.fine_buckets)
 
     def _hidden(self, tokens: Tensor, context: Context) -> Tensor:
         return all_gather(self.model.model(tokens, context), self.mesh["tp"])

@@ -27,6 +27,7 @@ from dovetail.weights.shards import checkpoint_params, form_of
 
 MAX_TOKENS = 1 << 16
 FREE_SHARE = 0.5  # of a GPU's free memory
+MOST_OF_FREE = 0.9
 
 
 @dataclass(frozen=True)
@@ -139,15 +140,20 @@ class NativeSampler:
         size = RunnerSize(pad_to_bucket(rows), width, self.decode_steps, pages, page_size)
         return ModelRunner(self.model, self.dtype, size, self.capture)
 
-    def max_entries(self, share: float = FREE_SHARE) -> int:
-        """Tokens that a new cache may hold, with `share` of a GPU's free memory. The same on every tp rank."""
+    def max_entries(self, share: float = FREE_SHARE, *, of_all: bool = False) -> int:
+        """Tokens that a new cache may hold, the same on every tp rank.
+
+        share: of a GPU's free memory; of_all: of its whole memory, less what this process holds, and at most 0.9 of the free.
+        """
         device = self.mesh.device
         if self.max_tokens is not None or device.type != "cuda":
             return MAX_TOKENS if self.max_tokens is None else self.max_tokens
-        idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        free = torch.tensor([torch.cuda.mem_get_info(device)[0] + idle], device=device)
-        least = int(stack_over(free, self.mesh["tp"]).min())
-        return int(share * least) // (math.prod(cache_shape(self.spec, self.mesh, 1, 1)) * self.dtype.itemsize)
+        held = torch.cuda.memory_allocated(device)
+        free, total = torch.cuda.mem_get_info(device)
+        free += torch.cuda.memory_reserved(device) - held
+        bytes_ = min(share * total - held, MOST_OF_FREE * free) if of_all else share * free
+        least = int(stack_over(torch.tensor([bytes_], device=device), self.mesh["tp"]).min())
+        return max(0, least) // (math.prod(cache_shape(self.spec, self.mesh, 1, 1)) * self.dtype.itemsize)
 
 
 class Refilling:

@@ -30,7 +30,6 @@ T = TypeVar("T")
 FIRST_VERSION = "default"  # of weights that no trainer pushed, in vLLM's words
 BATCHES = 64  # names that are remembered: a request that is sent again does not wait for its batch
 HOLD_SECONDS = 10.0  # without a request of a batch that is not whole: those that came begin
-GPU_SHARE = 0.8  # of a GPU's free memory, for keys and values
 
 
 class Event(NamedTuple):
@@ -79,10 +78,10 @@ class Sample:
 class SamplerServer:
     """Samples of any clients by one filled sampler. Public methods but `run` are for other threads."""
 
-    def __init__(self, sampler: NativeSampler, max_length: int | None = None) -> None:
-        """max_length: of the model."""
+    def __init__(self, sampler: NativeSampler, max_length: int | None = None, utilization: float = 0.8) -> None:
+        """max_length: of the model. utilization: share of a GPU's memory, for weights, keys and values."""
         self.sampler, self.options = sampler, sampler.options
-        pages, size = sampler.max_entries(GPU_SHARE) // self.options.page_size, self.options.page_size
+        pages, size = sampler.max_entries(utilization, of_all=True) // self.options.page_size, self.options.page_size
         self.cache = PagedCache(sampler.spec, sampler.mesh, sampler.dtype, pages + 1, size)
         self.pool = PagePool(pages)
         longest = (pages - 1) * size  # a prompt that several samples share may take a page more
@@ -212,25 +211,29 @@ class SamplerServer:
         return Group([*first.ids, *first.new], budget, noise, np.array(slots, np.int64), first.drawn + len(first.new))
 
     def _loop(self, key: SamplingParams, groups: list[Group], *, exact: bool) -> GenerationLoop:
-        """exact: if nothing runs, with a page table as wide as `NativeSampler` would have: attention cuts its sums by it."""
+        """exact: if nothing runs, with the page table and the buckets of `NativeSampler`: both decide how sums are cut."""
         size = self.options.page_size
         slack = -(-self.sampler.decode_steps // size)  # finished rows run on
         width = slack + max(group.budget.pages_for_sample(group.length) for group in groups)
         loop = self._loops.get(key)
+        exact = exact and not (loop is not None and loop.busy)
         has = 0 if loop is None else loop.runner.size.table_width
-        if loop is not None and (has == width or (has > width and (loop.busy or not exact))):
-            return loop
+        if loop is None or not (has == width or (has > width and not exact)):
+            loop = self._new_loop(key, loop, width, slack - (-self.max_length // size))
+        loop.runner.fine_buckets = not exact
+        return loop
+
+    def _new_loop(self, key: SamplingParams, loop: GenerationLoop | None, width: int, most: int) -> GenerationLoop:
+        """Or the one that runs, with a wider page table."""
         if loop is not None and loop.busy:
-            most = slack - (-self.max_length // size)
             loop.runner.drop_graphs()
-            loop.widen(self._runner(key, max(width, min(2 * has, most))))
+            loop.widen(self._runner(key, max(width, min(2 * loop.runner.size.table_width, most))))
             return loop
         for other in [other for other, idle in self._loops.items() if not idle.busy]:
             self._loops.pop(other).runner.drop_graphs()
         scheduler = Scheduler(self.pool, self.options.max_num_seqs, self.options.max_prefill_tokens)
-        loop = GenerationLoop(self._runner(key, width), scheduler, key.stop_ids, self._store)
-        self._loops[key] = loop
-        return loop
+        self._loops[key] = GenerationLoop(self._runner(key, width), scheduler, key.stop_ids, self._store)
+        return self._loops[key]
 
     def _runner(self, params: SamplingParams, width: int) -> ModelRunner:
         sampler, options = self.sampler, self.options
@@ -243,14 +246,16 @@ class SamplerServer:
     def _store(
         self, slots: Numbers, _: Numbers, taken: Numbers, outputs: NDArray[np.float64], finished: NDArray[np.bool_]
     ) -> None:
-        for i, slot in enumerate(slots.tolist()):
-            if (
-                sample := self._living.get(slot)
-            ) is not None:  # else its client left, and another sample of its prompt did not
-                ids, log_probs = outputs[: taken[i], 0, i].astype(np.int64), outputs[: taken[i], 1, i]
-                sample.draw(ids.tolist(), log_probs.tolist(), self.version, finished=bool(finished[i]))
-                if finished[i]:
-                    del self._living[slot]
+        drawn = outputs[:, 0].T.astype(np.int64).tolist(), outputs[:, 1].T.tolist()
+        for slot, ids, log_probs, count, ends in zip(
+            slots.tolist(), *drawn, taken.tolist(), finished.tolist(), strict=True
+        ):
+            sample = self._living.get(slot)
+            if sample is None:  # its client left, and another sample of its prompt did not
+                continue
+            sample.draw(ids[:count], log_probs[:count], self.version, finished=ends)
+            if ends:
+                del self._living[slot]
 
     def _pause(self, clear_cache: bool) -> None:
         self.paused = True
