@@ -45,7 +45,7 @@ def weights(factor: float = 1.0) -> dict[str, Tensor]:
 
 @contextmanager
 def serving(key: str | None = None, **options: Any) -> Iterator[HttpServer]:
-    engine = SamplerServer(sampler_of(MODEL, options.pop("max_tokens", 4096), **options))
+    engine = SamplerServer(sampler_of(MODEL, options.pop("max_tokens", 4096), lambda step: step, **options))
     server = HttpServer(("127.0.0.1", 0), model="tiny", key=key)
     server.engine = engine
 
@@ -97,9 +97,9 @@ def all_but_versions(done: list[Completion]) -> list[Completion]:
 
 @pytest.mark.parametrize("transport", ["file", "nccl", "ipc"])
 def test_a_batch_has_the_bits_of_the_sampler(transport: str, tmp_path: Path) -> None:
-    """Also after one of other lengths, and with fewer rows than samples."""
+    """Also after one of other lengths, and with fewer rows than samples; padded as with CUDA graphs."""
     options: dict[str, Any] = {"page_size": 4, "decode_steps": 3, "max_num_seqs": 20}
-    local = sampler_of(MODEL, **options)
+    local = sampler_of(MODEL, 4096, lambda step: step, **options)
     with serving(**options) as server:
         sampler = remote(tmp_path, transport, server)
         for step, (prompts, params) in enumerate(
@@ -114,6 +114,7 @@ def test_a_batch_has_the_bits_of_the_sampler(transport: str, tmp_path: Path) -> 
             found, expected = sampler.sample(prompts, params), local.sample(prompts, params)
             assert all_but_versions(found) == expected
             assert all(each.versions == ((step, 0, len(each.ids)),) for each in found)
+            assert not any(loop.runner.fine_buckets for loop in server.engine._loops.values())
         sampler.close()
 
 
@@ -145,6 +146,7 @@ def test_requests_join_what_runs_and_draw_the_same() -> None:
             reply = future.result()
             assert tuple(reply.ids) == expected.ids and reply.finish == expected.finish
             assert_close(torch.tensor(reply.log_probs), torch.tensor(expected.log_probs), SUM_ORDER)
+        assert all(loop.runner.fine_buckets for loop in server.engine._loops.values())
         wait_for(lambda: server.engine.pool.num_free == 120 // 4 and not server.engine._living)
         continued = fleet._wire.generate(
             Client(server.url), fleet.replicas[0].server, request(prompts[0].ids, long, prompts[0].row),
