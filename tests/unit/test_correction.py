@@ -95,6 +95,32 @@ def test_value_and_gradient_equal_a_transcription(ratio: Ratio, outside: Outside
         assert_close(gradient, torch.tensor(slopes, dtype=F64), SUM_ORDER)
 
 
+@pytest.mark.parametrize("outside", ["clamp", "mask"])
+def test_weights_of_the_update_itself_are_those_of_a_pass_before(outside: Any) -> None:
+    """Value, gradient and means over tokens, of fresh and stale ones apart."""
+    batch, stats = sampled_batch(), random_stats(10)
+    scored = torch.zeros(len(batch), dtype=F64)
+    scored[batch.mask] = stats.logprob.detach()
+    lag = torch.arange(len(batch), dtype=F64) % 3
+    batch = batch.with_fields(rollout_logprob=scored + torch.linspace(-1, 1, len(batch), dtype=F64), lag=lag)
+    before = batch.with_fields(old_logprob=scored)
+    weights = importance_weights(before, bounds=BOUNDS["token"], outside=outside)
+    expected = PolicyLoss(kl_coef=0.3)(stats, counted(before.with_fields(rollout_weight=weights.token)))
+    fields = {name: x for name, x in batch.fields.items() if name != "old_logprob"}
+    found = PolicyLoss(kl_coef=0.3, sampler_bounds=BOUNDS["token"], outside=outside)(
+        stats, counted(replace(batch, fields=fields))
+    )
+    for mine, theirs in zip(*(torch.autograd.grad(x.total, stats.logprob) for x in (found, expected)), strict=True):
+        assert_close(mine, theirs, SUM_ORDER)
+    assert_close(found.total, expected.total, SUM_ORDER)
+    means = {name: float(total / count) for name, (total, count) in found.metrics.items()}
+    apart = {name: x for name, x in mismatch(before, scored).items() if not name.endswith(("p99", "max"))}
+    for name, value in {**weights.metrics, **apart}.items():
+        if name != "correction_sample_size":
+            assert means.pop(name) == pytest.approx(value), name
+    assert not [name for name in means if "mismatch" in name or "correction" in name]
+
+
 def test_shares_are_of_tokens_or_responses() -> None:
     """(sum w)^2 / (n sum w^2) of the weights as applied: 1 where all are alike."""
     batch = sampled_batch()
@@ -186,6 +212,19 @@ def test_a_step_weighs_masks_drops_or_believes_the_sampler() -> None:
         assert_close(weight, torch.full_like(weight, expected), OP_FP32)
     assert row["mismatch_mean"] == 0.25 and row["correction_outside"] == 0.5
     assert "correction_dropped" not in row
+
+    task, policy = corrected_task({"ratio": "token", "bounds": [0.5, 2]})
+    found = {"mismatch_mean": 0.25, "stale_mismatch_mean": math.nan, "correction_weight": 0.9}
+    policy.train_step.return_value = StepReport(1.0, 1.0, 0.1, 5, 1.0, skipped=False, metrics=found)
+    row, trained = task.step(0), policy.train_step.call_args.args[0]
+    assert row is not None and policy.score.call_count == 0 and "score" not in row["work"], (
+        "the update weighs its tokens"
+    )
+    assert "old_logprob" not in trained.fields and "rollout_weight" not in trained.fields
+    assert row["mismatch_mean"] == 0.25 and row["correction_weight"] == 0.9 and "stale_mismatch_mean" not in row
+    task, policy = corrected_task({"ratio": "token"})
+    task.recipe = task.recipe.model_copy(update={"algorithm": task.recipe.algorithm.model_copy(update={"epochs": 2})})
+    assert task.step(0) is not None and policy.score.call_count == 1, "of two updates the second has moved"
 
     task, policy = corrected_task({"ratio": "sequence", "bounds": [0.5, 2], "outside": "drop"})
     row, trained = task.step(0), policy.train_step.call_args.args[0]

@@ -124,6 +124,8 @@ TABLE = (
     Leaf("algorithm.correction.bounds", (0.5, 4.0), part("task.recipe.correction.bounds"), algorithm="grpo"),
     Leaf("algorithm.correction.outside", "mask", part("task.recipe.correction.outside"), algorithm="grpo"),
     Leaf("algorithm.correction.ratio", "sequence", part("task.needs_old_logprobs"), True, "grpo"),
+    Leaf("algorithm.correction.bounds", (0.4, 3.0), part("task.policy_loss.sampler_bounds"), algorithm="grpo-start"),
+    Leaf("algorithm.correction.outside", "mask", part("task.policy_loss.outside"), algorithm="grpo-start"),
     Leaf("algorithm.correction.old", "sampler", part("task.recipe.correction.old"), algorithm="rloo"),
     Leaf("algorithm.correction.old", "sampler", part("task.needs_old_logprobs"), False, "rloo"),
     Leaf("algorithm.scale_by_std", False, part("task.recipe.algorithm.scale_by_std"), algorithm="grpo"),

@@ -48,9 +48,11 @@ def fields_of(recipe: Recipe, algorithm: PolicyGradient) -> list[str]:
     has = {
         "rollout_logprob": True,
         "temperature": recipe.rollout.temperature != 1.0,
-        "old_logprob": recomputed or recipe.correction is not None,
+        "old_logprob": recomputed or (recipe.correction is not None and not recipe.weighs_in_update),
         "lag": not recipe.rollout.inside,
-        "rollout_weight": recipe.correction is not None and recipe.correction.old == "recomputed",
+        "rollout_weight": recipe.correction is not None
+        and recipe.correction.old == "recomputed"
+        and not recipe.weighs_in_update,
         "reference_logprob": algorithm.wants_reference or recipe.reference.path is not None,
         "old_value": isinstance(algorithm, PPO),
     }

@@ -242,6 +242,8 @@ class Builder(RunParts):
         recipe, rollout, folder = self.recipe, self.recipe.rollout, self.recipe_folder
         with agreed(self.mesh):
             keys = same_keys(algorithm, PolicyLoss) | ({"kl_coef": 0.0} if algorithm.kl_in == "reward" else {})
+            if recipe.weighs_in_update and recipe.correction is not None:
+                keys |= {"sampler_bounds": recipe.correction.bounds, "outside": recipe.correction.outside}
             given = fields_of(recipe, algorithm)
             loss = policy_loss(algorithm, folder, ["advantage", *given], **keys)
             own_advantage = advantage(algorithm.advantage, folder, given) if isinstance(algorithm, CriticFree) else None

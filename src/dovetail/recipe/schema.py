@@ -12,7 +12,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError, model_
 from dovetail.bounds import MAX_LAG, MAX_TOKENS
 from dovetail.errors import ConfigError
 from dovetail.launch.progress import Phase
-from dovetail.recipe.algorithms import GRPO, RLOO, SFT, AnyRL, PolicyGradient, ReinforcePlusPlus
+from dovetail.recipe.algorithms import GRPO, RLOO, SFT, AnyRL, CriticFree, PolicyGradient, ReinforcePlusPlus
 from dovetail.recipe.correction import CorrectionSection, check_correction
 from dovetail.recipe.data import DataSection
 from dovetail.recipe.distillation import Distillation, TeacherSection
@@ -220,6 +220,16 @@ class Recipe(Section):
         other = self.rollout.backend not in EMBEDDED or bool(self.trainer.max_lag)
         own = self.algorithm.correction or (CorrectionSection() if other else None)
         return None if own is None or (own.ratio == "none" and own.old == "recomputed") else own
+
+    @property
+    def weighs_in_update(self) -> bool:
+        """The correction needs no pass for old log-probs: they are those of the one update, token by token."""
+        own, correction = self.algorithm, self.correction
+        if correction is None or not isinstance(own, PolicyGradient):
+            return False
+        by_token = (correction.ratio, correction.old) == ("token", "recomputed") and correction.outside != "drop"
+        reads = own.loss.function is not None or (isinstance(own, CriticFree) and own.advantage is not None)
+        return by_token and not (reads or own.needs_old_logprobs or self.rollout.router_replay == "trainer")
 
     @property
     def notes(self) -> tuple[str, ...]:

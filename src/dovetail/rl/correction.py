@@ -7,7 +7,7 @@ from torch import Tensor
 
 from dovetail.batch.packed import PackedBatch
 from dovetail.kernels.reference import widened
-from dovetail.rl.losses import LOG_RATIO_LIMIT, kl_estimate
+from dovetail.rl.losses import LOG_RATIO_LIMIT, bounded, kl_estimate
 
 P99 = 0.99
 QUANTILE_LIMIT = 1 << 24  # elements that torch.quantile takes
@@ -47,8 +47,7 @@ def importance_weights(
     sizes = torch.bincount(unit)
     total = logs.new_zeros(len(sizes)).index_add(0, unit, logs)
     r = (total / sizes if ratio == "geometric" else total).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-    inside = (bounds[0] <= r) & (r <= bounds[1])
-    weight = r.clamp(*bounds) if outside == "clamp" else torch.where(inside, r, 0.0)
+    weight, inside = bounded(r, bounds, outside)
     token = torch.ones_like(batch.mask, dtype=weight.dtype)
     token[where] = weight[unit]
     dropped = frozenset(owner[~inside[unit]].tolist()) if outside == "drop" else frozenset[int]()

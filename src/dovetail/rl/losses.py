@@ -64,7 +64,8 @@ class SFTLoss:
 class PolicyLoss:
     """A policy-gradient term with KL penalty and entropy bonus: l = w term + kl_coef KL(policy, reference) - entropy_coef H.
 
-    w is `fields["rollout_weight"]`, if it is there (`rl/correction.py`), else 1.
+    w is `fields["rollout_weight"]`, if it is there (`rl/correction.py`), else 1. `sampler_bounds`: it is sg(p) / p_sampler of
+    each token by `fields["rollout_logprob"]`, for an update that is the only one of its batch; `outside`: beyond the bounds.
     A is `fields["advantage"]`, r = p / p_old by `fields["old_logprob"]` (1 without it), sg stops gradients.
         ppo     max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)): Schulman et al. 2017, eq. 7; unequal clips: DAPO (Yu et
                 al. 2025, eq. 10). `dual_clip` c bounds it by -A c where A < 0 (Ye et al. 2020, eq. 5).
@@ -88,6 +89,8 @@ class PolicyLoss:
     kl_coef: float = 0.0
     kl_estimator: KLEstimator = "k3"
     entropy_coef: float = 0.0
+    sampler_bounds: tuple[float, float] | None = None
+    outside: Literal["clamp", "mask"] = "clamp"
 
     def __post_init__(self) -> None:
         if not (0 <= self.clip_low <= 1 and self.clip_high >= 0):
@@ -110,7 +113,10 @@ class PolicyLoss:
             loss, metrics = token_losses(self.own, stats, batch)
         else:
             loss, metrics = self._term(logprob, batch)
-        if "rollout_weight" in batch.fields:
+        if self.sampler_bounds is not None:
+            weight, more = self._weight(logprob.detach(), batch, self.sampler_bounds)
+            loss, metrics = weight * loss, {**metrics, **more}
+        elif "rollout_weight" in batch.fields:
             loss = batch.fields["rollout_weight"] * loss
         metrics["entropy_mean"] = _metric(stats.entropy)
         if "reference_logprob" in batch.fields:
@@ -126,6 +132,20 @@ class PolicyLoss:
             loss = loss - self.entropy_coef * widened(stats.entropy)
         total, count = _aggregate(loss, batch)
         return Loss(total, count, metrics)
+
+    def _weight(
+        self, logprob: Tensor, batch: PackedBatch, bounds: tuple[float, float]
+    ) -> tuple[Tensor, dict[str, Sum]]:
+        """[T], with the metrics of `rl/correction.py` that are means over tokens."""
+        sampled = batch.fields["rollout_logprob"]
+        weight, inside = bounded(_limited(logprob - sampled).exp(), bounds, self.outside)
+        metrics = {"correction_outside": _metric(~inside), "correction_weight": _metric(weight)}
+        lag = batch.fields.get("lag")
+        ages = {"": None} if lag is None else {"": lag <= 0, "stale_": lag > 0}
+        for age, chosen in ages.items():
+            metrics[f"{age}mismatch_mean"] = _metric((logprob - sampled).abs(), chosen)
+            metrics[f"{age}mismatch_k3"] = _metric(kl_estimate(sampled, logprob, "k3"), chosen)
+        return weight, metrics
 
     def _term(self, logprob: Tensor, batch: PackedBatch) -> tuple[Tensor, dict[str, Sum]]:
         advantage = batch.fields["advantage"]
@@ -222,6 +242,14 @@ def kl_estimate(logprob: Tensor, reference: Tensor, kind: KLEstimator) -> Tensor
     raise ConfigError(f"kl_estimator={kind!r} is no KL estimator; choose k1, k2 or k3")
 
 
+def bounded(
+    ratio: Tensor, bounds: tuple[float, float], outside: Literal["clamp", "mask", "drop"]
+) -> tuple[Tensor, Tensor]:
+    """Weights, and which ratios are within the bounds."""
+    inside = (bounds[0] <= ratio) & (ratio <= bounds[1])
+    return ratio.clamp(*bounds) if outside == "clamp" else torch.where(inside, ratio, 0.0), inside
+
+
 def _k3(difference: Tensor) -> Tensor:
     return torch.expm1(-difference) + difference
 
@@ -242,6 +270,8 @@ def _aggregate(token_loss: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor]:
     return (weight * token_loss).sum(), count.sum()
 
 
-def _metric(x: Tensor) -> Sum:
+def _metric(x: Tensor, chosen: Tensor | None = None) -> Sum:
+    """chosen: which count; default: all."""
     x = widened(x.detach())
-    return Sum(x.sum(), torch.ones_like(x).sum())
+    ones = torch.ones_like(x) if chosen is None else chosen.to(x.dtype)
+    return Sum((x * ones).sum(), ones.sum())

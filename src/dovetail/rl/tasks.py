@@ -1,5 +1,6 @@
 """One training step, supervised or RL."""
 
+import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
 from dataclasses import dataclass, field, replace
@@ -164,7 +165,9 @@ class RLTask:
     def needs_old_logprobs(self) -> bool:
         correction = self.recipe.correction
         own = cast("AnyRL", self.recipe.algorithm).needs_old_logprobs
-        return own if correction is None else correction.old == "recomputed"
+        if correction is None or self.recipe.weighs_in_update:
+            return own
+        return correction.old == "recomputed"
 
     def sample_rows(self) -> list[dict[str, Any]]:
         return [sample_row(sample) for sample in self.samples]
@@ -246,7 +249,9 @@ class RLTask:
                 policy_reports.append(self.policy.train_step(part, self.policy_loss))
             if self.critic is not None and self.value_loss is not None:
                 critic_reports.append(self.critic.train_step(part.with_routing(None), self.value_loss))
-        row = {**update_metrics(policy_reports), "tokens": len(batch)}
+        found = update_metrics(policy_reports)
+        absent = [name for name, value in found.items() if "mismatch" in name and math.isnan(value)]  # no such tokens
+        row = {**{name: value for name, value in found.items() if name not in absent}, "tokens": len(batch)}
         if "approx_kl" in row:  # without a reference, the KL to the policy that sampled
             row.setdefault("kl_mean", row["approx_kl"])
         if critic_reports:
@@ -325,7 +330,7 @@ class RLTask:
             batch = routed(batch, rollout.router_replay)
         if correction is not None and correction.old == "sampler":
             batch = batch.with_fields(old_logprob=batch.fields["rollout_logprob"])
-        elif correction is not None:
+        elif correction is not None and not self.recipe.weighs_in_update:
             assert correction.ratio != "none"
             weights, dropped, shares = importance_weights(
                 batch, ratio=correction.ratio, bounds=correction.bounds, outside=correction.outside
