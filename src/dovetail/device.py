@@ -22,7 +22,7 @@ PEAK_FLOPS: Mapping[str, float] = {
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Peak bf16 FLOP/s; None for a CPU and unlisted GPUs."""
+    """bf16; None: unknown."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
@@ -30,12 +30,12 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def memory_of(device: torch.device) -> int | None:
-    """Bytes of an accelerator's memory; None for a CPU."""
+    """Bytes; None for a CPU."""
     return None if device.type == "cpu" else int(torch.get_device_module(device).mem_get_info(device)[1])
 
 
 def usage(device: torch.device) -> dict[str, float]:
-    """Memory of this process in GiB, and per cent of the last second in which a GPU was busy, if pynvml is installed."""
+    """GiB of memory; per cent of the last second that a GPU was busy, if pynvml is installed."""
     sizes = {"host": resident_memory()}
     if device.type != "cpu":
         module = torch.get_device_module(device)
@@ -49,7 +49,6 @@ def usage(device: torch.device) -> dict[str, float]:
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Peak memory of this process, allocated or resident on the host."""
     if device.type != "cpu":
         return torch.get_device_module(device).max_memory_allocated(device) / 2**30
     unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss

@@ -1,4 +1,4 @@
-"""`dovetail doctor`: versions, devices, chosen kernels, and a self-test of a few seconds."""
+"""`dovetail doctor`."""
 
 import argparse
 import importlib.metadata
@@ -23,7 +23,7 @@ BF16_ERROR = 0.02  # relative to the largest value; one rounding is 0.004
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit code 1 if the self-test fails. Under a launcher rank 0 prints, and any rank that fails."""
+    """Exit code 1 if the self-test fails."""
     device = pick_device(args.device)
     lines = {"python": platform.python_version(), "dovetail": dovetail.__version__}
     lines |= {name: _version(name) for name in PACKAGES}
@@ -58,7 +58,7 @@ def _devices() -> str:
 
 
 def _relative_error(device: torch.device, dtype: torch.dtype) -> float:
-    """Of the head's logits and their log-sum-exp, against the reference in float64."""
+    """Logits and log-sum-exp against float64."""
     torch.manual_seed(0)
     x, weight = torch.randn(64, 256, dtype=torch.float64), torch.randn(512, 256, dtype=torch.float64)
     targets, kernels = torch.arange(64), kernels_for(device)

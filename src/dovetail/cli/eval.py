@@ -1,4 +1,4 @@
-"""`dovetail eval`: a model's metrics on the prompts of a file."""
+"""`dovetail eval`."""
 
 import argparse
 import json
@@ -21,7 +21,6 @@ from dovetail.rl.experience import Sample, sample_row
 
 
 def run(args: argparse.Namespace, progress: Progress) -> None:
-    """Metrics go to standard output as one JSON object, completions with their rewards to --out."""
     folder, seconds = Path.cwd(), args.reward_timeout_seconds
     names = args.reward or ("exact_match",)
     parts = [{"function" if ":" in name else "name": name, "timeout_seconds": seconds} for name in names]

@@ -1,4 +1,4 @@
-"""`dovetail generate`: completions of the prompts of a file, from the embedded sampler."""
+"""`dovetail generate`."""
 
 import argparse
 from collections.abc import Iterator
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace, progress: Progress) -> None:
 
 
 class Generation:
-    """Prompts of --data, and completions by --model. Collective."""
+    """Collective."""
 
     def __init__(self, args: argparse.Namespace, *, answers: bool = False) -> None:
         self.args = args
@@ -75,7 +75,7 @@ class Generation:
         self.decode = partial(text_of, stops=stops, tokenizer=tokenizer)
 
     def portions(self, progress: Progress, out: RowFile | None = None) -> Iterator[list[Completion]]:
-        """Loads the weights first. out: whose rows are not made again, and which shows how far they are."""
+        """Loads the weights first."""
         options, dtype = SamplerOptions(keep_cache=True), getattr(torch, self.args.dtype)
         sampler = make_sampler(self.source, self.sampler_mesh, dtype, self.backend, options)
         sampler.load(self.reader)

@@ -1,4 +1,4 @@
-"""`dovetail plan --rollout`: how many GPUs the trainer and the engines should have."""
+"""`dovetail plan --rollout`: GPUs for trainer and engines."""
 
 import argparse
 import json
@@ -12,18 +12,7 @@ from dovetail.rollout.plan import Plan, best, compare
 from dovetail.rollout.simulator import Setup, lognormal
 
 LONGEST_TAIL = 100  # times the mean: what a log-normal distribution can have at its 99.9 % quantile
-COLUMNS = (
-    "max_lag",
-    "running",
-    "trainer",
-    "engines",
-    "tokens/s",
-    "speedup",
-    "step",
-    "trainer idle",
-    "engines idle",
-    "mean lag",
-)
+COLUMNS = "max_lag,running,trainer,engines,tokens/s,speedup,step,trainer idle,engines idle,mean lag"
 
 
 def run(args: argparse.Namespace) -> None:
@@ -50,7 +39,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def lengths_of(given: str) -> list[list[int]]:
-    """Of responses, a list for each prompt, from a run's samples, a JSON list, or MEAN:LONGEST."""
+    """Of responses, by prompt."""
     path, (mean, colon, longest) = Path(given), given.partition(":")
     if colon and mean.isdecimal() and longest.isdecimal():
         if not 0 < int(mean) <= int(longest) <= LONGEST_TAIL * int(mean):
@@ -79,7 +68,7 @@ def lengths_of(given: str) -> list[list[int]]:
 
 def table(plans: Sequence[Plan], gpus: int) -> str:
     synchronous = max(plan.speed for plan in plans if plan.max_lag == 0)
-    rows = [COLUMNS]
+    rows: list[Sequence[str]] = [COLUMNS.split(",")]
     for plan in plans:
         out, shared = plan.outcome, plan.trainer + plan.engines > gpus
         rows.append(
@@ -104,8 +93,6 @@ def table(plans: Sequence[Plan], gpus: int) -> str:
 def advice(plan: Plan, gpus: int, synchronous: float) -> str:
     if plan.trainer + plan.engines > gpus:
         return "take the synchronous loop with all GPUs in turns: none of these is faster by more than 3 %"
-    return (
-        f"take max_lag {plan.max_lag}, max_num_seqs {plan.running}, trainer {plan.trainer} and engines {plan.engines} "
-        f"of the {gpus} GPUs: "
-        f"{plan.speed / synchronous:.2f} times the tokens/s of the fastest synchronous layout"
-    )
+    taken = f"max_lag {plan.max_lag}, max_num_seqs {plan.running}, trainer {plan.trainer} and engines {plan.engines}"
+    speedup = f"{plan.speed / synchronous:.2f} times the tokens/s of the fastest synchronous layout"
+    return f"take {taken} of the {gpus} GPUs: {speedup}"

@@ -1,4 +1,4 @@
-"""`dovetail rollouts`: samples of a run in the terminal."""
+"""`dovetail rollouts`."""
 
 import argparse
 from pathlib import Path

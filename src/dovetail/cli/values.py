@@ -1,4 +1,4 @@
-"""Kinds of values on a command line."""
+"""Argument types."""
 
 import argparse
 import math
@@ -37,13 +37,12 @@ def counts(text: str) -> tuple[int, ...]:
 
 
 def decode_speeds(text: str) -> tuple[tuple[int, float], ...]:
-    """1:205,64:12850: so many running samples get so many tokens a second together."""
+    """ "1:205,64:12850": running samples, tokens/s of all together."""
     pairs = [part.partition(":")[::2] for part in text.split(",")]
     points = [(int(COUNT(count)), RATE(speed)) for count, speed in pairs]
     if any(a[0] >= b[0] or a[1] / a[0] < b[1] / b[0] for a, b in pairwise(points)):
-        raise argparse.ArgumentTypeError(
-            f"{shortened(text)}: expected rising numbers of samples, each of which gets no more tokens than among fewer"
-        )
+        expected = "rising numbers of samples, each of which gets no more tokens than among fewer"
+        raise argparse.ArgumentTypeError(f"{shortened(text)}: expected {expected}")
     return tuple(points)
 
 

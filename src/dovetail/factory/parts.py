@@ -55,7 +55,7 @@ Example = TypeVar("Example")
 
 
 class RunParts:
-    """Makes rows, engines and meshes of one run. Collective. resume: auto, never or step=N."""
+    """Collective. resume: auto, never or step=N."""
 
     def __init__(
         self,
@@ -109,20 +109,16 @@ class RunParts:
     def _rows(
         self, load: Callable[..., list[Example]]
     ) -> tuple[list[Example], list[Example], dict[str, list[Example]], str]:
-        """Training rows, those of data.eval, those of eval.sets, fingerprint of the first."""
+        """Rows of data.train, data.eval and eval.sets, and the fingerprint of the first."""
         data = self.recipe.data
         with agreed(self.mesh), Renderer(data.chat_template_kwargs) as renderer:
-            rows, self.parts = load_parts(data, data.train, partial(load, renderer=renderer))
-            held_out, _ = load_parts(data, data.eval, partial(load, renderer=renderer))
-            sets = {
-                each.name: load_parts(data, each.data, partial(load, renderer=renderer))[0]
-                for each in self.recipe.eval.sets
-            }
+            load = partial(load, renderer=renderer, tokenizer=self.tokenizer, processor=self.processor)
+            rows, self.parts = load_parts(data, data.train, load)
+            held_out, _ = load_parts(data, data.eval, load)
+            sets = {each.name: load_parts(data, each.data, load)[0] for each in self.recipe.eval.sets}
             self.recipe = with_epochs(self.recipe, len(rows))
-        fingerprint, self.lengths = (
-            rows_fingerprint([*rows, *self.parts]),
-            [len(x.ids) for row in rows for x in sequences_of(row)],
-        )
+        fingerprint = rows_fingerprint([*rows, *self.parts])
+        self.lengths = [len(x.ids) for row in rows for x in sequences_of(row)]
         others = {"data.eval": held_out, **{f"eval.sets {name}": examples for name, examples in sets.items()}}
         prints = {name: rows_fingerprint(examples) for name, examples in others.items()}
         if self.say is not None:
@@ -133,30 +129,25 @@ class RunParts:
         return rows, held_out, sets, fingerprint
 
     def _engines(self) -> list[Replica]:
-        """Servers of the rollout, probed; on ranks but the first none, nor in a dry run of rollout.start. Collective."""
+        """Probed servers, on rank 0."""
         rollout, replicas = self.recipe.rollout, list[Replica]()
         urls = rollout.engines or started_engines()
         with agreed(self.mesh):
             if not urls and not self.dry_run:
-                raise ConfigError(
-                    "rollout.start: engines are started by `dovetail train` without another launcher; start them yourself, and "
-                    "give their URLs as rollout.engines"
-                )
+                edit = "start them yourself, and give their URLs as rollout.engines"
+                raise ConfigError(f"rollout.start: only `dovetail train` without a launcher starts engines; {edit}")
             if self.mesh["world"].rank == 0:
                 replicas = connect(self.recipe, urls, engine_key(), self.source.spec.vocab_size)
         return replicas
 
     def _role(self, section: CriticSection | ReferenceSection | TeacherSection, name: str) -> tuple[Pretrained, Mesh]:
-        """Source and mesh of another model. Collective."""
         key, path = f"{name}.path", section.path
         with agreed(self.mesh):
             source = self.source if path is None else Pretrained.open(path, self.recipe.model.engine)
             theirs, ours = source.spec.vocab_size, self.source.spec.vocab_size
             if theirs < ours:
-                raise ConfigError(
-                    f"{key} {path} has a vocabulary of {theirs}, but the policy's ids go up to {ours - 1}; give a model with "
-                    "the policy's tokenizer"
-                )
+                sizes = f"a vocabulary of {theirs}, but the policy's ids go up to {ours - 1}"
+                raise ConfigError(f"{key} {path} has {sizes}; give a model with the policy's tokenizer")
         if path is not None:
             refuse_other_models(key, source, self.mesh)
         self.notes += source.notes
@@ -191,13 +182,16 @@ class RunParts:
         refuse_other_models("reward.model.path", source, self.mesh)
         check = partial(check_layout, source.spec)
         mesh = self._mesh(section.layout or self.recipe.layout, "reward.model.layout", check)
-        options = EngineOptions(master_dtype=self.dtype, tokens_per_batch=self.recipe.trainer.tokens_per_batch)
-        return make_engine(source, mesh, self.dtype, "value", options), tokenizer
+        return make_engine(source, mesh, self.dtype, "value", self._frozen), tokenizer
+
+    @property
+    def _frozen(self) -> EngineOptions:
+        return EngineOptions(master_dtype=self.dtype, tokens_per_batch=self.recipe.trainer.tokens_per_batch)
 
     def _mesh(
         self, section: LayoutSection, name: str = "layout", change: Callable[[Layout], Layout] = lambda layout: layout
     ) -> Mesh:
-        """Made once for each layout; engines come before the sampler."""
+        """One mesh per layout."""
         try:
             layout = change(section.to_layout().resolve(num_ranks()))
         except LayoutError as error:
@@ -209,7 +203,7 @@ class RunParts:
 
     @property
     def _budget(self) -> int:
-        """Most tokens of a row, with its padding under every layout."""
+        """Longest row, padded for any layout."""
         return longest_row(self.recipe.trainer.tokens_per_batch, [m.token_multiple for m in self.meshes.values()])
 
     def _limits(self, max_tokens: int, asked: int | None = None, key: str = "data.max_prompt_length") -> Limits:
@@ -228,7 +222,7 @@ class RunParts:
 
 
 def optim_settings(recipe: Recipe, folder: Path, lr: float, role: str) -> OptimSettings:
-    """Schedules count optimizer steps, without the policy's critic warmup. Patterns of names are of the policy's."""
+    """Recipe steps as optimizer steps. Parameter patterns hold for the policy only."""
     optim, algorithm = recipe.optim, recipe.algorithm
     updates = algorithm.epochs * algorithm.num_mini_batches
     waits = algorithm.critic_warmup if isinstance(algorithm, PPO) and role == POLICY else 0
@@ -247,6 +241,6 @@ def optim_settings(recipe: Recipe, folder: Path, lr: float, role: str) -> OptimS
 
 
 def same_keys(section: Iterable[tuple[str, Any]], settings: type) -> dict[str, Any]:
-    """The values of a recipe's section whose keys are fields of the dataclass `settings`, too."""
+    """Values whose keys are fields of `settings`."""
     names = {field.name for field in fields(settings)}
     return {name: value for name, value in section if name in names}

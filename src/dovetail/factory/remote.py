@@ -1,4 +1,4 @@
-"""The sampler of engines out of process."""
+"""The sampler of inference servers."""
 
 from collections.abc import Callable, Sequence
 
@@ -29,7 +29,7 @@ def make_remote_sampler(
     say: Say,
     processor: Processor | None = None,
 ) -> RemoteSampler:
-    """replicas: of the first rank; others have none."""
+    """replicas: empty except on rank 0."""
     vocab_size, rollout = source.spec.vocab_size, recipe.rollout
     moe = source.spec.moe if isinstance(source.spec, ArchSpec) else None
     image_token = None if processor is None or rollout.backend != "vllm" else processor.image_token
@@ -39,13 +39,8 @@ def make_remote_sampler(
     def lost(error: EngineError) -> None:
         say(f"note: {error}; the run goes on without this engine until it takes the next weights")
 
-    fleet = Fleet(
-        replicas,
-        WIRES[rollout.backend],
-        silence=rollout.request_timeout,
-        on_loss=lost,
-        max_num_seqs=rollout.max_num_seqs,
-    )
+    wire, silence = WIRES[rollout.backend], rollout.request_timeout
+    fleet = Fleet(replicas, wire, silence=silence, on_loss=lost, max_num_seqs=rollout.max_num_seqs)
     push, clients = push_settings(rollout, replicas), [replica.client for replica in replicas]
     kv_heads = source.spec.attention.num_kv_heads if isinstance(source.spec, ArchSpec) else None
     pusher = Pusher(clients, push, kind=replicas[0].server.kind, device=mesh.device, kv_heads=kv_heads)
@@ -53,7 +48,6 @@ def make_remote_sampler(
 
 
 def check_prompts(source: Pretrained, replicas: Sequence[Replica], prompts: Sequence[Prompt], new_tokens: int) -> None:
-    """ConfigError for prompts that the engines cannot be given. new_tokens: behind each."""
     check_lengths(replicas, max(len(prompt.ids) for prompt in prompts) + new_tokens)
     media = [prompt.media for prompt in prompts if prompt.media is not None]
     videos = any(isinstance(each, FileMedia) and each.shown.videos for each in media)

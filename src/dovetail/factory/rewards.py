@@ -43,7 +43,6 @@ def make_rewards(
 
 
 def _runner(part: RewardPart, mesh: Mesh, recipe_folder: Path, run_dir: Path) -> RewardRunner | None:
-    """On the first rank only; errors are raised on all."""
     runner = None
     with agreed(mesh):
         if mesh["world"].rank == 0:
@@ -62,7 +61,7 @@ def _runner(part: RewardPart, mesh: Mesh, recipe_folder: Path, run_dir: Path) ->
 def own_metrics(
     metrics: Iterable[str], mesh: Mesh, folder: Path, timeout: float, say: Callable[[str], None], at_close: ExitStack
 ) -> dict[str, OwnMetric]:
-    """Those of `metrics` that are module:function. Collective. at_close: ends their processes."""
+    """Collective. The `module:function` ones of `metrics`."""
     own: dict[str, OwnMetric] = {}
     for metric in metrics:
         if ":" in metric:
@@ -87,7 +86,7 @@ def _address(part: RewardPart, run_dir: Path) -> dict[str, Any] | None:
 
 
 class _Encoder:
-    """Ids of a prompt and its completion for a reward model: a conversation by its chat template, else the joined text."""
+    """Ids of prompt and completion: by chat template, or the joined text."""
 
     def __init__(self, tokenizer: Any, renderer: Renderer) -> None:
         self._tokenizer, self._renderer = tokenizer, renderer

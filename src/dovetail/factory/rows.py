@@ -1,4 +1,4 @@
-"""The data section of a recipe -> sources, examples and the steps of its epochs."""
+"""Sources and rows of a recipe."""
 
 import inspect
 import math
@@ -21,7 +21,7 @@ TEMPLATE = "chat_template.jinja"
 def load_parts(
     data: DataSection, given: str | Sequence[str | SourceSection] | None, load: Callable[[Source], list[Example]]
 ) -> tuple[list[Example], Parts]:
-    """The examples of all parts one behind the other; parts only where they have weights."""
+    """All examples, and the parts if they have weights."""
     listed = [] if given is None else [given] if isinstance(given, str) else given
     parts = [SourceSection(path=part) if isinstance(part, str) else part for part in listed]
     weights = [part.weight for part in parts if part.weight is not None]  # all or none
@@ -43,7 +43,7 @@ def _source(data: DataSection, part: SourceSection, *, named: bool) -> Source:
 
 
 def reads_answer(reward: RewardSection) -> bool:
-    """Whether rows need an answer. Functions of the user get None for one that is not there."""
+    """Whether a built-in reward needs `answer`."""
     names = [part.name for part in reward.labelled().values() if part.name is not None]
     builtins = [BUILT_IN[name] for name in names if name in BUILT_IN]
     return any("answer" in inspect.signature(builtin).parameters for builtin in builtins)
@@ -53,13 +53,10 @@ def read_template(path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"data.chat_template {path} cannot be read: {error}; give the path of a Jinja file"
-        ) from error
+        raise ConfigError(f"data.chat_template {path} cannot be read: {error}; give a Jinja file") from error
 
 
 def with_epochs(recipe: Recipe, num_rows: int) -> Recipe:
-    """data.epochs as trainer.steps."""
     trainer = recipe.trainer
     steps = math.ceil(num_rows * (recipe.data.epochs or 0) / trainer.prompts_per_step)
     changed: dict[str, Any] = {"trainer": trainer.model_copy(update={"steps": steps})}

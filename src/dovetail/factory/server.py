@@ -26,7 +26,7 @@ def make_server(
     key: str | None = None,
     options: SamplerOptions | None = None,
 ) -> HttpServer:
-    """With the weights of `model`. key: that clients must send."""
+    """key: that clients must send."""
     source, mesh = Pretrained.open(model), Mesh.solo(device)
     backend_layout(source, Layout(), "native")  # refuses what it does not run
     try:

@@ -1,4 +1,4 @@
-"""The pool of an asynchronous run around the sampler of engines out of process."""
+"""The sample pool of an asynchronous run."""
 
 import hashlib
 import json
@@ -22,12 +22,9 @@ from dovetail.run.paths import POOL
 
 
 def check_sent(recipe: Recipe, prompts: Sequence[Row]) -> None:
-    """ConfigError for rows that an asynchronous run cannot send."""
     if recipe.trainer.max_lag is not None and any(prompt.media is not None for prompt in prompts):
-        raise ConfigError(
-            f"trainer.max_lag is {recipe.trainer.max_lag}, but rows of data.train have images or videos, which an asynchronous "
-            "run does not send; leave max_lag out"
-        )
+        why = "rows of data.train have images or videos, which an asynchronous run does not send"
+        raise ConfigError(f"trainer.max_lag is {recipe.trainer.max_lag}, but {why}; leave max_lag out")
 
 
 def make_stream(
@@ -39,7 +36,7 @@ def make_stream(
     parts: Sequence[tuple[int, float]],
     inputs: Sequence[str],
 ) -> StreamSampler:
-    """run: claimed. sampling: of training, prompts its rows. inputs: fingerprints of the first weights and of the rows."""
+    """inputs: fingerprints of first weights and rows."""
     trainer, first_row = recipe.trainer, run.first_row
 
     @lru_cache(maxsize=2)

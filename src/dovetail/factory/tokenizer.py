@@ -27,7 +27,7 @@ LOCK = ".dovetail.lock"
 
 
 def load_tokenizer(source: Pretrained, *, trust_remote_code: bool = False) -> Any:
-    """Imports transformers here: most scoring needs no text."""
+    """Imports transformers late: most scoring needs no text."""
     if not source.has_tokenizer:
         raise ModelError(f"{source.path} has no tokenizer (tokenizer.json); give rows of input_ids, or copy it there")
     auto = importlib.import_module("transformers").AutoTokenizer
@@ -38,7 +38,7 @@ def load_tokenizer(source: Pretrained, *, trust_remote_code: bool = False) -> An
 
 
 def load_processor(source: Pretrained, *, trust_remote_code: bool = False) -> Processor | None:
-    """Reads its files at the first image or video; None for a text model."""
+    """None for a text model. Files are read at the first image or video."""
     if not isinstance(source.spec, TransformersSpec) or FAMILIES.get(source.spec.family) is None:
         return None
     config = known_config(source.config)
@@ -55,17 +55,13 @@ def load_processor(source: Pretrained, *, trust_remote_code: bool = False) -> Pr
             auto = getattr(transformers, kind)
             return auto.from_pretrained(str(source.path), trust_remote_code=trust_remote_code, local_files_only=True)
 
-    return Processor(
-        config.image_token_id,
-        config.video_token_id,
-        partial(load, "AutoImageProcessor"),
-        partial(load, "AutoProcessor"),
-    )
+    images, both = partial(load, "AutoImageProcessor"), partial(load, "AutoProcessor")
+    return Processor(config.image_token_id, config.video_token_id, images, both)
 
 
 @contextlib.contextmanager
 def _import_lock(*, trusted: bool) -> Iterator[None]:
-    """One process of a host at a time: transformers imports code from a cache that it copies to."""
+    """transformers copies code to a cache and imports it: one process at a time."""
     if not trusted:
         yield
         return
@@ -77,7 +73,7 @@ def _import_lock(*, trusted: bool) -> Iterator[None]:
 
 
 class _Loading:
-    """Turns exceptions into ModelError; Rust code raises bare `Exception`s."""
+    """Turns any exception into ModelError; tokenizers raises bare `Exception`."""
 
     def __init__(self, path: Path, what: str) -> None:
         self.path, self.what = path, what
@@ -97,7 +93,7 @@ class _Loading:
 
 
 def stop_ids(source: Pretrained, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """Of generation_config.json, config.json and the tokenizer's EOS."""
+    """From generation_config.json, config.json and the tokenizer."""
     configs: list[Mapping[str, Any]] = [source.config]
     if GENERATION_CONFIG in source.sides:
         file = source.sides[GENERATION_CONFIG]
@@ -107,9 +103,7 @@ def stop_ids(source: Pretrained, tokenizer: Tokenizer | None) -> tuple[int, ...]
         eos = config.get("eos_token_id")
         ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
         if not all(type(i) is int for i in ids):
-            raise ModelError(
-                f"{source.path}: eos_token_id is {quoted(eos)}; expected a token id, a list of them, or null"
-            )
+            raise ModelError(f"{source.path}: eos_token_id is {quoted(eos)}; expected a token id, a list, or null")
         ids_found |= set(ids)
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         ids_found.add(tokenizer.eos_token_id)
@@ -131,6 +125,5 @@ def banned_ids(
 
 
 def text_of(ids: Sequence[int], stops: Sequence[int], tokenizer: Any) -> str:
-    """Without stop and special tokens; empty without a tokenizer."""
     kept = [i for i in ids if i not in stops]
     return "" if tokenizer is None else tokenizer.decode(kept, skip_special_tokens=True)

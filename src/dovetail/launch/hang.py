@@ -1,4 +1,4 @@
-"""Hang detection: the stacks of ranks, written by faulthandler even inside a collective, and which rank is at fault."""
+"""Stacks of hung ranks by faulthandler, and which rank is at fault."""
 
 import faulthandler
 import re
@@ -31,13 +31,13 @@ class Frame(NamedTuple):
 
 
 class Stack(NamedTuple):
-    """A main thread, newest frame first; empty without an answer."""
+    """Of the main thread, newest frame first; empty: no answer."""
 
     frames: tuple[Frame, ...] = ()
 
     @property
     def waits(self) -> bool:
-        """Whether it is in a collective or a transfer between pipeline stages."""
+        """In a collective or pipeline transfer."""
         return bool(self.frames) and any(part in self.frames[0].file for part in WAITING_IN)
 
     def __str__(self) -> str:
@@ -47,7 +47,7 @@ class Stack(NamedTuple):
 
 
 def dump_stacks_to(path: Path) -> IO[str]:
-    """Write stacks on `DUMP_SIGNAL` and in a crash. The caller keeps the file open."""
+    """On `DUMP_SIGNAL` and in a crash. Keep the file open."""
     file = path.open("w")
     faulthandler.register(DUMP_SIGNAL, file=file, all_threads=True)
     faulthandler.enable(file=file)
@@ -65,8 +65,6 @@ def main_stack(text: str) -> Stack:
 
 @dataclass(frozen=True, kw_only=True)
 class Incident:
-    """A row of events.jsonl."""
-
     kind: str
     rank: int | None  # None: no rank stands out
     phase: str
@@ -76,8 +74,6 @@ class Incident:
 
 
 class RankStatus(NamedTuple):
-    """A living rank in a hang. kernel: its `system.kernel_state`."""
-
     rank: int
     pid: int
     state: State

@@ -34,8 +34,6 @@ BEAT_SECONDS = LOOK_SECONDS = 0.5
 
 
 class RankFiles:
-    """Written by a rank for its supervisor."""
-
     def __init__(self, folder: Path | str, rank: int | str) -> None:
         self.state, self.stacks, self.report = (Path(folder, f"rank_{rank}.{x}") for x in ("state", "stacks", "report"))
 
@@ -56,20 +54,19 @@ class RankProcess:
         return cls(os.environ.pop(FOLDER, None), os.environ.pop(PIPE, None))
 
     def report(self, text: str) -> None:
-        """To the supervisor, who knows which rank failed first, or to standard error."""
+        """To the supervisor, else to stderr."""
         if self.files is not None and not self.silent:
             self.files.report.write_text(text, encoding="utf-8", errors=ODD_LETTERS)
         elif not self.silent:
             complain(text)
 
     def watched(self, limits: Mapping[Phase, float]) -> AbstractContextManager[None]:
-        """Heartbeats for the supervisor; without one, end when a phase lasts too long."""
+        """Heartbeats for the supervisor; without one, end a phase that lasts too long."""
         if self.files is not None:
             return calling_every(BEAT_SECONDS, self.progress.beat)
         return calling_every(LOOK_SECONDS, lambda: _end_if_hung(self.progress, limits))
 
     def watch_hosts(self, store: Store, rank: int, world: int) -> None:
-        """In a job of several hosts, end this process when one is lost."""
         if self.files is not None or world == 1 or os.environ.get("LOCAL_WORLD_SIZE") == str(world):
             return
         launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
@@ -78,7 +75,7 @@ class RankProcess:
 
     @contextmanager
     def among_hosts(self) -> Iterator[None]:
-        """Raises MachineError for a collective that fails because another host's rank is gone."""
+        """MachineError if a collective fails because another host is gone."""
         try:
             yield
         except RuntimeError as error:
@@ -121,7 +118,6 @@ class StopHandler:
         threading.Thread(target=self._count, args=(reader,), daemon=True).start()
 
     def unwind(self, number: int, _: FrameType | None) -> NoReturn:
-        """Raise SystemExit, for half-written files to be removed. Errors that this causes are not reported."""
         self.code, self.rank.silent = STOP_CODES[number], True
         signal.signal(number, _ignore)
         sys.exit(self.code)
@@ -148,7 +144,7 @@ def _ignore(number: int, frame: FrameType | None) -> None:
 
 
 def ranks_given() -> int | None:
-    """The number of ranks that a launcher started, or None."""
+    """By a launcher."""
     rank, world = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
     if rank is None or world is None:
         return None
@@ -158,7 +154,7 @@ def ranks_given() -> int | None:
 
 
 def is_first_rank() -> bool:
-    """Whether this process reports for its host. One with an odd RANK reports for itself."""
+    """Whether this process reports for its host."""
     rank, world = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE")
     if world is None or not rank.isdecimal():
         return True
@@ -167,7 +163,6 @@ def is_first_rank() -> bool:
 
 
 def _may_be_lost(error: RuntimeError) -> bool:
-    """An error of a collective, or of the store, which one rank a host reports."""
     if isinstance(error, LostStore):
         return is_first_rank()
     frames = [frame.f_code.co_filename for frame, _ in walk_tb(error.__traceback__)]

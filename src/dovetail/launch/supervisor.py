@@ -13,7 +13,6 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -64,24 +63,21 @@ class ExitReport(NamedTuple):
 
 
 def run_ranks(command: Sequence[str], ranks: int, supervision: Supervision) -> int:
-    """Run `command` as that many local ranks; returns one exit code."""
+    """Returns one exit code."""
     system.adopt_orphans()
     stop = _Stop()
     for number in STOP_CODES:
         signal.signal(number, stop.receive)
     signal.signal(PROFILE_SIGNAL, stop.pass_on)
-    with ExitStack() as stack:
-        variables: Mapping[str, str] = {}
-        if supervision.engines is not None:
-            started = running(supervision.engines, ranks, _free_port, lambda: stop.signal != 0)
-            variables = stack.enter_context(started)
+    if supervision.engines is None:
+        return _start_all(command, ranks, supervision, stop, {})
+    with running(supervision.engines, ranks, _free_port, lambda: stop.signal != 0) as variables:
         return _start_all(command, ranks, supervision, stop, variables)
 
 
 def _start_all(
     command: Sequence[str], ranks: int, supervision: Supervision, stop: "_Stop", variables: Mapping[str, str]
 ) -> int:
-    """As often as restarts allow. variables: of the ranks' environment."""
     incidents = list[Incident]()
     while True:
         end = _start_once(command, ranks, supervision, stop, variables)
@@ -130,7 +126,6 @@ def _start_once(
 
 
 def _record(supervision: Supervision, kind: str, incident: Incident) -> None:
-    """In events.jsonl, once the run has claimed its run_dir."""
     if supervision.run_dir is not None and (supervision.run_dir / "config.yaml").exists():
         row = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), **asdict(incident), "kind": kind}
         with contextlib.suppress(OSError):  # a full disk prevents no restart
@@ -138,7 +133,7 @@ def _record(supervision: Supervision, kind: str, incident: Incident) -> None:
 
 
 class _Stop:
-    """Passes the first SIGTERM or SIGINT on to the ranks; the second one kills them."""
+    """Passes the first stop signal to the ranks; the second kills them."""
 
     signal: int = 0
     second: bool = False
@@ -151,7 +146,6 @@ class _Stop:
             process.send_signal(signal.SIGKILL if self.second else number)
 
     def pass_on(self, number: int, _: FrameType | None) -> None:
-        """To the first rank, once it handles signals."""
         if self.job is not None and self.job.files and self.job.state(0).phase != "init":
             self.job.processes[0].send_signal(number)
 
@@ -181,7 +175,7 @@ class _Job:
             process.send_signal(self.stop.signal)
 
     def wait(self) -> ExitReport:
-        """Until all ranks have ended, one hangs, or shortly after a failure or a stop."""
+        """Until all ranks end, one hangs, or soon after a failure or stop."""
         deadline, look = float("inf"), 0.0
         while len(self.ended) < len(self.processes) and time.monotonic() < deadline:
             self._collect()
@@ -197,7 +191,7 @@ class _Job:
         return self._report()
 
     def kill(self) -> None:
-        """Kill the ranks and all that they started."""
+        """With all their descendants."""
         for process in self.processes:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
@@ -212,7 +206,6 @@ class _Job:
             )
 
     def _collect(self) -> None:
-        """Note ended ranks. One that stops on a signal stops the others."""
         codes = {rank: p.poll() for rank, p in enumerate(self.processes) if rank not in self.ended}
         fresh = {rank: code for rank, code in codes.items() if code is not None}
         self.ended |= fresh

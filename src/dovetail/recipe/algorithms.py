@@ -25,18 +25,14 @@ class SFT(Algorithm):
     """Supervised fine-tuning: the negative log-likelihood of the completions."""
 
     name: Literal["sft"] = "sft"
-    loss: OwnFunction = key(
-        None, "ppo, cispo, gmpo, sapo, or a function of yours {import, options}; of sft a function alone"
-    )
+    loss: OwnFunction = key(None, "ppo, cispo, gmpo, sapo, or a function {import, options}; of sft a function alone")
 
 
 class PolicyGradient(Algorithm):
     """Keys of every RL algorithm."""
 
     samples: ClassVar[bool] = True
-    loss: PolicyTerm = key(
-        LossSection(), "ppo, cispo, gmpo, sapo, or a function of yours {import, options}; of sft a function alone"
-    )
+    loss: PolicyTerm = key(LossSection(), "ppo, cispo, gmpo, sapo, or a function {import, options}")
     clip_low: Share = key(0.2, "the ratio is clipped below 1 - clip_low")
     clip_high: Annotated[float, Field(ge=0, le=MAX_FLOAT)] = key(0.2, "the ratio is clipped above 1 + clip_high")
     dual_clip: Annotated[float, Field(gt=1)] | None = key(None, "bound of the loss for negative advantages")
@@ -58,7 +54,6 @@ class PolicyGradient(Algorithm):
 
     @property
     def needs_old_logprobs(self) -> bool:
-        """False if they are the update's own."""
         return (self.kl_in == "reward" and self.kl_coef > 0) or self.epochs * self.num_mini_batches > 1
 
     @model_validator(mode="after")

@@ -11,6 +11,7 @@ from dovetail.recipe.types import NonNegativeFloat, NotStrict, Section, key
 
 # Values that sample from the whole distribution.
 UNCUT: Mapping[str, float] = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+HighRatio = Annotated[float, Field(gt=0, le=MAX_FLOAT)]
 
 
 class CorrectionSection(Section):
@@ -19,9 +20,7 @@ class CorrectionSection(Section):
     ratio: Literal["token", "sequence", "geometric", "none"] = key(
         "token", "of each token; sequence: the product over a response; geometric: its geometric mean; none: no weights"
     )
-    bounds: Annotated[tuple[NonNegativeFloat, Annotated[float, Field(gt=0, le=MAX_FLOAT)]], NotStrict] = key(
-        (0.0, 2.0), "lowest and highest ratio"
-    )
+    bounds: Annotated[tuple[NonNegativeFloat, HighRatio], NotStrict] = key((0.0, 2.0), "lowest and highest ratio")
     outside: Literal["clamp", "mask", "drop"] = key(
         "clamp", "a ratio beyond the bounds: the nearest bound; weight 0, still counted; its whole response left out"
     )
@@ -37,15 +36,12 @@ class CorrectionSection(Section):
         defaults = {name: field.default for name, field in type(self).model_fields.items()}
         idle = [name for name, value in self if name != "old" and value not in (defaults[name], "none")]
         if self.old == "sampler" and idle:
-            raise ValueError(
-                f"with old: sampler the clipped ratio of the loss is to the sampler itself, and there are no weights; "
-                f"leave out {', '.join(idle)}, or set old: recomputed"
-            )
+            why = "the clipped ratio of the loss is to the sampler itself, and there are no weights"
+            raise ValueError(f"with old: sampler {why}; leave out {', '.join(idle)}, or set old: recomputed")
         return self
 
 
 def check_correction(correction: CorrectionSection, rollout: RolloutSection) -> None:
-    """Raises ValueError."""
     if correction.old == "sampler" and rollout.router_replay == "trainer":
         raise ValueError(
             "algorithm.correction.old is sampler, without a pass for old log-probs, but rollout.router_replay=trainer takes "

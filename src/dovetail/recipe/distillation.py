@@ -1,4 +1,4 @@
-"""Distillation: the algorithm and the section `teacher`. Names are those of GKD (Agarwal et al. 2024) and TRL's trainer."""
+"""Distillation. Names of GKD (Agarwal et al. 2024) and TRL's trainer."""
 
 from collections.abc import Mapping
 from typing import Any, Literal

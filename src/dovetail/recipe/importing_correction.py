@@ -1,4 +1,4 @@
-"""What other projects call importance sampling of the sampler's log-probs, as `algorithm.correction`."""
+"""Importance sampling of other projects as `algorithm.correction`."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

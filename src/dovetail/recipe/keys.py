@@ -1,4 +1,4 @@
-"""Dotted keys of a recipe, their other names, and the message for invalid recipes."""
+"""Dotted keys, old names, and the message for invalid recipes."""
 
 import difflib
 import json
@@ -65,7 +65,7 @@ MANY = 4  # unknown keys that make a recipe look like a config of another projec
 
 @dataclass(frozen=True)
 class Key:
-    """A dotted key; `defaults` by algorithm, or by "" for all."""
+    """defaults: by algorithm, or "" for all."""
 
     name: str
     text: str
@@ -74,7 +74,7 @@ class Key:
 
 
 def rename_keys(recipe: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """A recipe with the new names of RENAMED keys, and notes on them."""
+    """The recipe with current names, and notes."""
     renamed, notes = dict(recipe), []
     for old, new in RENAMED.items():
         section, _, leaf = old.partition(".")
@@ -91,7 +91,7 @@ def renamed_note(old: str) -> str:
 
 
 def keys_of(recipe: type[BaseModel]) -> dict[str, Key]:
-    """Every dotted key, in order. A union is the section `algorithm` with tag `name`."""
+    """A union is the section `algorithm`."""
     keys: dict[str, Key] = {}
     for name, field in recipe.model_fields.items():
         if kinds := get_args(field.annotation):
@@ -135,7 +135,6 @@ def _is_section(kind: Any) -> bool:
 
 
 def explain(error: ValidationError, known: Mapping[str, Key], source: str) -> str:
-    """One message for all problems."""
     problems: dict[str, list[ErrorDetails]] = {}
     names = {*known, *(name.rpartition(".")[0] for name in known), *(name.split(".")[0] for name in known)}
     for detail in error.errors(include_url=False):
@@ -158,7 +157,7 @@ def explain(error: ValidationError, known: Mapping[str, Key], source: str) -> st
 
 
 def nearest(key: str, known: Mapping[str, Key], meanings: Sequence[Meaning]) -> str:
-    """What an unknown key most likely means; empty if nothing is near."""
+    """Hint for an unknown key, or ""."""
     section, _, leaf = key.rpartition(".")
     siblings = {leaf_of(other): other for other in known if other.rpartition(".")[0] == section}
     close = difflib.get_close_matches(leaf, siblings, n=1, cutoff=CLOSE) if section else []
@@ -180,7 +179,7 @@ def nearest(key: str, known: Mapping[str, Key], meanings: Sequence[Meaning]) -> 
 
 
 def _without_repeats(lines: Sequence[str]) -> list[str]:
-    """A list of keys stands behind the first line that has it."""
+    """Each list of keys is shown once."""
     seen: set[str] = set()
     short = []
     for line in lines:
@@ -240,5 +239,4 @@ def _unknown_key(name: str, algorithm: str, known: Mapping[str, Key], meanings: 
 
 
 def scalar(value: object) -> str:
-    """A value as written in a recipe."""
     return "null" if value is None else value if isinstance(value, str) else json.dumps(value)

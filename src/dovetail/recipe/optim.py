@@ -26,9 +26,7 @@ class ParamGroupSection(Section):
 
     pattern: str = Field(description="of the group's parameter names: `*.layers.0.*`; the first that matches wins")
     lr: PositiveFloat | None = key(None, "its peak learning rate; null: optim.lr")
-    weight_decay: NonNegativeFloat | None = key(
-        None, "for norms and biases, too; null: optim.weight_decay, not for those"
-    )
+    weight_decay: NonNegativeFloat | None = key(None, "also of norms and biases; null: optim.weight_decay, not theirs")
 
 
 class OptimSection(Section):

@@ -66,9 +66,7 @@ class RewardPart(Section):
     options: Options = key({}, "keyword arguments for the reward")
     weight: Annotated[float, Field(ge=-1e6, le=1e6)] = key(1.0, "factor of this reward in the sum")
     batch: Literal["sample", "group", "step"] = key("sample", "completions that one call of a function gets")
-    concurrency: Annotated[int, Field(ge=1, le=256)] = key(
-        16, "calls of an async function or judge at a time, in each process"
-    )
+    concurrency: Annotated[int, Field(ge=1, le=256)] = key(16, "async function or judge calls at a time, per process")
     timeout_seconds: PositiveFloat = key(10.0, "a reward that takes longer drops its sample; for a judge 300")
     workers: Annotated[int, Field(ge=1, le=256)] = key(2, "reward processes, on the host of the first rank")
 
@@ -90,7 +88,6 @@ class RewardPart(Section):
 
     @property
     def label(self) -> str:
-        """In names of metrics."""
         if self.function is not None:
             return self.function.rpartition(":")[2]
         return self.name or ("judge" if self.judge is not None else "model")
@@ -108,7 +105,7 @@ class RewardSection(RewardPart):
         return self
 
     def labelled(self) -> dict[str, RewardPart]:
-        """Every reward by a label of its own."""
+        """Rewards by unique labels."""
         named: dict[str, RewardPart] = {}
         for part in self.parts or (self,):
             number = sum(other.label == part.label for other in named.values())

@@ -137,25 +137,20 @@ class Recipe(Section):
         samples = self.rollout.samples_per_prompt
         baseline = isinstance(self.algorithm, ReinforcePlusPlus) and self.algorithm.group_baseline
         if (isinstance(self.algorithm, GRPO | RLOO) or baseline) and samples < 2:
-            raise ValueError(
-                f"rollout.samples_per_prompt is {samples}; {self.algorithm.name} compares a prompt's samples with each "
-                "other, so give 2 or more"
-            )
+            name = f"{self.algorithm.name} compares a prompt's samples with each other"
+            raise ValueError(f"rollout.samples_per_prompt is {samples}; {name}, so give 2 or more")
         longest = self.rollout.max_new_tokens
         buffer = self.algorithm.overlong_buffer if isinstance(self.algorithm, PolicyGradient) else 0
         if buffer > longest:
             raise ValueError(f"algorithm.overlong_buffer is {buffer}, more than rollout.max_new_tokens={longest}")
         rows = self.trainer.prompts_per_step * (samples if isinstance(self.algorithm, PolicyGradient) else 1)
         if self.algorithm.num_mini_batches > rows:
-            raise ValueError(
-                f"algorithm.num_mini_batches is {self.algorithm.num_mini_batches}, but a step has only {rows} rows; lower it, or "
-                "raise trainer.prompts_per_step"
-            )
+            most = f"a step has only {rows} rows; lower it, or raise trainer.prompts_per_step"
+            raise ValueError(f"algorithm.num_mini_batches is {self.algorithm.num_mini_batches}, but {most}")
         if isinstance(self.algorithm, KTO) and rows < 2 * self.algorithm.num_mini_batches:
-            raise ValueError(
-                f"trainer.prompts_per_step is {rows}; kto compares the rows of an optimizer step with each other, so give 2 or "
-                "more for each of algorithm.num_mini_batches"
-            )
+            why = "kto compares the rows of an optimizer step with each other"
+            edit = "give 2 or more for each of algorithm.num_mini_batches"
+            raise ValueError(f"trainer.prompts_per_step is {rows}; {why}, so {edit}")
         if self.data.eval and any(each.name == "eval" for each in self.eval.sets):
             raise ValueError("data.eval is the set named eval; give another name to that of eval.sets, or drop one")
         if not isinstance(self.algorithm, PolicyGradient):
@@ -187,23 +182,20 @@ class Recipe(Section):
         if not isinstance(self.algorithm, PolicyGradient):
             raise ValueError(f"{name}, which is of RL, not of algorithm {self.algorithm.name}; leave it out")
         if self.rollout.inside:
-            raise ValueError(
-                f"{name}: engines sample while the trainer trains, but rollout.backend={self.rollout.backend} samples inside the "
-                "trainer; give rollout.engines or rollout.start, or leave max_lag out"
-            )
+            inside = f"rollout.backend={self.rollout.backend} samples inside the trainer"
+            edit = "give rollout.engines or rollout.start, or leave max_lag out"
+            raise ValueError(f"{name}: engines sample while the trainer trains, but {inside}; {edit}")
         if self.rollout.router_replay == "rollout":
-            raise ValueError(
-                f"{name}, but an asynchronous run keeps no routes of the sampler; set rollout.router_replay=trainer or none"
-            )
+            edit = "set rollout.router_replay=trainer or none"
+            raise ValueError(f"{name}, but an asynchronous run keeps no routes of the sampler; {edit}")
         return self
 
     @model_validator(mode="after")
     def _offloaded(self) -> Self:
         if self.trainer.offload_optimizer and self.optim.name != "adamw":
-            raise ValueError(
-                "trainer.offload_optimizer moves the moments of adamw, but optim has "
-                f"{self.optim.name or self.optim.function}; leave one of them out"
-            )
+            other = self.optim.name or self.optim.function
+            moves = "trainer.offload_optimizer moves the moments of adamw"
+            raise ValueError(f"{moves}, but optim has {other}; leave one of them out")
         return self
 
     @model_validator(mode="after")
@@ -214,7 +206,7 @@ class Recipe(Section):
 
     @property
     def correction(self) -> CorrectionSection | None:
-        """`algorithm.correction` with its default for the backend and the lag; None where nothing is corrected."""
+        """With its default for backend and lag; None: no correction."""
         if not isinstance(self.algorithm, PolicyGradient):
             return None
         other = self.rollout.backend not in EMBEDDED or bool(self.trainer.max_lag)
@@ -223,16 +215,15 @@ class Recipe(Section):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """On keys given by an old name."""
         return self._notes
 
     def to_yaml(self) -> str:
-        """With every default; `load_recipe` reads it back."""
+        """With every default."""
         return dump_mapping(self.model_dump(mode="json", by_alias=True))
 
 
 def load_recipe(path: Path | str, overrides: Sequence[str] = (), flags: Mapping[str, Any] | None = None) -> Recipe:
-    """overrides: `key.path=value`. flags, by dotted key, beat them."""
+    """Flags, by dotted key, beat overrides `key.path=value`."""
     given, notes = rename_keys(read_mapping(Path(path)))
     for name, value in [*parse_overrides(overrides), *(flags or {}).items()]:
         if name in RENAMED:
@@ -244,7 +235,7 @@ def load_recipe(path: Path | str, overrides: Sequence[str] = (), flags: Mapping[
 
 
 def make_recipe(given: Mapping[str, Any], source: str = "recipe") -> Recipe:
-    """Raises one ConfigError with all problems."""
+    """One ConfigError names all problems."""
     renamed, notes = rename_keys(given)
     try:
         recipe = Recipe.model_validate(renamed)
@@ -255,10 +246,8 @@ def make_recipe(given: Mapping[str, Any], source: str = "recipe") -> Recipe:
 
 
 def hint_of(name: str) -> str:
-    """What a name that is no key most likely means."""
     return nearest(name, known_keys(), all_meanings())
 
 
 def known_keys() -> dict[str, Key]:
-    """Every dotted key of a recipe."""
     return keys_of(Recipe)

@@ -1,4 +1,4 @@
-"""The settings in a shell script that starts a training: `key=value` overrides and `--name value` flags, nothing is run."""
+"""Settings of a training script: `key=value` and `--name value`. Runs nothing."""
 
 import ast
 import operator
@@ -29,10 +29,7 @@ MOST_ROUNDS, MOST_TEXT = 100, 1 << 16  # of replacing variables in one word, and
 
 
 def read_command(text: str) -> tuple[list[str], dict[str, Any]]:
-    """The words and the settings, by name, of the command that has most; a name without a value is true.
-
-    Variables that the script sets, their defaults, and sums of them are replaced; others stay as `$NAME`.
-    """
+    """Words and settings of the longest command. Unset variables stay `$NAME`; a bare flag is true."""
     variables: dict[str, str | list[str]] = {}
     best: tuple[list[str], dict[str, Any]] = ([], {})
     for words in _commands(text):
@@ -115,7 +112,7 @@ def _expanded(word: str, variables: Mapping[str, str | list[str]]) -> list[str]:
 
 
 def _sum(text: str, variables: Mapping[str, str | list[str]]) -> str:
-    """Of whole numbers and variables."""
+    """Integer arithmetic."""
 
     def value(node: ast.expr) -> int:
         if isinstance(node, ast.BinOp) and type(node.op) in OPERATIONS:

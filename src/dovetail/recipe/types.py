@@ -83,7 +83,6 @@ class LayoutSection(Section):
     copy_engines: bool | None = key(None, "no effect; accepted so that older runs resume")
 
     def to_layout(self) -> Layout:
-        """`dp: auto` becomes None."""
         return Layout(**self.model_dump(exclude={"copy_engines"}) | {"dp": None if self.dp == "auto" else self.dp})
 
 

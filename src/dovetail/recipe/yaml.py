@@ -52,7 +52,7 @@ class _Loader(yaml.SafeLoader):
             raise yaml.MarkedYAMLError(None, None, problem, node.start_mark) from None
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """Refuses duplicate keys, before `<<` merges others."""
+        """Refuses duplicate keys, before `<<` merges."""
         node = super().compose_mapping_node(anchor)
         seen: set[Hashable] = set()
         for name, _ in node.value:
@@ -131,7 +131,7 @@ def parse_overrides(tokens: Sequence[str]) -> list[tuple[str, Any]]:
 
 
 def parse_value(text: str) -> Any:
-    """As YAML reads it; text that is no YAML as it is."""
+    """Text that is no YAML stays as it is."""
     try:
         return _parse(text, "value")
     except ConfigError:
@@ -145,7 +145,6 @@ def dump_value(value: Any) -> str:
 
 
 def merge(recipe: dict[str, Any], key: str, value: Any) -> None:
-    """Set `recipe[a][b]` for key `a.b`."""
     *sections, leaf = key.split(".")
     inner = recipe
     for depth, name in enumerate(sections, 1):

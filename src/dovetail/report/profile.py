@@ -1,4 +1,4 @@
-"""What profiled steps took: the files of run_dir/profile."""
+"""Summaries of profiled steps."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -12,7 +12,7 @@ Longest = list[tuple[str, float, int]]  # name, seconds of its own, calls
 
 
 class PhaseSummary(BaseModel):
-    """Seconds. computing: of a GPU, else of operators; waiting: in collectives while nothing computes. The rest is the host's."""
+    """In seconds. waiting: in collectives while nothing computes. The rest is the host's."""
 
     seconds: float
     computing: float
@@ -35,7 +35,6 @@ class Summary(BaseModel):
 
 
 def read_profiles(run: Path) -> list[Row]:
-    """The last profiled steps, for the page. Torn files are left out."""
     steps: dict[int, list[Summary]] = {}
     for path in (run / FOLDER).glob("step-*/rank-*.json"):
         with suppress(OSError, ValidationError):
@@ -45,30 +44,18 @@ def read_profiles(run: Path) -> list[Row]:
 
 
 def _shown(ranks: list[Summary]) -> Row:
-    """Times of all ranks, what took longest on the first."""
-    first = ranks[0]
-    return {
-        "step": first.step,
-        "device": first.device,
-        "rank": first.rank,
-        "ranks": len(ranks),
-        "phases": [
-            {
-                "name": name,
-                **{
-                    time: [number(getattr(each.phases[name], time)) for each in ranks if name in each.phases]
-                    for time in ("seconds", "computing", "waiting")
-                },
-                "peak_gib": number(
-                    max(each.phases[name].peak_bytes or 0 for each in ranks if name in each.phases) / 2**30
-                ),
-                "parts": {part: number(seconds) for part, seconds in phase.parts.items()},
-                "longest": {
-                    kind: [[own, number(seconds), calls] for own, seconds, calls in rows]
-                    for kind, rows in (("kernels", phase.kernels), ("operators", phase.operators))
-                    if rows
-                },
-            }
-            for name, phase in first.phases.items()
-        ],
-    }
+    """Times of all ranks; longest operators of the first."""
+    first, phases = ranks[0], list[Row]()
+    for name, phase in first.phases.items():
+        all_ranks = [each.phases[name] for each in ranks if name in each.phases]
+        longest = {"kernels": phase.kernels, "operators": phase.operators}
+        row: Row = {"name": name, "peak_gib": number(max(each.peak_bytes or 0 for each in all_ranks) / 2**30)}
+        row |= {time: [number(vars(each)[time]) for each in all_ranks] for time in ("seconds", "computing", "waiting")}
+        row["parts"] = {part: number(seconds) for part, seconds in phase.parts.items()}
+        row["longest"] = {
+            kind: [[own, number(seconds), calls] for own, seconds, calls in rows]
+            for kind, rows in longest.items()
+            if rows
+        }
+        phases.append(row)
+    return {"step": first.step, "device": first.device, "rank": first.rank, "ranks": len(ranks), "phases": phases}

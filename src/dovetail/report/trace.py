@@ -1,4 +1,4 @@
-"""Sums up a Chrome trace of torch.profiler by phase of the training loop."""
+"""Sums up a torch.profiler trace by phase."""
 
 import json
 import math
@@ -20,7 +20,7 @@ CPU = 0  # type of a device
 
 
 class Event(NamedTuple):
-    """In microseconds. launch: joins what ran on a GPU with the host's call."""
+    """In microseconds. launch: correlation with the host's call."""
 
     start: float
     stop: float
@@ -30,7 +30,6 @@ class Event(NamedTuple):
 
 
 def read_events(path: Path) -> list[Row]:
-    """Of a trace that is not compressed. ValueError if it is cut."""
     with path.open(encoding="utf-8", errors="replace") as file:
         events: list[Row] = json.load(file, strict=False)["traceEvents"]
     return events
@@ -44,7 +43,7 @@ def summarize(events: Iterable[Row], step: int, rank: int, device: str) -> Summa
 
 
 class _Trace:
-    """operators: of the host. kernels: on a GPU. collectives: on a GPU, or by threads of gloo."""
+    """collectives: on a GPU, or gloo's."""
 
     def __init__(self) -> None:
         self.phases, self.parts = list[Event](), list[Event]()
@@ -106,7 +105,7 @@ class _Trace:
         return phases
 
     def _phase_of(self, event: Event) -> str:
-        """Of the launch of what ran on a GPU."""
+        """GPU work counts where it was launched."""
         return self._phase_at(event.start if event.launch is None else self.launched.get(event.launch, event.start))
 
     def _phase_at(self, time: float) -> str:
@@ -114,7 +113,7 @@ class _Trace:
         return self.phases[before - 1].name if before else ""
 
     def _peaks(self) -> Mapping[str, int]:
-        """Most allocated bytes by phase, of the GPU if there is one; of the host beyond what it had at first."""
+        """Bytes by phase, of the GPU if there is one."""
         types = {kind for _, kind, _ in self.allocated}
         peaks = defaultdict[str, int](int)
         for time, kind, allocated in self.allocated:
@@ -127,7 +126,7 @@ class _Trace:
 def _by(
     key: Callable[[Event], str], times: Iterable[tuple[Event, float]]
 ) -> defaultdict[str, dict[str, tuple[float, int]]]:
-    """By phase and name: seconds and calls."""
+    """Seconds and calls by phase and name."""
     phases = defaultdict[str, dict[str, tuple[float, int]]](dict)
     for event, time in times:
         names = phases[key(event)]
@@ -142,7 +141,7 @@ def _longest(names: Mapping[str, tuple[float, int]]) -> list[tuple[str, float, i
 
 
 def _own_times(events: Iterable[Event]) -> Iterator[tuple[Event, float]]:
-    """Without the time of events within."""
+    """Without events inside."""
     for _, thread in groupby(sorted(events, key=lambda e: (str(e.thread), e.start, -e.stop)), lambda e: e.thread):
         open_events: list[tuple[Event, float]] = []  # and their own time so far
         for event in chain(thread, [Event(math.inf, math.inf, "", 0, None)]):
@@ -155,7 +154,6 @@ def _own_times(events: Iterable[Event]) -> Iterator[tuple[Event, float]]:
 
 
 def _merged(events: Iterable[Event]) -> list[tuple[float, float]]:
-    """Spans in which at least one of them goes on, in order."""
     spans: list[tuple[float, float]] = []
     for start, stop in sorted((event.start, event.stop) for event in events):
         if spans and start <= spans[-1][1]:

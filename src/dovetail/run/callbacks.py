@@ -39,7 +39,7 @@ class TrainerState:
     should_save: bool = False
 
     def takes(self, flag: str) -> bool:
-        """Whether a flag is set; it is not any more."""
+        """Read and clear a flag."""
         is_set = bool(vars(self)[flag])
         setattr(self, flag, False)
         return is_set
@@ -79,7 +79,7 @@ class TrainerCallback:
 
 
 class Callbacks:
-    """Calls each of `callbacks` in order. Collective."""
+    """Collective."""
 
     def __init__(self, state: TrainerState, mesh: Mesh) -> None:
         self.state, self.mesh = state, mesh
@@ -90,8 +90,6 @@ class Callbacks:
             self._together(event, each, lambda method: method(self.state, *given))
 
     def add_columns(self, event: str, row: dict[str, Any], prefix: str = "") -> None:
-        """What they add to a row of metrics, as on the first rank."""
-
         def called(method: Callable[..., object]) -> None:
             method(self.state, mine)
             for name in {**row, **mine}:
@@ -107,7 +105,6 @@ class Callbacks:
             row |= of_first({name: value for name, value in mine.items() if name not in row}, self.mesh)
 
     def replaced(self, samples: list[Any]) -> list[Any]:
-        """What on_rollout_end makes of them."""
         known = {(sample.group, sample.completion.sample) for sample in samples}
 
         def called(method: Callable[..., list[Any] | None]) -> None:
@@ -116,9 +113,7 @@ class Callbacks:
                 if not isinstance(sample, type(samples[0])) or (sample.group, sample.completion.sample) not in known:
                     raise TypeError("expected None, or a list of samples it was given, changed by dataclasses.replace")
                 if not (isinstance(sample.reward, (int, float)) and math.isfinite(sample.reward)):
-                    raise ValueError(
-                        f"the reward {quoted(sample.reward)} of {sample.prompt.id!r}; expected a finite number"
-                    )
+                    raise ValueError(f"the reward {quoted(sample.reward)} of {sample.prompt.id!r}: not a finite number")
             taken.append(samples if result is None else list(result))
 
         for each in self.callbacks if samples else ():
@@ -132,7 +127,7 @@ class Callbacks:
         return samples
 
     def _together(self, event: str, callback: TrainerCallback, call: Callable[[Any], object]) -> None:
-        """Raises on all ranks what one raised."""
+        """An exception on one rank raises on all."""
         name = f"{type(callback).__name__}.{event}"
         try:
             call(getattr(callback, event))
@@ -142,7 +137,7 @@ class Callbacks:
             raise CallbackError(problems)
 
     def _problems(self, name: str, own: str) -> str:
-        """Of all ranks, which also agree on the flags."""
+        """Errors of all ranks; also combines the flags."""
         state = self.state
         ranks = of_all([own, *(vars(state)[flag] for flag in FLAGS)], self.mesh)
         for i, flag in enumerate(FLAGS):

@@ -38,7 +38,7 @@ Log = tuple[Callable[[int, Mapping[str, float], Seq[Row]], None], Callable[[], N
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """run_id: the same after a resume. first_step: that this start makes."""
+    """run_id survives a resume. first_step: of this start."""
 
     path: Path
     config: Mapping[str, Any]
@@ -54,7 +54,6 @@ def check_loggers(sections: Seq[LoggerSection]) -> None:
 
 
 def grouped(row: Row) -> dict[str, float]:
-    """Numbers under the names that trackers show in groups."""
     numbers = {k: v for k, v in row.items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
     grouped = dict[str, float]()
     for name in numbers.keys() - {"step", "timestamp"}:
@@ -71,7 +70,7 @@ def start_logger(section: LoggerSection, run: RunFacts) -> Log:
 
 
 def _unless_set(value: Any, default: Any, *variables: str) -> Any:
-    """None lets a library read one of its variables."""
+    """None: the library reads its variable."""
     return value or (None if any(map(from_environment, variables)) else default)
 
 
@@ -146,7 +145,7 @@ def _tensorboard(_: LoggerSection, run: RunFacts) -> Log:
 
 
 def _trackio(section: LoggerSection, run: RunFacts) -> Log:
-    """Resumes by name, so that the name holds a part of our id."""
+    """Resumes by name."""
     started = importlib.import_module("trackio").init(
         project=section.project or PROJECT,
         name=f"{section.run_name or run.path.name}-{run.run_id[:8]}",

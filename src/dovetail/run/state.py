@@ -63,7 +63,7 @@ class RunState(BaseModel):
 
     @classmethod
     def parse(cls, state: Mapping[str, Any] | None, path: Path) -> "RunState":
-        """CheckpointError names every missing, unknown or invalid field."""
+        """CheckpointError names every bad field."""
         if state is None:
             raise CheckpointError(f"{path} has weights without training state; start a new run with model.path={path}")
         try:
@@ -75,7 +75,7 @@ class RunState(BaseModel):
 
 
 def model_fingerprint(config: Mapping[str, Any], sides: SideFiles, directory: Path, mesh: Mesh) -> str:
-    """Of config, tokenizer and every byte of the weights, for any number of ranks. Collective."""
+    """Collective. Config, tokenizer and every byte of the weights, for any number of ranks."""
     digest = _text_digest(config, sides)
     world, own, chunks = mesh["world"], list[str](), list[tuple[Path, int]]()
     with agreed(mesh, directory):
@@ -97,7 +97,7 @@ def _checksum(chunk: tuple[Path, int]) -> str:
 
 
 def refuse_other_models(key: str, source: Pretrained, mesh: Mesh) -> None:
-    """ConfigError if config, tokenizer or sampled weights differ between ranks. Collective."""
+    """Collective."""
     sample = ""
     with agreed(mesh, source.path):
         sample = sampled_fingerprint(source)
@@ -105,7 +105,7 @@ def refuse_other_models(key: str, source: Pretrained, mesh: Mesh) -> None:
 
 
 def sampled_fingerprint(source: Pretrained) -> str:
-    """Of config, tokenizer and a sample of the weights."""
+    """Config, tokenizer and a sample of the weights."""
     digest = _text_digest(source.config, source.sides)
     for path, size in _weight_files(source.path, digest):
         with open(path, "rb") as file:
@@ -116,7 +116,6 @@ def sampled_fingerprint(source: Pretrained) -> str:
 
 
 def _weight_files(directory: Path, digest: Any) -> Iterator[tuple[Path, int]]:
-    """Files and sizes, which `digest` takes too."""
     for path in sorted(directory.glob("*.safetensors")):
         size = path.stat().st_size
         digest.update(f"{path.name} {size}".encode())
