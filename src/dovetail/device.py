@@ -11,14 +11,10 @@ import torch
 
 from dovetail.system import resident_memory
 
-# Dense bf16 operations per second by datasheet, by the start of the device's name.
+# Dense bf16 FLOP/s by datasheet.
 PEAK_FLOPS: Mapping[str, float] = {
-    "NVIDIA H200": 989e12,
-    "NVIDIA H100": 989e12,
-    "NVIDIA A100": 312e12,
-    "NVIDIA B200": 2250e12,
-    "NVIDIA L40S": 362e12,
-}
+    "NVIDIA H200": 989e12, "NVIDIA H100": 989e12, "NVIDIA A100": 312e12, "NVIDIA B200": 2250e12, "NVIDIA L40S": 362e12,
+}  # fmt: skip
 
 
 def peak_flops(device: torch.device) -> float | None:
@@ -42,7 +38,7 @@ def usage(device: torch.device) -> dict[str, float]:
         sizes |= {"allocated": module.memory_allocated(device), "reserved": module.memory_reserved(device)}
     row = {f"memory/{name}_gib": size / 2**30 for name, size in sizes.items() if size is not None}
     if device.type == "cuda" and importlib.util.find_spec("pynvml") is not None:
-        # a driver without it, a MIG slice, which torch does not find among the devices, or another package of that name
+        # no driver, a MIG slice, another pynvml
         with suppress(importlib.import_module("pynvml").NVMLError, RuntimeError, ImportError):
             row["gpu_utilization"] = float(torch.cuda.utilization(device))
     return row

@@ -1,15 +1,12 @@
-"""Exceptions for users: what was given, what was expected and what to do.
-
-The command line prints a `UserError` once, without a traceback, and exits with 2; any other is a defect and exits with 1.
-"""
+"""Exceptions for users: what was given, what was expected, what to do."""
 
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
-MAX_QUOTED = 200  # characters of a given value in a message
-MAX_LINE = 2000  # characters of a line of a report
+MAX_QUOTED = 200  # characters of a value
+MAX_LINE = 2000  # characters of a line
 LONG_WORD = re.compile(rf"\S{{{MAX_QUOTED + 4},}}")  # longer than a shortened one
 SHOWN_RANKS = 8  # for each value, in a message
 
@@ -100,7 +97,7 @@ def shortened(text: object) -> str:
 def quoted(value: object) -> str:
     try:
         return shortened(repr(value))
-    except (ValueError, RecursionError):  # an int of thousands of digits; lists nested too deep
+    except (ValueError, RecursionError):  # huge int, deep nesting
         return f"a {type(value).__name__} that is too large to show"
 
 

@@ -8,12 +8,12 @@ from torch import Tensor
 
 from dovetail.system import free_memory
 
-ALIGNMENT = 64  # bytes; any dtype may begin there, and so may a vector load
+ALIGNMENT = 64  # bytes, for any dtype and vector load
 DEVICE_ALIGNMENT = 512  # bytes, of torch's device allocator
-CHUNK_BYTES = 1 << 28  # of an arena; a power of two, since the allocator of pinned memory rounds up to one
+CHUNK_BYTES = 1 << 28  # the allocator of pinned memory rounds up to a power of two
 SMALL_BYTES = 1 << 20  # torch's device allocator serves smaller requests from pooled blocks
-LARGE_BYTES = 1 << 30  # larger requests tend to repeat, such as activations of a long sequence
-HOST_RESERVE = 1 << 32  # bytes of the host's memory for data, workers and libraries
+LARGE_BYTES = 1 << 30  # larger requests tend to repeat
+HOST_RESERVE = 1 << 32  # bytes for data, workers and libraries
 
 
 def aligned(num_bytes: int, alignment: int = ALIGNMENT) -> int:

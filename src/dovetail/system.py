@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-OPEN_FILES = 1 << 16  # for many groups of ranks, and for a file of each rank that wrote a checkpoint
+OPEN_FILES = 1 << 16  # for process groups and checkpoint files
 _PROC = Path("/proc")
 _CGROUPS = Path("/sys/fs/cgroup")
 _SET_PARENT_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36  # prctl(2)

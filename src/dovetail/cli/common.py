@@ -77,7 +77,7 @@ class RowFile:
         self.is_live = self.is_shown and console.is_terminal
         self._progress = bars(console, shown=self.is_live)
         self._bar = self._progress.add_task("rows", total=total, rate="")
-        self._rates = (time.monotonic(), 0)  # the start, and tokens of whole parts
+        self._rates = (time.monotonic(), 0)  # start, tokens written
         self._said = time.monotonic()
 
     def _part(self, name: str) -> Path:

@@ -16,7 +16,7 @@ from dovetail.recipe.yaml import flat
 
 KEY, VERDICT = "dovetail/inputs", "dovetail/inputs/verdict"  # in the store
 LIBRARIES = ("torch", "transformers")
-MAY_DIFFER = ("out", "run_dir")  # run_dir is compared later, as a directory
+MAY_DIFFER = ("out", "run_dir")
 # Arguments of train.
 IN_RECIPE = ("recipe", "overrides", "layout", "dtype", "engine", "trust_remote_code", "recipe_read")
 

@@ -19,7 +19,7 @@ EXTRAS = (
     "gguf", "accelerate", "pillow", "torchvision", "flash-attn-4", "quack-kernels", "pyarrow", "wandb", "tensorboard",
     "mlflow-skinny", "trackio", "swanlab",
 )  # fmt: skip
-BF16_ERROR = 0.02  # relative to the largest value; one rounding is 0.004
+BF16_ERROR = 0.02  # relative to the maximum; one rounding is 0.004
 
 
 def run(args: argparse.Namespace) -> int:

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from dovetail.recipe.schema import Recipe
 
 GPUS = Path("/proc/driver/nvidia/gpus")
-GPU_NODES = ("nvidia*", "nvhost*", "nvgpu*", "nvmap", "kfd", "dxg")  # in /dev; without any there is no CUDA or ROCm
+GPU_NODES = ("nvidia*", "nvhost*", "nvgpu*", "nvmap", "kfd", "dxg")  # in /dev
 MAX_HEADER = 1 << 27  # bytes of a safetensors file's
-TRAINED_BYTES, MOMENT_BYTES = 16, 8  # of a parameter: float32 weight, gradient and AdamW's two moments
+TRAINED_BYTES, MOMENT_BYTES = 16, 8  # of a parameter: weight, gradient, two moments
 ITEM_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2}
 
 

@@ -105,7 +105,7 @@ class _ExitCode:
             self.value = error.code if isinstance(error.code, int) else 0
         elif isinstance(error, KeyboardInterrupt):
             self.value = INTERRUPTED
-        elif isinstance(error, SecondaryFailure):  # never 0: a launcher may look at this rank alone
+        elif isinstance(error, SecondaryFailure):  # never 0
             self.value = USER_ERROR if isinstance(error.__cause__, UserError) else DEFECT
         elif error is not None:
             self.value = USER_ERROR if isinstance(error, UserError) else DEFECT

@@ -279,7 +279,7 @@ def make_decoder(
     spec: ArchSpec, mesh: Mesh, dtype: torch.dtype, head: Head = "lm", recompute: Recompute = "none"
 ) -> Decoder:
     ranges, pp, kernels = partition(spec, mesh.layout), mesh["pp"], kernels_for(mesh.device)
-    if pp.size > 1:  # transfers occupy SMs that dense gated products assume are free
+    if pp.size > 1:  # transfers occupy SMs that gated products need
         kernels = replace(kernels, gated=None)
     cut = StageRange(ranges[pp.rank :: pp.size], first=pp.rank == 0, last=pp.rank == pp.size - 1)
     with torch.device("meta"):

@@ -120,7 +120,7 @@ def engine_start(recipe: "Recipe", *, ranks_on_gpus: bool) -> EngineStart | None
 
 def _vllm_flags(recipe: "Recipe") -> list[str]:
     fits = [kind for kind in STARTS if all(kind in fitting_log_probs(each) for each in drawings(recipe))]
-    mode = STARTS[fits[-1]].split() if fits else []  # else the check of what it gives says why
+    mode = STARTS[fits[-1]].split() if fits else []
     transfer = json.dumps({"backend": transfer_backend(recipe.rollout.push)})
     return ["--enable-scale-out", "--weight-transfer-config", transfer, *mode]
 

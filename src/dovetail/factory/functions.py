@@ -23,7 +23,7 @@ from dovetail.rl.experience import OwnAdvantage, own_advantages
 from dovetail.rl.losses import PolicyLoss, SFTLoss, weight_fields
 from dovetail.rl.preference_losses import CPOLoss, DPOLoss, KTOLoss, ORPOLoss, RewardLoss
 
-LENGTHS, PROMPT = (5, 4, 6, 3), 1  # tokens of the trial's sequences: two prompts with two responses each
+LENGTHS, PROMPT = (5, 4, 6, 3), 1  # tokens of two responses to each of two prompts
 
 
 def sft_loss(algorithm: SFT, folder: Path) -> SFTLoss:

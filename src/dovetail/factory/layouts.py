@@ -12,7 +12,7 @@ from dovetail.pipeline.partition import check_pipeline
 
 Backend = Literal["native", "transformers"]
 KEYS = ("max_position_embeddings", "n_positions")
-SCALED = ("linear", "dynamic")  # rope types whose factor is not part of max_position_embeddings
+SCALED = ("linear", "dynamic")  # rope types that extend max_position_embeddings
 
 
 def check_layout(spec: AnySpec, layout: Layout) -> Layout:

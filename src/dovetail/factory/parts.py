@@ -50,6 +50,7 @@ from dovetail.run.resume import ROWS, Resumed, refuse_other
 from dovetail.run.state import refuse_other_models, rows_fingerprint
 from dovetail.weights.hf_directory import Pretrained
 
+RoleSection = CriticSection | ReferenceSection | TeacherSection | RewardModelSection
 Engines = dict[str, NativeEngine]  # by the role in a checkpoint
 Example = TypeVar("Example")
 
@@ -140,12 +141,12 @@ class RunParts:
                 replicas = connect(self.recipe, urls, engine_key(), self.source.spec.vocab_size)
         return replicas
 
-    def _role(self, section: CriticSection | ReferenceSection | TeacherSection, name: str) -> tuple[Pretrained, Mesh]:
+    def _role(self, section: RoleSection, name: str, *, own_words: bool = False) -> tuple[Pretrained, Mesh]:
         key, path = f"{name}.path", section.path
         with agreed(self.mesh):
             source = self.source if path is None else Pretrained.open(path, self.recipe.model.engine)
             theirs, ours = source.spec.vocab_size, self.source.spec.vocab_size
-            if theirs < ours:
+            if theirs < ours and not own_words:
                 sizes = f"a vocabulary of {theirs}, but the policy's ids go up to {ours - 1}"
                 raise ConfigError(f"{key} {path} has {sizes}; give a model with the policy's tokenizer")
         if path is not None:
@@ -175,13 +176,9 @@ class RunParts:
         return make_engine(source, mesh, self.dtype, head, options)
 
     def _reward_model(self, section: RewardModelSection) -> tuple[NativeEngine, Tokenizer]:
-        assert section.path is not None
+        source, mesh = self._role(section, "reward.model", own_words=True)
         with agreed(self.mesh):
-            source = Pretrained.open(section.path, self.recipe.model.engine)
             tokenizer: Tokenizer = load_tokenizer(source, trust_remote_code=self.recipe.model.trust_remote_code)
-        refuse_other_models("reward.model.path", source, self.mesh)
-        check = partial(check_layout, source.spec)
-        mesh = self._mesh(section.layout or self.recipe.layout, "reward.model.layout", check)
         return make_engine(source, mesh, self.dtype, "value", self._frozen), tokenizer
 
     @property

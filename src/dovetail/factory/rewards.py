@@ -34,7 +34,11 @@ def make_rewards(
                 renderer.__enter__()
                 rewards[label] = ModelReward(engine, _Encoder(tokenizer, renderer), renderer.__exit__)
             else:
-                rewards[label] = FunctionReward(_runner(part, mesh, recipe_folder, run_dir), mesh)
+                limits = CallLimits(batch=part.batch, workers=part.workers, concurrency=part.concurrency)
+                keys = {"options": part.options, "directory": recipe_folder, "timeout": part.timeout_seconds}
+                address = _address(part, run_dir)
+                runner = _runner(mesh, part.name, part.function, limits, address=address, **keys)
+                rewards[label] = FunctionReward(runner, mesh)
     except BaseException:
         RewardManager(rewards).close()
         raise
@@ -42,19 +46,16 @@ def make_rewards(
     return RewardManager(rewards, [part.weight for part in named.values()], name)
 
 
-def _runner(part: RewardPart, mesh: Mesh, recipe_folder: Path, run_dir: Path) -> RewardRunner | None:
+def _runner(mesh: Mesh, name: str | None, function: str | None, limits: CallLimits, **keys: Any) -> RewardRunner | None:
+    """On rank 0."""
     runner = None
     with agreed(mesh):
         if mesh["world"].rank == 0:
-            runner = RewardRunner(
-                part.name,
-                function=part.function,
-                address=_address(part, run_dir),
-                options=part.options,
-                directory=recipe_folder,
-                timeout=part.timeout_seconds,
-                limits=CallLimits(batch=part.batch, workers=part.workers, concurrency=part.concurrency),
-            )
+            try:
+                runner = RewardRunner(name, function=function, limits=limits, **keys)
+            except ConfigError as error:
+                problem = f"metric {function}, which is loaded as a reward: {error}" if limits.metric else str(error)
+                raise ConfigError(problem) from error
     return runner
 
 
@@ -65,13 +66,8 @@ def own_metrics(
     own: dict[str, OwnMetric] = {}
     for metric in metrics:
         if ":" in metric:
-            runner, limits = None, CallLimits(batch="step", metric=True)
-            with agreed(mesh):
-                if mesh["world"].rank == 0:
-                    try:
-                        runner = RewardRunner(function=metric, directory=folder, timeout=timeout, limits=limits)
-                    except ConfigError as error:
-                        raise ConfigError(f"metric {metric}, which is loaded as a reward: {error}") from error
+            limits = CallLimits(batch="step", metric=True)
+            runner = _runner(mesh, None, metric, limits, directory=folder, timeout=timeout)
             own[metric] = OwnMetric(label(metric), runner, mesh, say)
             at_close.callback(own[metric].close)
     return own

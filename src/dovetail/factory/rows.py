@@ -14,7 +14,7 @@ from dovetail.recipe.schema import Recipe
 from dovetail.rewards.built_in import BUILT_IN
 
 Example = TypeVar("Example")
-Parts = tuple[tuple[int, float], ...]  # number of rows and weight, of each part of a mixture
+Parts = tuple[tuple[int, float], ...]  # rows and weight of each part of a mixture
 TEMPLATE = "chat_template.jinja"
 
 

@@ -22,7 +22,7 @@ def backend_layout(source: Pretrained, layout: Layout, backend: Backend) -> Layo
     """dp must be known."""
     if backend == "transformers":
         if isinstance(source.spec, TransformersSpec) and source.spec.lacking:
-            check_layout(source.spec, layout)  # tp was asked for, and would be replicas
+            check_layout(source.spec, layout)  # refuses tp
         return Layout(dp=layout.num_ranks)
     named = source.config.get("model_type")
     if named not in FAMILIES:

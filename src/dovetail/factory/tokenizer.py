@@ -6,7 +6,6 @@ import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from transformers.utils.hub import HF_MODULES_CACHE
@@ -31,7 +30,7 @@ def load_tokenizer(source: Pretrained, *, trust_remote_code: bool = False) -> An
     if not source.has_tokenizer:
         raise ModelError(f"{source.path} has no tokenizer (tokenizer.json); give rows of input_ids, or copy it there")
     auto = importlib.import_module("transformers").AutoTokenizer
-    with _Loading(source.path, "tokenizer"), _import_lock(trusted=trust_remote_code):
+    with _loading(source.path, "tokenizer", trusted=trust_remote_code):
         tokenizer = auto.from_pretrained(str(source.path), trust_remote_code=trust_remote_code, local_files_only=True)
         tokenizer.encode("a", add_special_tokens=True)  # reads the remaining settings
         return tokenizer
@@ -51,7 +50,7 @@ def load_processor(source: Pretrained, *, trust_remote_code: bool = False) -> Pr
             if settings is not None:
                 return KimiImages(settings)
         transformers = importlib.import_module("transformers")
-        with _Loading(source.path, "processor of images and videos"), _import_lock(trusted=trust_remote_code):
+        with _loading(source.path, "processor of images and videos", trusted=trust_remote_code):
             auto = getattr(transformers, kind)
             return auto.from_pretrained(str(source.path), trust_remote_code=trust_remote_code, local_files_only=True)
 
@@ -60,36 +59,23 @@ def load_processor(source: Pretrained, *, trust_remote_code: bool = False) -> Pr
 
 
 @contextlib.contextmanager
-def _import_lock(*, trusted: bool) -> Iterator[None]:
-    """transformers copies code to a cache and imports it: one process at a time."""
-    if not trusted:
-        yield
-        return
-    cache = Path(HF_MODULES_CACHE)
-    cache.mkdir(parents=True, exist_ok=True)
-    with open(cache / LOCK, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-class _Loading:
-    """Turns any exception into ModelError; tokenizers raises bare `Exception`."""
-
-    def __init__(self, path: Path, what: str) -> None:
-        self.path, self.what = path, what
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        if isinstance(error, Exception):
-            cause = " ".join(str(error).split())
-            hint = "; fetch its files again"
-            if "trust_remote_code" in cause:
-                hint = "; --trust-remote-code lets it run"
-            elif "torchvision" in cause.lower():
-                hint = "; pip install 'dovetail-rl[video]'"
-            raise ModelError(f"{self.path}: its {self.what} does not load: {cause}{hint}") from error
+def _loading(path: Path, what: str, *, trusted: bool) -> Iterator[None]:
+    """Any exception becomes ModelError: tokenizers raises bare ones. Trusted code is copied to a cache, so one at a time."""
+    try:
+        with contextlib.ExitStack() as stack:
+            if trusted:
+                cache = Path(HF_MODULES_CACHE)
+                cache.mkdir(parents=True, exist_ok=True)
+                fcntl.flock(stack.enter_context(open(cache / LOCK, "w")), fcntl.LOCK_EX)
+            yield
+    except Exception as error:
+        cause = " ".join(str(error).split())
+        hint = "; fetch its files again"
+        if "trust_remote_code" in cause:
+            hint = "; --trust-remote-code lets it run"
+        elif "torchvision" in cause.lower():
+            hint = "; pip install 'dovetail-rl[video]'"
+        raise ModelError(f"{path}: its {what} does not load: {cause}{hint}") from error
 
 
 def stop_ids(source: Pretrained, tokenizer: Tokenizer | None) -> tuple[int, ...]:
@@ -116,7 +102,7 @@ def banned_ids(
     """Placeholders of images and videos, and ids without text."""
     vocab_size, banned = source.spec.vocab_size, set[int]()
     if tokenizer is not None:
-        known = set(tokenizer.get_vocab().values())  # fewer than len(tokenizer) if several ids have one text
+        known = set(tokenizer.get_vocab().values())  # ids may share a text
         known = known if len(known) >= len(tokenizer) else set(range(len(tokenizer)))
         banned = set(range(vocab_size)) - known - set(stops)
     if processor is not None:

@@ -17,7 +17,7 @@ from dovetail.launch.process import complain, without_secrets
 
 URLS, KEY = "DOVETAIL_ENGINES", "DOVETAIL_ENGINE_KEY"
 LOOK_SECONDS, END_SECONDS, ASK_SECONDS = 0.5, 15.0, 5.0
-LAST_LINES = 15  # of the log of a server that did not start
+LAST_LINES = 15  # of a failed server's log
 HOST = "127.0.0.1"
 
 

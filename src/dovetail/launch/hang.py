@@ -13,10 +13,10 @@ from typing import IO, NamedTuple
 from dovetail.launch.progress import State
 
 DUMP_SIGNAL = signal.SIGURG  # ignored by a rank that does not write stacks yet
-PROFILE_SIGNAL = signal.SIGUSR2  # from users; batch systems send USR1 before they end a job
+PROFILE_SIGNAL = signal.SIGUSR2  # batch systems use USR1
 WAITING_IN = ("/torch/distributed/", "/dovetail/parallel/", "/dovetail/pipeline/executor.py")
 STOPPED_STATES = ("T", "t")
-SILENT_SECONDS = 5.0  # without a heartbeat, of which there are two a second
+SILENT_SECONDS = 5.0  # without a heartbeat
 MAX_FRAMES = 4  # in the short form of a stack
 _FRAME = re.compile(r'  File "(?P<file>[^"]*)", line (?P<line>\d+|\?\?\?) in (?P<name>.*)')
 
@@ -93,10 +93,7 @@ class RankStatus(NamedTuple):
 
 
 def suspects(ranks: Sequence[RankStatus]) -> tuple[list[int], str]:
-    """The ranks that the others wait for, if any stand out, and why.
-
-    The last case: the smallest group of equal stacks and phases; of two, the one ahead, which has left a collective.
-    """
+    """Ranks at fault, if any, and why. Last case: the smallest group of equal stacks; of two, the one ahead."""
     if stopped := [r.rank for r in ranks if r.kernel in STOPPED_STATES]:
         return stopped, "stopped (SIGSTOP or a debugger)"
     silent = [r.rank for r in ranks if not r.stack.frames]

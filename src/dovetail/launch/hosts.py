@@ -1,6 +1,6 @@
-"""Detects lost hosts: each rank's monitor process exchanges heartbeats with rank 0's, and ends its rank with all others.
+"""Detects lost hosts: monitor processes of all ranks exchange heartbeats with rank 0's. Imports no torch.
 
-Not a thread: a compiler may hold Python's lock for longer than a host may be silent. Imports no torch.
+Not threads: a compiler may hold Python's lock for too long.
 """
 
 import contextlib
@@ -18,11 +18,11 @@ from typing import Any, NamedTuple, Protocol
 
 from dovetail import system
 from dovetail.launch.hang import STOPPED_STATES
-from dovetail.launch.process import start_worker
+from dovetail.launch.process import start_worker, tell
 
 BEAT_SECONDS = 2.0
 SILENT_SECONDS = 35.0
-GONE_SECONDS = 20.0  # after a rank's process ended: its job may be ending with a message
+GONE_SECONDS = 20.0  # after a process ended: its job may be ending
 LOST_SECONDS = 1.0  # until all hosts know that a process ended
 KILL_SECONDS = 3.0
 KEY = "dovetail/hosts"  # in the store
@@ -115,7 +115,7 @@ class Heartbeats:
         """Hosts that are lost, or ""."""
         silent: dict[tuple[str, bool], list[int]] = {}
         if any(now > last.deadline for last in self.last.values()):
-            near = min(3 * BEAT_SECONDS, self.limit / 2)  # ranks of one host fall silent shortly after each other
+            near = min(3 * BEAT_SECONDS, self.limit / 2)  # ranks of a host fall silent one by one
             for rank, last in sorted(self.last.items()):
                 if now > last.deadline - near:
                     silent.setdefault((last.host, last.ended), []).append(rank)
@@ -204,8 +204,9 @@ class _Monitor:
                 continue
             self._add(_Peer(connection, 0, hub["host"]))
             self.heartbeats.note(0, hub["host"], time.monotonic())
-            return self._send(f"hello {hub['token']} {rank} {self.setup['host']}")
-        return _say(f"warn rank {rank} cannot reach {problem}: the loss of a host will be noticed late")
+            self._send(f"hello {hub['token']} {rank} {self.setup['host']}")
+            return
+        tell(f"warn rank {rank} cannot reach {problem}: the loss of a host will be noticed late\n")
 
     def _receive(self, peer: _Peer) -> str:
         lines, now = peer.lines(), time.monotonic()
@@ -214,7 +215,7 @@ class _Monitor:
             self._drop(peer)
             if peer.rank >= 0:
                 lost = f"lost host {peer.host} (rank {peer.rank}): the process ended"
-                _say(lost)
+                tell(f"{lost}\n")
                 if self.listener is not None:
                     self._send(lost)
             return ""
@@ -227,7 +228,7 @@ class _Monitor:
             if word == "end":
                 return text
             if word == "lost":
-                _say(line)
+                tell(f"{line}\n")
             self.heartbeats.note(peer.rank, peer.host, now)
         return ""
 
@@ -261,20 +262,14 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):  # for the rank: it may have a checkpoint to write
         signal.signal(number, signal.SIG_IGN)
     line = b""
-    while not line.endswith(b"\n"):  # and no byte of the next line, which `select` would not see
+    while not line.endswith(b"\n"):  # `select` would not see buffered bytes
         line += os.read(0, 1) or sys.exit()
     setup = json.loads(line)
     if reason := _Monitor(setup).run():
-        _say(f"end {reason}")
+        tell(f"end {reason}\n")
         time.sleep(KILL_SECONDS)
         if os.getppid() == setup["parent"]:
             os.kill(setup["parent"], signal.SIGKILL)
-
-
-def _say(line: str) -> None:
-    with contextlib.suppress(OSError):
-        sys.stdout.write(f"{line}\n")
-        sys.stdout.flush()
 
 
 def _own_address(master: str) -> str:

@@ -33,7 +33,7 @@ def open_closed_streams() -> None:
         try:
             os.fstat(number)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, mode), True)  # the lowest free number, which is this one
+            os.set_inheritable(os.open(os.devnull, mode), True)  # takes this number
             opened = True
     if opened:
         os.execv(sys.executable, sys.orig_argv)

@@ -1,7 +1,4 @@
-"""A rank's phase and step in a small shared file, read by its supervisor. Imports no torch.
-
-The main thread enters phases; heartbeats come from another, even while a collective hangs.
-"""
+"""A rank's phase and step in a shared file, with heartbeats from a thread. Imports no torch."""
 
 import os
 import struct
@@ -19,7 +16,7 @@ Phase = Literal[
     "profile",
 ]  # fmt: skip
 PHASES: tuple[Phase, ...] = get_args(Phase)
-# Seconds until a phase counts as hung; `run` is the whole of a score or generate.
+# Seconds until a phase counts as hung. `run`: score or generate.
 LIMITS: Mapping[Phase, float] = {
     "init": 600.0, "load": 1800.0, "run": float("inf"), "push": 900.0, "rollout": 3600.0, "reward": 1800.0,
     "score": 1200.0, "update": 1200.0, "optimizer": 600.0, "save": 1800.0, "eval": 3600.0, "wait": 1800.0,
@@ -28,7 +25,7 @@ LIMITS: Mapping[Phase, float] = {
 
 COLLECTIVE_SLACK, MAX_COLLECTIVE_SECONDS = 120.0, 30 * 86400.0
 READ_ATTEMPTS = 5
-_RECORD = struct.Struct("<qqqddq")  # a State, step -1 for none; `entries` again, unequal in a half-read record
+_RECORD = struct.Struct("<qqqddq")  # a State; step -1: none; `entries` again, to detect torn reads
 
 
 class State(NamedTuple):

@@ -1,7 +1,4 @@
-"""This process as a rank: its progress, its report of a failure, and its end. Imports no torch.
-
-A supervised rank ends with its supervisor, by a pipe between them. Others watch themselves.
-"""
+"""This process as a rank: progress, report of a failure, end. Imports no torch."""
 
 import faulthandler
 import os
@@ -29,7 +26,7 @@ PIPE, FOLDER = "DOVETAIL_PARENT_PIPE", "DOVETAIL_WATCH"  # environment of a supe
 DEFECT, USER_ERROR, INTERRUPTED, STOPPED = 1, 2, 130, 143  # exit codes
 STOP_CODES: Mapping[int, int] = {signal.SIGTERM: STOPPED, signal.SIGINT: INTERRUPTED}
 UNWINDING_SECONDS, SECOND_UNWINDING_SECONDS = 30.0, 1.5  # after the first and the second signal
-SAME_SIGNAL_SECONDS = 1.0  # a rank may get a signal directly and by its launcher
+SAME_SIGNAL_SECONDS = 1.0  # the launcher may repeat a signal
 BEAT_SECONDS = LOOK_SECONDS = 0.5
 
 
@@ -41,7 +38,7 @@ class RankFiles:
 class RankProcess:
     def __init__(self, folder: str | None = None, pipe: str | None = None) -> None:
         self.files = RankFiles(folder, os.environ["RANK"]) if folder is not None else None
-        self.silent = False  # whatever fails after a signal is a consequence
+        self.silent = False  # after a signal
         self.progress = Progress(self.files.state if self.files else None)
         self._hosts: HostWatch | None = None
         self._stacks: IO[str] | None = dump_stacks_to(self.files.stacks) if self.files else None
@@ -102,8 +99,7 @@ class RankProcess:
 class StopHandler:
     """The first SIGTERM or SIGINT unwinds the main thread, a second one ends the process soon.
 
-    Handlers run in the main thread, which may never return from a collective: so a thread reads Python's wakeup pipe, and
-    ends the process after the first one, too, unless a training loop handles it.
+    The main thread may never return from a collective: a thread reads Python's wakeup pipe, and ends the process.
     """
 
     def __init__(self, rank: RankProcess) -> None:

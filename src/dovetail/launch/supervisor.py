@@ -1,7 +1,4 @@
-"""Starts a command's ranks on this machine; all end when one dies or hangs. Imports no torch.
-
-Each rank has torchrun's environment, and a session of its own: a Ctrl-C reaches this process alone.
-"""
+"""Starts local ranks with torchrun's environment; all end when one dies or hangs. Imports no torch."""
 
 import contextlib
 import os
@@ -23,21 +20,12 @@ from dovetail import system
 from dovetail.errors import MachineError
 from dovetail.jsonl import append
 from dovetail.launch.engines import EngineStart, running
-from dovetail.launch.hang import (
-    DUMP_SIGNAL,
-    PROFILE_SIGNAL,
-    STOPPED_STATES,
-    Incident,
-    RankStatus,
-    Stack,
-    main_stack,
-    suspects,
-)
+from dovetail.launch.hang import DUMP_SIGNAL, PROFILE_SIGNAL, STOPPED_STATES, Incident, RankStatus, main_stack, suspects
 from dovetail.launch.process import complain, narrow_limits
 from dovetail.launch.progress import LIMITS, Phase, State, read_state
 from dovetail.launch.rank import DEFECT, FOLDER, INTERRUPTED, PIPE, STOP_CODES, STOPPED, USER_ERROR, RankFiles
 
-GRACE_SECONDS, STOP_SECONDS = 3.0, 10.0  # for the other ranks to end, after a failure and after a signal
+GRACE_SECONDS, STOP_SECONDS = 3.0, 10.0  # for other ranks to end after a failure, a signal
 POLL_SECONDS, LOOK_SECONDS = 0.02, 0.5  # between checks for ends, and for hangs
 KILLED_SECONDS = 60.0  # memory may have to be unpinned first
 STACK_SECONDS, WRITING_SECONDS = 5.0, 0.5  # for all stacks to begin, and to end
@@ -52,8 +40,8 @@ class Supervision:
     limits: Mapping[Phase, float] = field(default_factory=lambda: LIMITS)
     run_dir: Path | None = None  # of events.jsonl
     restarts: int = 0
-    resume: tuple[str, ...] = ()  # arguments from a restart on, once work had begun
-    engines: EngineStart | None = None  # live as long as all starts of the ranks together
+    resume: tuple[str, ...] = ()  # arguments after a restart
+    engines: EngineStart | None = None  # outlive restarts
 
 
 class ExitReport(NamedTuple):
@@ -113,7 +101,7 @@ def _start_once(
             shared = {**os.environ, **variables, "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
             shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), PIPE: str(reader), FOLDER: folder}
             shared.setdefault("OMP_NUM_THREADS", str(max(1, system.cores() // ranks)))
-            shared.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # else every rank reports that a failed one disconnected
+            shared.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # else every rank reports a disconnect
             for rank in map(str, range(ranks)):
                 env = {**shared, "RANK": rank, "LOCAL_RANK": rank}
                 job.add(subprocess.Popen(command, env=env, pass_fds=(reader,), start_new_session=True))
@@ -163,7 +151,7 @@ class _Job:
         self.processes: list[subprocess.Popen[bytes]] = []
         self.files: list[RankFiles] = []
         self.ended: dict[int, int] = {}  # exit codes, in the order of the ends
-        self.first: list[int] = []  # the ranks seen failing first
+        self.first: list[int] = []  # ranks that failed first
         self.spared = system.children_of([os.getpid()])  # not of this job
         self.begun = time.monotonic()
         self.kills_before = system.out_of_memory_kills()
@@ -222,7 +210,7 @@ class _Job:
             return ExitReport(0)
         if self.stop.signal and (self.stop.second or not self.first or any(code in STOP_ENDS for code in codes)):
             return ExitReport(STOPPED if STOPPED in codes else STOP_CODES[self.stop.signal])
-        # of the ranks seen failing first: one that was killed, else one with a report
+        # first a killed rank, then one with a report
         killed = [rank for rank in self.first if self.ended[rank] < 0]
         failed = [rank for rank, code in self.ended.items() if code not in (0, *STOP_ENDS)]
         rank = [*killed, *(rank for rank in failed if _read(self.files[rank].report)), *self.first][0]
@@ -245,9 +233,6 @@ class _Job:
         if system.out_of_memory_kills() > self.kills_before:
             return f"{name}: the kernel ended it because memory ran out; use more ranks or lower tokens per batch"
         return f"{name}: by a user or a batch system (the kernel has counted no kill for want of memory)"
-
-    def _stack(self, rank: int) -> Stack:
-        return main_stack(_read(self.files[rank].stacks))
 
     def state(self, rank: int) -> State:
         return read_state(self.files[rank].state) or State(0, "init", None, self.begun, self.begun)
@@ -284,12 +269,13 @@ class _Job:
         kernel = {rank: system.kernel_state(pids[rank]) for rank in alive}
         for rank in alive:
             self.processes[rank].send_signal(DUMP_SIGNAL)
-        awaited = [rank for rank in alive if kernel[rank] not in STOPPED_STATES]
+        files = {rank: self.files[rank].stacks for rank in alive}
+        awaited = [files[rank] for rank in alive if kernel[rank] not in STOPPED_STATES]
         deadline = time.monotonic() + STACK_SECONDS
-        while time.monotonic() < deadline and not all(self._stack(rank).frames for rank in awaited):
+        while time.monotonic() < deadline and not all(main_stack(_read(file)).frames for file in awaited):
             time.sleep(POLL_SECONDS)
         time.sleep(WRITING_SECONDS)
-        return [RankStatus(r, pids[r], state, kernel[r], self._stack(r)) for r, state in alive.items()]
+        return [RankStatus(r, pids[r], alive[r], kernel[r], main_stack(_read(files[r]))) for r in alive]
 
 
 def _read(path: Path) -> str:

@@ -8,7 +8,7 @@ from dovetail.errors import ConfigError
 from dovetail.recipe.draft import Draft
 
 ACTOR, VALIDATION = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.val_kwargs."
-ASSUMED_PROMPT = 512  # tokens of a prompt, where theirs is not limited; for the size of micro-batches alone
+ASSUMED_PROMPT = 512  # tokens, for micro-batch sizes
 VERL_LOSSES: Mapping[Any, str] = {"cispo": "cispo", "geo_mean": "gmpo", "sapo": "sapo"}
 OWN_REWARD = "reward: write one (docs/rewards.md) for {}; exact_match stands here"
 PACKED = "{}: a row there has {} tokens of several; set trainer.prompts_per_step to the rows of a step"

@@ -9,7 +9,6 @@ from dovetail.bounds import MAX_FLOAT
 from dovetail.recipe.rollout import EMBEDDED, RolloutSection
 from dovetail.recipe.types import NonNegativeFloat, NotStrict, Section, key
 
-# Values that sample from the whole distribution.
 UNCUT: Mapping[str, float] = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 HighRatio = Annotated[float, Field(gt=0, le=MAX_FLOAT)]
 

@@ -17,11 +17,11 @@ from dovetail.recipe.shell import PROGRAM, read_command
 from dovetail.recipe.yaml import dump_value, flat, merge, parse_value, read_mapping, read_text
 
 IMPORTED = ("verl", "trl", "openrlhf", "axolotl", "slime")
-SAID = 5  # names that a command with the trainer's name is worth
+SAID = 5  # weight of the trainer's name in the command
 OFF = (None, False, 0, -1, 1, "", "none", "no", "disabled", "null")  # values that ask for nothing
 UNSET = ("${", "???")  # values that OmegaConf leaves open
-SECRET = re.compile(r"(wandb|hub|api|auth|access).*(key|token)|password|secret")  # whose value is not shown
-REFERENCE = re.compile(r"\$\{(?:oc\.select:)?([\w.]+)(?:, ?([^{}]*))?\}")  # to another key, as OmegaConf has them
+SECRET = re.compile(r"(wandb|hub|api|auth|access).*(key|token)|password|secret")
+REFERENCE = re.compile(r"\$\{(?:oc\.select:)?([\w.]+)(?:, ?([^{}]*))?\}")  # of OmegaConf
 OTHERS = re.compile(r"(?<![a-z])(dpo|kto|rm|reward|gkd|kd|orpo|cpo|rloo|prm|bco|nash_md|xpo)(?![a-z])")  # trainers
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 NAMES_A_PATH = ("model.path", "critic.path", "reference.path", "reward.model.path", "data.train", "data.eval")

@@ -15,7 +15,7 @@ from dovetail.errors import listing, quoted, shortened
 from dovetail.recipe.names import Meaning, all_meanings, hint, leaf_of, meant
 from dovetail.recipe.yaml import flat
 
-# The section `algorithm` of algorithms by their papers' names.
+# `algorithm` of published methods.
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "grpo": {"name": "grpo"},
     "dapo": {
@@ -42,7 +42,7 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
 }  # fmt: skip
 
 
-# Keys by their old names: the first three are accepted for good (contract.md), the others for one release.
+# Old names. LASTING ones are accepted for good (contract.md), others for one release.
 LASTING: Mapping[str, str] = {
     "data.overlong": "data.overlong_rows",
     "algorithm.minibatches": "algorithm.num_mini_batches",
@@ -58,9 +58,9 @@ RENAMED: Mapping[str, str] = {
 MOST_SHOWN = 20  # problems of one recipe
 KEYS_OF = " (keys of "
 UNKNOWN = "extra_forbidden"  # pydantic's name
-# similarity of 1 that a key of the same section must have, one that goes before names of others, and a section
+# least similarity: to a sibling key, to one that beats other projects' names, to a section
 CLOSE, CLOSER, SIMILAR = 0.75, 0.85, 0.7
-MANY = 4  # unknown keys that make a recipe look like a config of another project
+MANY = 4  # unknown keys of a foreign config
 
 
 @dataclass(frozen=True)

@@ -20,16 +20,16 @@ WITHOUT_KEY: Mapping[str, str] = {  # groups of a file, and what they say
     "later": "not supported yet: {}",
 }
 CLOSE = 0.85  # similarity of 1 to a name of another project
-COPIED = frozenset({"values", "item", "share", "gives", "decide"})  # ways to copy a value that has a note
+COPIED = frozenset({"values", "item", "share", "gives", "decide"})
 MOST_VALUES = 6  # of a name, in a message
 
 
 @dataclass(frozen=True)
 class Meaning:
-    """What a name of another project is here. key: ours, or None. text: what differs, or why there is none.
+    """A name of another project. key: ours. text: what differs, or why there is no key.
 
-    entry, for `dovetail import-config`: values (theirs to ours; others: more mean the same), item (of a list or mapping),
-    share (of all steps), gives (this, whatever it is), decide (the value is ours, but the user has to know the text).
+    entry: values (theirs to ours; others: more are equal), item (of a list or mapping), share (of all steps), gives (a
+    constant), decide (tell the user the text).
     """
 
     title: str | None
@@ -37,7 +37,7 @@ class Meaning:
     key: str | None
     text: str
     entry: Mapping[str, Any]
-    kind: str = ""  # the trainer of theirs whose name it is; "": all
+    kind: str = ""  # their trainer; "": all
 
     @property
     def copied(self) -> bool:
@@ -68,7 +68,7 @@ class Table:
     meanings: Sequence[Meaning]  # of one name, the first one counts
     older: Mapping[str, str]  # names of earlier releases
     defaults: Mapping[str, Any]
-    same: Mapping[str, Sequence[Any]]  # values of names without a key that ask for nothing else than is done here
+    same: Mapping[str, Sequence[Any]]  # values that change nothing here
 
     def find(self, name: str) -> Meaning | None:
         """By name, else the enclosing mapping's if that has no key here."""

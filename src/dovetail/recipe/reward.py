@@ -10,7 +10,7 @@ from dovetail.errors import quoted
 from dovetail.recipe.types import NonNegativeFloat, Options, OwnLayout, PathText, PositiveFloat, Section, key
 
 KINDS = ("name", "import", "judge", "model")
-JUDGE_SECONDS = 300.0  # for a judge or a model behind an address, with its retries
+JUDGE_SECONDS = 300.0  # for a judge or reward server, with retries
 
 
 class AddressSection(Section):

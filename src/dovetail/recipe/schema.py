@@ -1,7 +1,4 @@
-"""The recipe: every key, its default and its meaning. Imports no torch.
-
-Precedence: flags, `key.path=value`, the file, defaults. All problems are reported together.
-"""
+"""The recipe. Imports no torch. Flags beat overrides, which beat the file, which beats defaults."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,16 +21,7 @@ from dovetail.recipe.preferences import KTO, AnyPreference
 from dovetail.recipe.reward import Rewards, RewardSection
 from dovetail.recipe.rollout import EMBEDDED, RolloutSection
 from dovetail.recipe.tracking import Loggers, ProfileSection
-from dovetail.recipe.types import (
-    Dtype,
-    LayoutSection,
-    NonNegativeFloat,
-    OwnLayout,
-    PathText,
-    PositiveFloat,
-    Section,
-    key,
-)
+from dovetail.recipe.types import LayoutSection, NonNegativeFloat, OwnLayout, PathText, PositiveFloat, Section, key
 from dovetail.recipe.yaml import dump_mapping, merge, parse_overrides, read_mapping
 
 
@@ -50,7 +38,7 @@ class ModelSection(Section):
 
     path: PathText = Field(description="HF directory, sharded checkpoint, or hub name at a commit (name@revision)")
     engine: Literal["auto", "native", "transformers"] = key("auto", "auto: native if it knows family and options")
-    dtype: Dtype = key("float32", "compute type; master weights are always float32")
+    dtype: Literal["float32", "bfloat16"] = key("float32", "compute type; master weights are always float32")
     save_dtype: Literal["float32", "bfloat16", "float16"] | None = key(None, "of saved tensors; null: as in the source")
     trust_remote_code: bool = key(False, "run the code of the model's tokenizer or processor")
     moe: MoeSection = key(MoeSection(), "balance of experts")

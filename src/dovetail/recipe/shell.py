@@ -14,18 +14,14 @@ ASSIGNMENT = re.compile(r"(?:export )?([A-Za-z_]\w*)=(.*)", re.DOTALL)
 OVERRIDE = re.compile(r"(?:\+\+|[+~])?([A-Za-z_][\w.\-@/]*)=(.*)", re.DOTALL)
 FLAG = re.compile(r"--([A-Za-z][\w.-]*)(?:=(.*))?", re.DOTALL)
 PROGRAM = re.compile(r"\S+\.py|(?:verl|openrlhf|trl|axolotl)\.[\w.]+")
-LAUNCHER = ("num_processes", "nproc_per_node", "num_gpus")  # what a launcher's flags say about a training
+LAUNCHER = ("num_processes", "nproc_per_node", "num_gpus")  # flags of launchers
 NUMBER = re.compile(r"-\.?\d")  # a value, not a flag
 SUM = r"\$\(\(((?:[^()]|\([^()]*\))*)\)\)"
 INNERMOST = re.compile(r"\$\(\(((?:[^()$]|\([^()$]*\))*)\)\)|\$\{(\w+)(?:\[[@*]\])?(?::?[-=]([^{}]*))?\}|\$(\w+)")
 OPERATIONS: Mapping[type, Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.floordiv,
-    ast.Mod: operator.mod,
-}
-MOST_ROUNDS, MOST_TEXT = 100, 1 << 16  # of replacing variables in one word, and its characters
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.floordiv, ast.Mod: operator.mod,
+}  # fmt: skip
+MOST_ROUNDS, MOST_TEXT = 100, 1 << 16  # replacements and characters of a word
 
 
 def read_command(text: str) -> tuple[list[str], dict[str, Any]]:
@@ -131,7 +127,7 @@ def _settings(words: Sequence[str]) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     flag, program = "", False
     for word in words:
-        if PROGRAM.fullmatch(word) and not program:  # what was before it are a launcher's flags
+        if PROGRAM.fullmatch(word) and not program:  # before it: a launcher's flags
             settings, flag, program = {name: value for name, value in settings.items() if name in LAUNCHER}, "", True
             continue
         override, named = OVERRIDE.fullmatch(word), FLAG.fullmatch(word)

@@ -32,7 +32,6 @@ def _valid_options(options: Mapping[str, Any]) -> Mapping[str, Any]:
     return options
 
 
-Dtype = Literal["float32", "bfloat16"]
 RowFormat = Literal["auto", "verl", "trl", "openai", "sharegpt", "alpaca", "gsm8k", "slime", "openrlhf"]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]

@@ -1,7 +1,4 @@
-"""YAML recipes and `key.path=value` overrides as plain data.
-
-`1e-6` is a number (`1e3` a whole one); duplicate keys are errors.
-"""
+"""YAML and `key.path=value` as plain data. `1e-6` is a number; duplicate keys are errors."""
 
 import re
 import sys
@@ -17,7 +14,7 @@ KEY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 FLOAT = re.compile(r"[-+]?(\d[\d_]*+\.?+[\d_]*+|\.\d[\d_]*+)[eE][-+]?\d+$")  # possessive: linear time
 MERGED = "tag:yaml.org,2002:merge"  # the key `<<`
 LARGE = 2.0**53  # not every larger integer is a float
-# Limits of a recipe: characters, values (an alias counts as what it repeats), depth, digits of a number
+# Limits: characters, values (an alias counts as its target), depth, digits of an integer
 MOST_TEXT, MOST_VALUES, DEEPEST, MOST_DIGITS = 1 << 18, 10_000, 32, 1000
 
 

@@ -18,10 +18,10 @@ from dovetail.report.profile import read_profiles
 from dovetail.report.read import Row, Run, number, read_runs, text_of
 from dovetail.report.samples import choose, script_json
 
-MOST_POINTS = 600  # of a curve; more are drawn as means with the range
+MOST_POINTS = 600  # of a curve
 MOST_SAMPLES, SAMPLE_BYTES = 800, 2_500_000  # of all runs
 MOST_SERIES, MOST_EVENTS = 200, 500  # of a run
-GROUPS = (  # title, names of its metrics; the first that matches
+GROUPS = (  # title, pattern of names; the first match counts
     ("Evaluation", r"^eval"),
     ("Reward", r"^rewards?\b|^reward_|^equal_groups|^score"),
     ("Lengths", r"length|truncated|stop_fraction"),

@@ -18,7 +18,7 @@ Row = dict[str, Any]
 CONFIG, METRICS, EVENTS, LOG = "config.yaml", "metrics.jsonl", "events.jsonl", "console.log"
 STEP = re.compile(r"step_(\d+)")
 REQUIRED: Mapping[str, Any] = {"model": {"path": "M"}, "data": {"train": "D"}, "run_dir": "R"}  # keys without default
-ROLLOUT = "rollout"  # the kind of samples that a run trains on; others are of evaluations
+ROLLOUT = "rollout"  # kind of training samples
 MAX_HEAD, MAX_TAIL = 3000, 1000  # characters of a text that are kept
 LOG_BYTES = 16_000
 

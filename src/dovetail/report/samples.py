@@ -10,7 +10,7 @@ from pathlib import Path
 from dovetail.report.read import ROLLOUT, Row, SampleFile, read_samples, sample_files
 
 READ_BYTES = 1 << 27  # of all files
-MOST_FILES = 40  # of each kind that are read if all are larger, spread evenly over the steps
+MOST_FILES = 40  # of each kind, spread over the steps
 ESCAPES: Mapping[int, str] = {ord(letter): f"\\u{ord(letter):04x}" for letter in "<>&\u2028\u2029"}
 
 

@@ -14,7 +14,7 @@ from dovetail.report.profile import PhaseSummary, Summary
 from dovetail.report.read import Row
 
 PARTS = ("forward", "backward")  # of an update
-SHOWN, NAME_LENGTH = 10, 160  # operators and kernels of a phase, and characters of their names
+SHOWN, NAME_LENGTH = 10, 160  # operators and kernels of a phase; characters of a name
 ON_GPU, LAUNCHES = ("kernel", "gpu_memcpy", "gpu_memset"), ("cuda_runtime", "cuda_driver")
 CPU = 0  # type of a device
 

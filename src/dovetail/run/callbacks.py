@@ -1,4 +1,4 @@
-"""What users add to the training loop. Names are those of transformers' TrainerCallback, where it has them."""
+"""Callbacks of the training loop, with names of transformers' TrainerCallback."""
 
 import json
 import math
@@ -56,7 +56,7 @@ class TrainerCallback:
         """Before the first evaluation, or where a resumed run goes on."""
 
     def on_step_begin(self, state: TrainerState) -> None:
-        """May set `lr` and `weight_decay` in `state.engine.param_groups`, which this step takes."""
+        """May set `lr` and `weight_decay` in `state.engine.param_groups` for this step."""
 
     def on_rollout_end(self, state: TrainerState, samples: list[Any]) -> list[Any] | None:
         """RL: after sampling and rewards. samples: `dt.Sample`s, groups of a prompt together.
@@ -66,16 +66,16 @@ class TrainerCallback:
         """
 
     def on_step_end(self, state: TrainerState, metrics: dict[str, Any]) -> None:
-        """After the update. May add numbers to the step's row of metrics.jsonl; the first rank's are written."""
+        """After the update. May add numbers to the row of metrics.jsonl; rank 0's are written."""
 
     def on_evaluate(self, state: TrainerState, metrics: dict[str, Any]) -> None:
-        """After each evaluation, the one before training too. May add numbers, under names that begin with `eval_`."""
+        """After each evaluation, also before training. May add numbers named `eval_...`."""
 
     def on_save(self, state: TrainerState, path: Path) -> None:
-        """When a checkpoint is whole, so with `trainer.async_save` maybe some steps after it was begun."""
+        """When a checkpoint is whole: with `trainer.async_save` maybe some steps later."""
 
     def on_train_end(self, state: TrainerState) -> None:
-        """After `hf/` is written, or the checkpoint of a run that a signal stopped. Not after an error."""
+        """After `hf/` or the checkpoint of a stopped run is written. Not after an error."""
 
 
 class Callbacks:

@@ -23,7 +23,7 @@ SHOWN = (  # key of a row, its label, its format
     ("lr", "lr", ".2e"), ("tokens_per_second", "tok/s", ",.0f"), ("step_seconds", "s", ".1f"),
     ("trainer_idle", "idle", ".0%"),
 )  # fmt: skip
-QUIET_SECONDS = 60.0  # without a terminal: after which a line says how far a phase is
+QUIET_SECONDS = 60.0  # between lines on a phase, without a terminal
 UPDATED = ("loss", "grad_norm", "lr", "entropy_mean", "kl_mean", "tokens_per_second")
 
 
@@ -95,7 +95,7 @@ class Console:
     def step(self, row: Mapping[str, Any]) -> None:
         known = {key: row[key] for key, _, _ in SHOWN if row.get(key) is not None}
         notes = [f"UPDATE SKIPPED: {row['fault']}"] if row.get("skipped") else []
-        nothing = row["tokens"] == 0  # was learned: numbers of an update have no meaning
+        nothing = row["tokens"] == 0  # was learned
         if nothing:
             known = {key: value for key, value in known.items() if key not in UPDATED and not math.isnan(value)}
         elif "critic_loss" in known and "loss" in known and math.isnan(known["loss"]) and not notes:

@@ -1,6 +1,6 @@
-"""The directory of a run: config.yaml, metrics.jsonl, events.jsonl, logs/, rollouts/, eval/, checkpoints/, hf/, superseded/.
+"""The directory of a run. Rank 0 writes small files, all ranks checkpoints/ and hf/.
 
-superseded/ has the files of steps that a resumed run repeats. The first rank writes small files, all ranks checkpoints and hf/.
+superseded/ has files of steps that a resumed run repeats.
 """
 
 import json
@@ -50,7 +50,7 @@ from dovetail.weights.stream import Export
 
 POLICY, CRITIC = MODEL_ROLE, "critic"
 ROLLOUTS, EVAL, PROFILE, SUPERSEDED, LOG = "rollouts", "eval", "profile", "superseded", "console.log"
-ROOM_FOR = 2  # checkpoints: the old one stays until the new one is complete
+ROOM_FOR = 2  # checkpoints: old and new
 OF_STEP = re.compile(r"step_(\d+)\.|step-(\d+)$")
 MOST_FAILED_SAVES = 3  # in a row
 
@@ -90,7 +90,7 @@ class RunDirectory:
         self._quiet = progress is not None and progress.is_watched
         self._rank_log = log_path(self.path, mesh["world"].rank)
         self.on = Callbacks(TrainerState(recipe, self.lead), mesh)
-        self.after_save: Callable[[int], None] | None = None  # on the first rank: the step of the oldest of keep_last
+        self.after_save: Callable[[int], None] | None = None  # takes the oldest kept step
         self._records = Records(self.say)
         self._lock = RunLock(self.path)
         self._notes = LearningNotes(recipe)
@@ -136,7 +136,7 @@ class RunDirectory:
             if self.lead:
                 folder = next(f for f in (self.path.absolute(), *self.path.absolute().parents) if f.exists())
                 total, _, free = shutil.disk_usage(folder)
-                if free < needed and total:  # a total of 0: the system does not know
+                if free < needed and total:  # total 0: unknown
                     room = f"{free / 1e9:.2g} GB are free, but {wanted} {needed / 1e9:.2g} GB"
                     raise ConfigError(f"run_dir {self.path}: {room}; free some, {remedy}")
 
@@ -253,7 +253,7 @@ class RunDirectory:
         try:
             if not outcome.stopped:
                 self.contents.engines[POLICY].save_pretrained(self.path / HF)
-        finally:  # neither is lost for the other's failure
+        finally:
             self._finish_save(last=True)
         with agreed(self.mesh):
             self._records.flush()
@@ -342,7 +342,7 @@ class RunDirectory:
         clear_debris(self.path)
         clear_debris(self.path / CHECKPOINTS)
         numbers = [int(path.name) for path in (self.path / SUPERSEDED).glob("*") if path.name.isdecimal()]
-        aside = self.path / SUPERSEDED / f"{1 + max(numbers, default=0):03}"  # a user may have removed older ones
+        aside = self.path / SUPERSEDED / f"{1 + max(numbers, default=0):03}"  # numbers may have gaps
         set_aside(self.path / CHECKPOINTS, self._order, aside / CHECKPOINTS)
         self._earlier, kept, rest = _rows(self.path / METRICS, step)
         files = [*(self.path / ROLLOUTS).glob("step_*"), *(self.path / EVAL).glob("**/step_*")]
@@ -357,7 +357,7 @@ class RunDirectory:
                 path.rename(folder / path.name)
         if rest:
             replace_file(aside / METRICS, "".join(rest).encode())
-        if rest or kept:  # a kill may have cut the end of the last line
+        if rest or kept:  # the last line may be torn
             replace_file(self.path / METRICS, "".join(kept).encode())
 
 

@@ -9,12 +9,12 @@ from dovetail.recipe.algorithms import PolicyGradient
 from dovetail.recipe.schema import Recipe
 
 APART = 20  # steps between two of the same note
-FIRST = 3  # steps whose mean is the start of a metric
+FIRST = 3  # steps of the start
 EQUAL_STEPS = 3  # in a row
 LOW_ENTROPY = 0.2  # of the start
 TRUNCATED, CLIPPED = 0.5, 0.3  # shares
 RISEN, LEAST_KL, LEAST_MISMATCH = 5.0, 0.1, 0.01  # times the start, and at least
-LARGE_GAP = 0.05  # nats a token, of the same weights: bfloat16 alone makes about a fifth
+LARGE_GAP = 0.05  # nats a token; bfloat16 alone makes about a fifth
 EQUAL = (
     "take prompts that the model solves sometimes (data.train), raise rollout.samples_per_prompt or rollout.temperature, "
     "or give rewards in between (reward)"
@@ -24,7 +24,7 @@ EQUAL = (
 class LearningNotes:
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
-        self._said: dict[int, int] = {}  # the step of the last note of a kind
+        self._said: dict[int, int] = {}  # step of the last note of a kind
         self._starts: dict[str, list[float]] = {}
         self._equal = 0
 

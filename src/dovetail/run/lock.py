@@ -14,7 +14,7 @@ from dovetail.parallel.consensus import agreed, of_all, of_first
 from dovetail.parallel.mesh import Mesh
 from dovetail.run.paths import LOCK
 
-VISIBLE_SECONDS = 15.0  # for another host, which may cache the folder, to see a new file
+VISIBLE_SECONDS = 15.0  # for other hosts to see a new file
 POLL_SECONDS = 0.2
 MOST_SHOWN = 8  # ranks in a message
 
@@ -26,7 +26,7 @@ class RunLock:
 
     def acquire(self) -> None:
         while self._fd < 0:
-            # not through a link: its target would be truncated
+            # no links
             fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -40,7 +40,7 @@ class RunLock:
                 os.ftruncate(fd, 0)
                 os.pwrite(fd, json.dumps(me).encode(), 0)
                 self._fd = fd
-            else:  # its owner removed the file between the two calls
+            else:  # removed by its owner
                 os.close(fd)
 
     def release(self) -> None:

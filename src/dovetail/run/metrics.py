@@ -22,11 +22,11 @@ from dovetail.run.loggers import SAMPLES_EVERY, SHOWN_SAMPLES, RunFacts, grouped
 METRICS = "metrics.jsonl"
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 MOST_WAITING = 64  # writes
-TRIAL_SECONDS = 30.0  # for a logger to answer before the run begins
-LAST_SECONDS = 10.0  # for it to send what it has when the run ends
+TRIAL_SECONDS = 30.0  # for a logger to start
+LAST_SECONDS = 10.0  # to send the rest
 MOST_CAUSE = 500  # characters
 
-Write = Callable[[], object]  # writes everything; if it raises it is called again
+Write = Callable[[], object]  # called again if it raises
 
 
 class Records:
@@ -64,7 +64,7 @@ def write_samples(path: Path, samples: Seq[Mapping[str, Any]]) -> None:
 
 
 def write_routes(path: Path, traces: Seq[RoutingTrace | None]) -> None:
-    """indices [tokens, layers, K]; valid [tokens]; starts [samples + 1], offsets into tokens; layers: their numbers."""
+    """indices [tokens, layers, K]; valid [tokens]; starts [samples + 1] into tokens; layers: numbers."""
     known = [trace for trace in traces if trace is not None]
     if not known:
         return

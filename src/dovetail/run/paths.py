@@ -12,7 +12,7 @@ from dovetail.weights.safe_paths import LEFTOVERS, refuse_unwritable
 CONFIG, HF, CHECKPOINTS, EVENTS, LOCK = "config.yaml", "hf", "checkpoints", "events.jsonl", ".lock"
 POOL = "pool"  # finished groups of an asynchronous run
 BEFORE_CONFIG = frozenset({LOCK, EVENTS, "rollouts", "logs"})  # older than config.yaml
-# Keys of a recipe, or their beginnings, that change no number of a finished run.
+# Prefixes of keys that change no number.
 WITHOUT_EFFECT = (
     "layout", "critic.layout", "reference.layout", "teacher.layout", "rollout.layout", "rollout.engines", "rollout.start",
     "rollout.request_timeout", "trainer.save_every", "trainer.save_on_stop", "trainer.keep_last", "trainer.async_save",

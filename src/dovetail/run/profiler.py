@@ -1,4 +1,4 @@
-"""Profiles of single steps: traces of torch.profiler, summaries, and snapshots of GPU memory."""
+"""Profiles of single steps: traces, summaries, and snapshots of GPU memory."""
 
 import gzip
 import shutil

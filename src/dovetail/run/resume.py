@@ -28,7 +28,7 @@ FIXED: Mapping[str, str] = {  # keys that may not change, and why
     "data.shuffle": "rows would be taken twice, or not at all",
     "critic.path": "the critic goes on from the weights that it has learned, so another's would be ignored",
 }
-ROWS: Mapping[str, str] = {  # by data.overlong_rows: the keys that decide which rows are used
+ROWS: Mapping[str, str] = {  # by data.overlong_rows
     "error": "data.train",
     "drop": "data.train, trainer.tokens_per_batch, rollout.max_new_tokens and layouts, by which rows are dropped,",
 }
@@ -44,7 +44,7 @@ class Resumed:
     state: RunState
     changes: tuple[str, ...]
     passed_over: tuple[str, ...]
-    repeats: bool  # without changes of numbers: the steps after it come out as before
+    repeats: bool  # the next steps come out as before
 
 
 def find(

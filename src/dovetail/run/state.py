@@ -1,7 +1,4 @@
-"""Training state besides tensors, stored in a checkpoint's manifest, and fingerprints of inputs.
-
-Data order and sampling depend on seed and step only; random generators are saved for rewards and models that draw.
-"""
+"""Training state in a checkpoint's manifest, and fingerprints of inputs. Data order depends on seed and step only."""
 
 import base64
 import hashlib
@@ -17,7 +14,7 @@ from typing import Annotated, Any, NotRequired
 import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from typing_extensions import TypedDict  # pydantic takes the one of typing from Python 3.12 on
+from typing_extensions import TypedDict  # pydantic needs it before Python 3.12
 
 from dovetail.errors import CheckpointError
 from dovetail.parallel.consensus import agreed, of_all, refuse_different
@@ -26,7 +23,7 @@ from dovetail.weights.hf_directory import Pretrained
 from dovetail.weights.safe_paths import SideFiles
 
 CHUNK, READERS = 1 << 24, 4  # bytes of a checksum, and threads of a rank
-SAMPLED, BLOCK = 64, 1 << 12  # blocks of a weight file that hosts compare, and their bytes
+SAMPLED, BLOCK = 64, 1 << 12  # blocks of a weight file, and their bytes
 VOLATILE = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache")  # not part of the model
 TEXT_FILES = ("tokenizer", "vocab", "merges", "chat_template", "special_tokens", "added_tokens", "spiece")
 
@@ -42,10 +39,7 @@ class RandomState(TypedDict):
 
 
 class RunState(BaseModel):
-    """order: number of this save. score: higher is better. cursor: rows used. updates: optimizer steps by role.
-
-    before: the first evaluation. rng: by rank. model, data: fingerprints.
-    """
+    """order: of saves. score: higher is better. cursor: rows used. updates: by role. before: first evaluation. rng: by rank."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 

@@ -160,7 +160,7 @@ def train(task: Task, run: "RunDirectory", trainer: "TrainerSection", progress: 
             after = evaluate(step) if due or (last and not run.stopping()) else {}
             last |= bool(after) and state.should_training_stop
             progress.phase("wait")
-            if trainer.max_lag is not None:  # the phase is a wait for samples that engines draw all the time
+            if trainer.max_lag is not None:  # engines sample all the time
                 work.pop("rollout", None)
             row |= after | unwritten | phase_metrics(progress.take_seconds(), work)
             if trainer.max_lag is not None:
