@@ -14,8 +14,8 @@ from dovetail.batch.loss import TokenStats
 from dovetail.batch.packed import PackedBatch
 from dovetail.engine.base import StepReport
 from dovetail.errors import ConfigError, DataError
-from dovetail.recipe.correction import CorrectionSection, check_correction
-from dovetail.recipe.schema import Recipe, make_recipe
+from dovetail.recipe.algorithms import CorrectionSection
+from dovetail.recipe.schema import Recipe, check_correction, make_recipe
 from dovetail.rl.correction import importance_weights, lag_metrics, mismatch
 from dovetail.rl.experience import pack_samples, sample_row
 from dovetail.rl.losses import Aggregation, PolicyLoss, weight_fields

@@ -3,13 +3,14 @@
 import argparse
 import difflib
 import importlib
-from argparse import Action, ArgumentError, ArgumentParser
+import math
+from argparse import Action, ArgumentError, ArgumentParser, ArgumentTypeError
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import dovetail
-from dovetail.cli.values import COUNT, RATE, SECONDS, counts, decode_speeds, number, share, words
 from dovetail.errors import ConfigError, listing, quoted, short_words, shortened
 from dovetail.launch.process import put
 from dovetail.launch.progress import LIMITS
@@ -22,6 +23,47 @@ if TYPE_CHECKING:
 EPILOG = "The commands, recipes and files that you can rely on: dovetail docs contract"
 KEYS = "Every key of a recipe, and how to write GRPO, DAPO, GSPO, PPO and others: dovetail docs recipe\n"
 EXAMPLE = "example:\n  dovetail "
+
+
+def number(kind: type[int] | type[float], *, positive: bool = False) -> Callable[[str], float]:
+    def read(text: str) -> float:
+        value = kind(text)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ArgumentTypeError(f"{shortened(text)} is not finite")
+        if value < 0 or (positive and value == 0):
+            raise ArgumentTypeError(f"{shortened(text)} is {'not more' if positive else 'less'} than 0")
+        return value
+
+    read.__name__ = "whole number" if kind is int else "number"  # for argparse's messages
+    return read
+
+
+def share(text: str) -> float:
+    value = number(float, positive=True)(text)
+    if value > 1:
+        raise ArgumentTypeError(f"{shortened(text)} is more than 1")
+    return value
+
+
+def words(text: str) -> tuple[str, ...]:
+    return tuple(filter(None, text.split(",")))
+
+
+def counts(text: str) -> tuple[int, ...]:
+    return tuple(int(number(int)(word)) for word in text.split(","))
+
+
+def decode_speeds(text: str) -> tuple[tuple[int, float], ...]:
+    """ "1:205,64:12850": running samples, tokens/s of all together."""
+    pairs = [part.partition(":")[::2] for part in text.split(",")]
+    points = [(int(COUNT(count)), RATE(speed)) for count, speed in pairs]
+    if any(a[0] >= b[0] or a[1] / a[0] < b[1] / b[0] for a, b in pairwise(points)):
+        expected = "rising numbers of samples, each of which gets no more tokens than among fewer"
+        raise ArgumentTypeError(f"{shortened(text)}: expected {expected}")
+    return tuple(points)
+
+
+COUNT, SECONDS, RATE = number(int, positive=True), number(float, positive=True), number(float, positive=True)
 
 
 class Parser(ArgumentParser):
@@ -290,7 +332,7 @@ def _import_config(parser: ArgumentParser) -> None:
 def _resume(text: str) -> str:
     kind, _, step = text.partition("=")
     if text not in ("auto", "never") and not (kind == "step" and step.isdecimal()):
-        raise argparse.ArgumentTypeError(f"{quoted(text)}; expected auto, never or step=N")
+        raise ArgumentTypeError(f"{quoted(text)}; expected auto, never or step=N")
     return text
 
 

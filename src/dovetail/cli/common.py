@@ -163,10 +163,8 @@ class RowFile:
         finally:
             self._progress.stop()
             if self._not_finite:
-                complain(
-                    f"dovetail: {self._not_finite} of {self._written} rows of {self.path} hold numbers that are not finite, "
-                    "written as null; look for such numbers in the weights, or try --dtype float32\n"
-                )
+                rows = f"{self._not_finite} of {self._written} rows of {self.path} hold numbers that are not finite"
+                complain(f"dovetail: {rows}, written as null; check the weights, or try --dtype float32\n")
             if self._written and self.part.exists():
                 complain(f"dovetail: not finished; the first {self._written} rows are in {self.part}\n")
             elif self._file is not None:

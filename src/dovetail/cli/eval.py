@@ -9,8 +9,8 @@ from typing import Any
 from dovetail.cli.common import RowFile, say
 from dovetail.cli.generate import Generation
 from dovetail.errors import ConfigError
+from dovetail.factory.parts import reads_answer
 from dovetail.factory.rewards import make_rewards, own_metrics
-from dovetail.factory.rows import reads_answer
 from dovetail.jsonl import json_line
 from dovetail.launch.process import put
 from dovetail.launch.progress import Progress

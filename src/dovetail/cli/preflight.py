@@ -176,7 +176,7 @@ def _check_others(recipe: Recipe, policy: Model | None, layout: Layout, mistakes
     trained = list[Model | None]()
     for key, path, section in _others(recipe):
         model = policy if path is None else mistakes.of(read_model, path, recipe.model.engine)
-        own = None if section is None else mistakes.of(_resolved, key, section, layout)
+        own = None if section is None else mistakes.of(_named, key, section.to_layout().resolve, layout.num_ranks)
         if model is not None and own is not None:
             mistakes.of(_named, key, check_layout, model.spec, own)
         trained += [model] if key == "critic" else []
@@ -185,15 +185,11 @@ def _check_others(recipe: Recipe, policy: Model | None, layout: Layout, mistakes
 
 def _check_rl(recipe: Recipe, folder: Path, policy: Model | None, layout: Layout, mistakes: Mistakes) -> None:
     rollout = recipe.rollout
-    own = mistakes.of(_resolved, "rollout", rollout.layout or LayoutSection(), layout)
+    own = mistakes.of(_named, "rollout", (rollout.layout or LayoutSection()).to_layout().resolve, layout.num_ranks)
     if policy is not None:
         mistakes.of(_check_positions, policy, rollout.max_new_tokens, "rollout.max_new_tokens")
-        if (
-            own is not None
-            and rollout.backend == "native"
-            and rollout.inside
-            and policy.config.get("model_type") in FAMILIES
-        ):
+        embedded = rollout.backend == "native" and rollout.inside
+        if own is not None and embedded and policy.config.get("model_type") in FAMILIES:
             mistakes.of(_named, "rollout", _check_sampler, policy.spec, own)
     if rollout.engines:
         mistakes.of(connect, recipe, rollout.engines, engine_key(), None if policy is None else policy.spec.vocab_size)
@@ -215,10 +211,6 @@ def _others(recipe: Recipe) -> Iterator[tuple[str, str | None, LayoutSection | N
     for part in recipe.reward.labelled().values() if recipe.algorithm.samples else ():
         if part.model is not None and part.model.path is not None:
             yield "reward.model", part.model.path, part.model.layout
-
-
-def _resolved(key: str, section: LayoutSection, layout: Layout) -> Layout:
-    return _named(key, section.to_layout().resolve, layout.num_ranks)
 
 
 def _named(key: str, check: Callable[..., Result], *given: Any) -> Result:

@@ -57,18 +57,12 @@ from dovetail.weights.shards import form_of
 class EngineOptions:
     """Options of an engine besides model, layout and compute dtype.
 
-    master_dtype: of trained weights; default: float32, or wider.
-    tokens_per_batch: of a micro-batch of one replica, padding included; default: unlimited.
-    recompute: activation checkpointing: none, light (all but products and attention), selective (all but attention), full.
-    offload_activations: inputs of recomputation, as far as host memory has room.
-    offload_optimizer: adamw's moments in host memory.
-    dual_batch: halves of a micro-batch overlap each other's collectives; default: on accelerators with tp, without ep,
-        for large halves.
-    mlp_tile_tokens: tokens that an MLP computes at a time, keeping only its input; 0: all.
-    fresh_head_seed: draw a missing value head.
-    head_bias: False for the value head of a reward model, which transformers classes for sequences load.
-    save_dtype: of saved and streamed tensors; default: the source's.
-    resume: checkpoint, role in it, optimizer steps.
+    master_dtype: of trained weights; default: float32, or wider. tokens_per_batch: of a replica's micro-batch, padded.
+    recompute: activations: none, light (all but products and attention), selective (all but attention), full.
+    offload_activations: inputs of recomputation, while host memory has room. offload_optimizer: adamw's moments.
+    dual_batch: overlap halves of a micro-batch; default: on accelerators with tp, without ep, if large.
+    mlp_tile_tokens: tokens of an MLP at a time; 0: all. fresh_head_seed: draw a missing value head.
+    head_bias: False for reward models. save_dtype: of saved and streamed tensors. resume: checkpoint, role, updates.
     """
 
     master_dtype: torch.dtype | None = None

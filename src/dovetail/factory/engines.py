@@ -41,16 +41,15 @@ def connect(recipe: "Recipe", urls: Sequence[str], key: str | None, vocab_size: 
             if rollout.router_replay == "rollout" and not server.routes:
                 why = "returns no routes of experts, which rollout.router_replay=rollout replays"
                 raise ConfigError(f"engine {url} {why}; start it with {RETURNS_ROUTES}")
+            if server.max_length is not None and longest >= server.max_length:
+                raise ConfigError(_too_short(url, server.max_length, longest, "rollout.max_new_tokens is"))
         except EngineError as error:
             hint = f"; set the environment variable {KEY} to its key" if error.status == 401 else ""
             problems.append(f"{error}{hint}")
-            continue
         except ConfigError as error:
             problems.append(str(error))
-            continue
-        replicas.append(Replica(client, server))
-        if server.max_length is not None and longest >= server.max_length:
-            problems.append(_too_short(replicas[-1], longest, "rollout.max_new_tokens"))
+        else:
+            replicas.append(Replica(client, server))
     if problems:
         many = f"{len(problems)} of the engines:\n{listing(problems)}"
         raise ConfigError(problems[0] if len(problems) == 1 else many)
@@ -60,8 +59,9 @@ def connect(recipe: "Recipe", urls: Sequence[str], key: str | None, vocab_size: 
 def check_lengths(replicas: Sequence[Replica], longest: int) -> None:
     """longest: prompt with completion."""
     for replica in replicas:
-        if replica.server.max_length is not None and longest > replica.server.max_length:
-            raise ConfigError(_too_short(replica, longest, "the longest prompt with rollout.max_new_tokens"))
+        most, what = replica.server.max_length, "the longest prompt with rollout.max_new_tokens has"
+        if most is not None and longest > most:
+            raise ConfigError(_too_short(replica.client.url, most, longest, what))
 
 
 def drawings(recipe: "Recipe") -> list[Drawing]:
@@ -107,15 +107,11 @@ def engine_start(recipe: "Recipe", *, ranks_on_gpus: bool) -> EngineStart | None
     cut = ["--tp-size" if sglang else "--tensor-parallel-size", str(start.gpus_each)] if start.gpus_each > 1 else []
     routes = [RETURNS_ROUTES] if rollout.router_replay == "rollout" else []
     name, _, value = DEV_MODE.rpartition(" ")[2].partition("=")
+    words = [*program, *given, *revision, "--host", "127.0.0.1", "--port", "PORT", *cut, *routes, *start.args]
     return EngineStart(
-        commands=[[*program, *given, *revision, "--host", "127.0.0.1", "--port", "PORT", *cut, *routes, *start.args]]
-        * start.count,
-        gpus_each=start.gpus_each,
-        ranks_on_gpus=ranks_on_gpus,
-        logs=Path(recipe.run_dir) / "logs",
-        timeout=start.timeout,
-        environment={} if sglang or native else {name: value},
-    )
+        commands=[words] * start.count, gpus_each=start.gpus_each, ranks_on_gpus=ranks_on_gpus, timeout=start.timeout,
+        logs=Path(recipe.run_dir) / "logs", environment={} if sglang or native else {name: value},
+    )  # fmt: skip
 
 
 def _vllm_flags(recipe: "Recipe") -> list[str]:
@@ -125,10 +121,6 @@ def _vllm_flags(recipe: "Recipe") -> list[str]:
     return ["--enable-scale-out", "--weight-transfer-config", transfer, *mode]
 
 
-def _too_short(replica: Replica, longest: int, what: str) -> str:
-    url, server = replica.client.url, replica.server
-    return (
-        f"engine {url} takes {server.max_length:,} tokens of prompt and completion together, but {what} "
-        f"{'is' if what.startswith('rollout') else 'has'} {longest:,}; start it with a larger --max-model-len, or lower "
-        "rollout.max_new_tokens"
-    )
+def _too_short(url: str, most: int, longest: int, what: str) -> str:
+    edit = "start it with a larger --max-model-len, or lower rollout.max_new_tokens"
+    return f"engine {url} takes {most:,} tokens of prompt and completion together, but {what} {longest:,}; {edit}"

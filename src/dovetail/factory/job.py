@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from dovetail.checkpoint.retention import from_a_whole_step
 from dovetail.data.examples import Prompt, load_preferences, load_prompts, load_sft
@@ -16,13 +16,11 @@ from dovetail.errors import ConfigError
 from dovetail.factory.engine import compile_kernels, make_engine
 from dovetail.factory.functions import advantage, fields_of, policy_loss, preference_loss, sft_loss
 from dovetail.factory.layouts import Backend, check_positions
-from dovetail.factory.notes import missed_profiles, notes
-from dovetail.factory.parts import Engines, RunParts, same_keys
-from dovetail.factory.remote import check_prompts as check_engine_prompts, make_remote_sampler
+from dovetail.factory.notes import notes
+from dovetail.factory.parts import Engines, RunParts, reads_answer, same_keys
+from dovetail.factory.remote import check_prompts, check_sent, make_remote_sampler, make_stream
 from dovetail.factory.rewards import make_rewards
-from dovetail.factory.rows import reads_answer
 from dovetail.factory.sampler import backend_layout, make_sampler
-from dovetail.factory.stream import check_sent, make_stream
 from dovetail.factory.tokenizer import banned_ids, stop_ids, text_of
 from dovetail.parallel.consensus import agreed
 from dovetail.parallel.mesh import Mesh
@@ -48,7 +46,6 @@ from dovetail.run.state import model_fingerprint
 from dovetail.run.trainer import Task
 
 AnySampler = NativeSampler | TransformersSampler | RemoteSampler
-Example = TypeVar("Example")
 
 
 @dataclass(frozen=True)
@@ -121,8 +118,7 @@ class Builder(RunParts):
             run.check_space(contents)
             on_failure.pop_all()
         done = 0 if self.resumed is None else self.resumed.state.step
-        others = [*self.notes, *missed_profiles(self.recipe, done)]
-        lines = notes(self.recipe, self.source.config, self.lengths, others)
+        lines = notes(self.recipe, self.source.config, self.lengths, self.notes, done)
         return Job(self.recipe, task, run, contents, rewards, lines, self.metrics, self.stream)
 
     def _sft(self, algorithm: SFT, first_row: int) -> tuple[Task, str, Engines]:
@@ -248,7 +244,7 @@ class Builder(RunParts):
         check_positions(self.source.config, self._backend, lengths, rollout.max_new_tokens, key)
         with agreed(self.mesh):
             check_sent(recipe, prompts)
-            check_engine_prompts(self.source, self.replicas, asked, rollout.max_new_tokens)
+            check_prompts(self.source, self.replicas, asked, rollout.max_new_tokens)
         eval_sets = self._eval_sets(sets, run.say)
         policy = self._trained(self.source, self.mesh, POLICY, recipe.optim.lr)
         critic = self._trained(*critic_role, CRITIC, recipe.critic.lr or recipe.optim.lr) if critic_role else None

@@ -14,16 +14,13 @@ from dovetail.recipe.reward import RewardSection
 from dovetail.recipe.schema import Recipe
 
 
-def missed_profiles(recipe: Recipe, done: int) -> list[str]:
-    """done: steps of a resumed run."""
-    steps = recipe.trainer.steps
-    missed = [str(step) for step in recipe.trainer.profile.steps if not done < step <= steps]
-    return [f"not profiled, since the run takes steps {done + 1} to {steps}: {', '.join(missed)}"] if missed else []
-
-
-def notes(recipe: Recipe, config: Mapping[str, Any], lengths: Sequence[int], others: Sequence[str] = ()) -> list[str]:
-    """lengths: tokens of each training row."""
+def notes(
+    recipe: Recipe, config: Mapping[str, Any], lengths: Sequence[int], others: Sequence[str] = (), done: int = 0
+) -> list[str]:
+    """lengths: tokens of each training row. done: steps of a resumed run."""
     lines, algorithm, trainer = list(dict.fromkeys(others)), recipe.algorithm, recipe.trainer
+    if missed := [str(step) for step in trainer.profile.steps if not done < step <= trainer.steps]:
+        lines.append(f"not profiled, since the run takes steps {done + 1} to {trainer.steps}: {', '.join(missed)}")
     names = ("critic", "reference", "teacher", "rollout")
     sections: dict[str, Any] = {"": recipe} | {f"{name}.": vars(recipe)[name] for name in names}
     sections |= {"reward.model.": recipe.reward.model} if recipe.reward.model else {}
@@ -60,16 +57,15 @@ def notes(recipe: Recipe, config: Mapping[str, Any], lengths: Sequence[int], oth
 def _idle(recipe: Recipe) -> list[str]:
     """Keys without effect."""
     algorithm, trainer, idle = recipe.algorithm, recipe.trainer, list[str]()
-    if not isinstance(algorithm, PPO):
-        idle += [f"critic.{key}" for key, value in recipe.critic if value is not None]
-    if not isinstance(algorithm, Distillation):
-        idle += [f"teacher.{key}" for key, value in recipe.teacher if value is not None]
-    if not algorithm.samples:
-        idle += ["data.max_prompt_length"] if recipe.data.max_prompt_length is not None else []
-    if not isinstance(algorithm, PolicyGradient):
+    is_rl = isinstance(algorithm, PolicyGradient)
+    uses = {"critic": isinstance(algorithm, PPO), "teacher": isinstance(algorithm, Distillation)}
+    uses["reference"] = is_rl or algorithm.wants_reference
+    for name in [name for name, is_used in uses.items() if not is_used]:
+        idle += [f"{name}.{key}" for key, value in vars(recipe)[name] if value is not None]
+    if not algorithm.samples and recipe.data.max_prompt_length is not None:
+        idle.append("data.max_prompt_length")
+    if not is_rl:
         default = RewardSection(name="exact_match")
-        unused = not algorithm.wants_reference
-        idle += [f"reference.{key}" for key, value in recipe.reference if value is not None and unused]
         idle += ["trainer.stop_at_reward"] if trainer.stop_at_reward is not None else []
         used = [key for key, value in recipe.reward if value not in (None, dict(default)[key])]
         idle += [f"reward.{'import' if key == 'function' else key}" for key in used]

@@ -1,5 +1,7 @@
 """Rows, engines and meshes of a run."""
 
+import inspect
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import fields, replace
@@ -12,6 +14,7 @@ import torch
 from dovetail.data.chat import Renderer
 from dovetail.data.encode import Tokenizer
 from dovetail.data.examples import Limits, Prompt, sequences_of
+from dovetail.data.files import Source
 from dovetail.engine.expert_routing import BalanceSettings
 from dovetail.engine.native import NativeEngine
 from dovetail.engine.nonfinite import StepWatch
@@ -22,7 +25,6 @@ from dovetail.factory.functions import imported
 from dovetail.factory.layouts import check_layout
 from dovetail.factory.notes import check_experts, rows_line
 from dovetail.factory.rewards import own_metrics
-from dovetail.factory.rows import TEMPLATE, Parts, load_parts, read_template, with_epochs
 from dovetail.factory.sampler import longest_row
 from dovetail.factory.tokenizer import load_processor, load_tokenizer
 from dovetail.kernels.reference import wide
@@ -36,12 +38,14 @@ from dovetail.parallel.layout import Layout
 from dovetail.parallel.mesh import Mesh
 from dovetail.parallel.process_group import num_ranks
 from dovetail.recipe.algorithms import PPO
+from dovetail.recipe.data import DataSection, SourceSection
 from dovetail.recipe.distillation import TeacherSection
 from dovetail.recipe.evaluation import default_metrics
 from dovetail.recipe.preferences import Reward
-from dovetail.recipe.reward import RewardModelSection
+from dovetail.recipe.reward import RewardModelSection, RewardSection
 from dovetail.recipe.schema import CriticSection, Recipe, ReferenceSection
 from dovetail.recipe.types import LayoutSection
+from dovetail.rewards.built_in import BUILT_IN
 from dovetail.rl.evaluation import EvalSet
 from dovetail.rollout.remote.fleet import Replica
 from dovetail.rollout.stream import StreamSampler
@@ -51,6 +55,8 @@ from dovetail.run.state import refuse_other_models, rows_fingerprint
 from dovetail.weights.hf_directory import Pretrained
 
 RoleSection = CriticSection | ReferenceSection | TeacherSection | RewardModelSection
+Parts = tuple[tuple[int, float], ...]  # rows and weight of each part of a mixture
+TEMPLATE = "chat_template.jinja"
 Engines = dict[str, NativeEngine]  # by the role in a checkpoint
 Example = TypeVar("Example")
 
@@ -205,10 +211,9 @@ class RunParts:
 
     def _limits(self, max_tokens: int, asked: int | None = None, key: str = "data.max_prompt_length") -> Limits:
         if max_tokens < 1:
-            raise ConfigError(
-                f"trainer.tokens_per_batch={self.recipe.trainer.tokens_per_batch} leaves no room for a prompt next to "
-                f"rollout.max_new_tokens={self.recipe.rollout.max_new_tokens}; raise the first or lower the second"
-            )
+            budget, edit = self.recipe.trainer.tokens_per_batch, "raise the first or lower the second"
+            new = f"rollout.max_new_tokens={self.recipe.rollout.max_new_tokens}"
+            raise ConfigError(f"trainer.tokens_per_batch={budget} leaves no room for a prompt next to {new}; {edit}")
         kept = "" if max_tokens == self._budget else "lower rollout.max_new_tokens, which is kept free behind it, "
         remedy = f"{kept}raise trainer.tokens_per_batch, or set data.overlong_rows=drop"
         if asked is not None and asked < max_tokens:
@@ -224,10 +229,8 @@ def optim_settings(recipe: Recipe, folder: Path, lr: float, role: str) -> OptimS
     updates = algorithm.epochs * algorithm.num_mini_batches
     waits = algorithm.critic_warmup if isinstance(algorithm, PPO) and role == POLICY else 0
     own = {} if optim.function is None else {"name": imported(optim.function, folder, "optim.name")}
-    patterns = {
-        "groups": tuple(ParamGroup(**dict(group)) for group in optim.groups) if role == POLICY else (),
-        "frozen": optim.frozen if role == POLICY else (),
-    }
+    groups = tuple(ParamGroup(**dict(group)) for group in optim.groups)
+    patterns = {"groups": groups, "frozen": optim.frozen} if role == POLICY else {"groups": (), "frozen": ()}
     return replace(
         OptimSettings(**{**same_keys(optim, OptimSettings), **patterns, **own}),
         lr=lr,
@@ -241,3 +244,44 @@ def same_keys(section: Iterable[tuple[str, Any]], settings: type) -> dict[str, A
     """Values whose keys are fields of `settings`."""
     names = {field.name for field in fields(settings)}
     return {name: value for name, value in section if name in names}
+
+
+def load_parts(
+    data: DataSection, given: str | Sequence[str | SourceSection] | None, load: Callable[[Source], list[Example]]
+) -> tuple[list[Example], Parts]:
+    """All examples, and the parts if they have weights."""
+    listed = [] if given is None else [given] if isinstance(given, str) else given
+    parts = [SourceSection(path=part) if isinstance(part, str) else part for part in listed]
+    weights = [part.weight for part in parts if part.weight is not None]  # all or none
+    loaded = [load(_source(data, part, named=len(parts) > 1)) for part in parts]
+    examples = [example for part in loaded for example in part]
+    return examples, tuple(zip(map(len, loaded), weights, strict=True)) if weights else ()
+
+
+def _source(data: DataSection, part: SourceSection, *, named: bool) -> Source:
+    return Source(
+        path=part.path, subset=part.subset, split=part.split, format=part.format or data.format,
+        columns=data.columns if part.columns is None else part.columns, chat=data.apply_chat_template,
+        prefix=f"{part.path}:" if named else "",
+    )  # fmt: skip
+
+
+def reads_answer(reward: RewardSection) -> bool:
+    """Whether a built-in reward needs `answer`."""
+    names = [part.name for part in reward.labelled().values() if part.name is not None]
+    builtins = [BUILT_IN[name] for name in names if name in BUILT_IN]
+    return any("answer" in inspect.signature(builtin).parameters for builtin in builtins)
+
+
+def read_template(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"data.chat_template {path} cannot be read: {error}; give a Jinja file") from error
+
+
+def with_epochs(recipe: Recipe, num_rows: int) -> Recipe:
+    trainer = recipe.trainer
+    steps = math.ceil(num_rows * (recipe.data.epochs or 0) / trainer.prompts_per_step)
+    changed: dict[str, Any] = {"trainer": trainer.model_copy(update={"steps": steps})}
+    return recipe.model_copy(update=changed) if steps else recipe

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ def make_rewards(
                 engine, tokenizer = load_model(part.model)
                 renderer = Renderer()
                 renderer.__enter__()
-                rewards[label] = ModelReward(engine, _Encoder(tokenizer, renderer), renderer.__exit__)
+                rewards[label] = ModelReward(engine, partial(_encode, tokenizer, renderer), renderer.__exit__)
             else:
                 limits = CallLimits(batch=part.batch, workers=part.workers, concurrency=part.concurrency)
                 keys = {"options": part.options, "directory": recipe_folder, "timeout": part.timeout_seconds}
@@ -81,19 +82,12 @@ def _address(part: RewardPart, run_dir: Path) -> dict[str, Any] | None:
     return None if part.model is None or part.model.server is None else part.model.server.model_dump()
 
 
-class _Encoder:
-    """Ids of prompt and completion: by chat template, or the joined text."""
-
-    def __init__(self, tokenizer: Any, renderer: Renderer) -> None:
-        self._tokenizer, self._renderer = tokenizer, renderer
-
-    def __call__(self, prompt: Prompt, text: str) -> list[int]:
-        if isinstance(prompt.prompt, str):
-            joined = prompt.prompt + text
-        elif self._tokenizer.chat_template:
-            messages = [*prompt.prompt, {"role": "assistant", "content": text}]
-            joined = self._renderer.render(self._tokenizer, messages)
-        else:
-            raise DataError("the rows hold messages, but the reward model's tokenizer has no chat template")
-        ids: list[int] = self._tokenizer.encode(joined, add_special_tokens=False)
-        return ids
+def _encode(tokenizer: Any, renderer: Renderer, prompt: Prompt, text: str) -> list[int]:
+    if isinstance(prompt.prompt, str):
+        joined = prompt.prompt + text
+    elif tokenizer.chat_template:
+        joined = renderer.render(tokenizer, [*prompt.prompt, {"role": "assistant", "content": text}])
+    else:
+        raise DataError("the rows hold messages, but the reward model's tokenizer has no chat template")
+    ids: list[int] = tokenizer.encode(joined, add_special_tokens=False)
+    return ids

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -67,14 +67,9 @@ def _started(words: Sequence[str], environment: Mapping[str, str], log: Path) ->
     try:
         with open(log, "wb") as output:
             return subprocess.Popen(
-                words,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                preexec_fn=partial(system.die_with_parent, signal.SIGTERM),
-            )
+                words, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+                start_new_session=True, preexec_fn=partial(system.die_with_parent, signal.SIGTERM),
+            )  # fmt: skip
     except FileNotFoundError as error:
         edit = "name the one of the engine's environment in rollout.start.command"
         raise ConfigError(f"rollout.start: {words[0]} is no program here; {edit}") from error
@@ -98,14 +93,11 @@ def _wait(
 
 
 def _is_healthy(url: str) -> bool:
-    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=ASK_SECONDS)
-    try:
-        connection.request("GET", "/health")
-        return connection.getresponse().status == 200
-    except (OSError, http.client.HTTPException):
-        return False
-    finally:
-        connection.close()
+    with suppress(OSError, http.client.HTTPException):
+        with closing(http.client.HTTPConnection(url.removeprefix("http://"), timeout=ASK_SECONDS)) as connection:
+            connection.request("GET", "/health")
+            return connection.getresponse().status == 200
+    return False
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:

@@ -188,10 +188,8 @@ class _Job:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(until - time.monotonic(), 0.0))
         if left := system.end_children(self.spared, max(until - time.monotonic(), 1.0)):
-            complain(
-                f"dovetail: killed, but not gone after {KILLED_SECONDS:g} s: pid {', '.join(map(str, sorted(left)))}; such a "
-                "process waits inside the kernel, for a driver or a file system, and keeps its device\n"
-            )
+            pids, why = ", ".join(map(str, sorted(left))), "they wait inside the kernel, and keep their devices"
+            complain(f"dovetail: killed, but not gone after {KILLED_SECONDS:g} s: pid {pids}; {why}\n")
 
     def _collect(self) -> None:
         codes = {rank: p.poll() for rank, p in enumerate(self.processes) if rank not in self.ended}

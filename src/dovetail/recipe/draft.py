@@ -76,8 +76,7 @@ class Draft:
     def put_items(self) -> None:
         for key, items in self.items.items():
             if key == "optim.betas":
-                betas = [items[n] for n in sorted(items)]
-                if betas != list(self.default_of(key)):
+                if (betas := [items[n] for n in sorted(items)]) != list(self.default_of(key)):
                     self.put(key, betas)
             elif key == "trainer.loggers":
                 if names := dict.fromkeys(items.pop("name", [])):

@@ -9,8 +9,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError, model_
 from dovetail.bounds import MAX_LAG, MAX_TOKENS
 from dovetail.errors import ConfigError
 from dovetail.launch.progress import Phase
-from dovetail.recipe.algorithms import GRPO, RLOO, SFT, AnyRL, PolicyGradient, ReinforcePlusPlus
-from dovetail.recipe.correction import CorrectionSection, check_correction
+from dovetail.recipe.algorithms import GRPO, RLOO, SFT, AnyRL, CorrectionSection, PolicyGradient, ReinforcePlusPlus
 from dovetail.recipe.data import DataSection
 from dovetail.recipe.distillation import Distillation, TeacherSection
 from dovetail.recipe.evaluation import EvalSection, EvalSetSection
@@ -23,6 +22,8 @@ from dovetail.recipe.rollout import EMBEDDED, RolloutSection
 from dovetail.recipe.tracking import Loggers, ProfileSection
 from dovetail.recipe.types import LayoutSection, NonNegativeFloat, OwnLayout, PathText, PositiveFloat, Section, key
 from dovetail.recipe.yaml import dump_mapping, merge, parse_overrides, read_mapping
+
+UNCUT: Mapping[str, float] = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
 class MoeSection(Section):
@@ -179,15 +180,11 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
-    def _offloaded(self) -> Self:
+    def _trainer(self) -> Self:
         if self.trainer.offload_optimizer and self.optim.name != "adamw":
             other = self.optim.name or self.optim.function
             moves = "trainer.offload_optimizer moves the moments of adamw"
             raise ValueError(f"{moves}, but optim has {other}; leave one of them out")
-        return self
-
-    @model_validator(mode="after")
-    def _profiled(self) -> Self:
         if self.data.epochs is None and (late := [n for n in self.trainer.profile.steps if n > self.trainer.steps]):
             raise ValueError(f"trainer.profile.steps has {late[0]}, but trainer.steps is {self.trainer.steps}")
         return self
@@ -208,6 +205,19 @@ class Recipe(Section):
     def to_yaml(self) -> str:
         """With every default."""
         return dump_mapping(self.model_dump(mode="json", by_alias=True))
+
+
+def check_correction(correction: CorrectionSection, rollout: RolloutSection) -> None:
+    if correction.old == "sampler" and rollout.router_replay == "trainer":
+        replay = "rollout.router_replay=trainer takes the routes of the pass for old log-probs"
+        edit = "set old: recomputed, or rollout.router_replay=none"
+        raise ValueError(f"algorithm.correction.old is sampler, but {replay}; {edit}")
+    cuts = [f"rollout.{name}={value}" for name, value in rollout if name in UNCUT and value != UNCUT[name]]
+    if rollout.backend not in EMBEDDED and cuts:
+        raise ValueError(
+            f"rollout.backend={rollout.backend} samples from the distribution as changed by {', '.join(cuts)}, which the ratios "
+            "of algorithm.correction leave out of account; leave that out, or set algorithm.correction: {ratio: none}"
+        )
 
 
 def load_recipe(path: Path | str, overrides: Sequence[str] = (), flags: Mapping[str, Any] | None = None) -> Recipe:

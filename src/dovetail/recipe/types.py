@@ -16,12 +16,11 @@ def _valid_path(path: str) -> str:
     if path == "~" or path.startswith("~/"):
         raise ValueError(f"{quoted(path)} begins with ~, which only a shell replaces; write the whole path")
     try:
-        named = b"\0" not in os.fsencode(path)
+        if b"\0" not in os.fsencode(path):
+            return path
     except UnicodeEncodeError:
-        named = False
-    if not named:
-        raise ValueError(f"{quoted(path)} holds a character that no name of a file may have; take it out")
-    return path
+        pass
+    raise ValueError(f"{quoted(path)} holds a character that no name of a file may have; take it out")
 
 
 def _valid_options(options: Mapping[str, Any]) -> Mapping[str, Any]:

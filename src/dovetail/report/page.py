@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.errors import ConfigError
-from dovetail.report.profile import read_profiles
 from dovetail.report.read import Row, Run, number, read_runs, text_of
 from dovetail.report.samples import choose, script_json
+from dovetail.report.trace import read_profiles
 
 MOST_POINTS = 600  # of a curve
 MOST_SAMPLES, SAMPLE_BYTES = 800, 2_500_000  # of all runs

@@ -1,22 +1,49 @@
-"""Sums up a torch.profiler trace by phase."""
+"""Profiled steps: torch.profiler traces summed up by phase, and these summaries for the page."""
 
 import json
 import math
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import chain, groupby
 from pathlib import Path
 from typing import NamedTuple
 
-from dovetail.launch.progress import PHASES
-from dovetail.report.profile import PhaseSummary, Summary
-from dovetail.report.read import Row
+from pydantic import BaseModel, ValidationError
 
+from dovetail.launch.progress import PHASES
+from dovetail.report.read import Row, number
+
+FOLDER, MOST_SHOWN = "profile", 8  # steps
+Longest = list[tuple[str, float, int]]  # name, seconds of its own, calls
 PARTS = ("forward", "backward")  # of an update
 SHOWN, NAME_LENGTH = 10, 160  # operators and kernels of a phase; characters of a name
 ON_GPU, LAUNCHES = ("kernel", "gpu_memcpy", "gpu_memset"), ("cuda_runtime", "cuda_driver")
 CPU = 0  # type of a device
+
+
+class PhaseSummary(BaseModel):
+    """In seconds. waiting: in collectives while nothing computes. The rest is the host's."""
+
+    seconds: float
+    computing: float
+    collectives: float
+    waiting: float
+    parts: dict[str, float]
+    operators: Longest  # of the host
+    kernels: Longest  # of a GPU, in the phase that launched them
+    peak_bytes: int | None
+
+
+class Summary(BaseModel):
+    """Of one rank. events: of its trace."""
+
+    step: int
+    rank: int
+    device: str
+    events: int
+    phases: dict[str, PhaseSummary]
 
 
 class Event(NamedTuple):
@@ -93,15 +120,10 @@ class _Trace:
                 if self._phase_of(part) == name:
                     parts[part.name] += (part.stop - part.start) / 1e6
             phases[name] = PhaseSummary(
-                seconds=sum(stop - start for start, stop in windows) / 1e6,
-                computing=spent["computing"],
-                collectives=spent["collectives"],
-                waiting=spent["any"] - spent["computing"],
-                parts=parts,
-                operators=_longest(own[name]),
-                kernels=_longest(kernels[name]),
-                peak_bytes=peaks.get(name),
-            )
+                seconds=sum(stop - start for start, stop in windows) / 1e6, computing=spent["computing"],
+                collectives=spent["collectives"], waiting=spent["any"] - spent["computing"], parts=parts,
+                operators=_longest(own[name]), kernels=_longest(kernels[name]), peak_bytes=peaks.get(name),
+            )  # fmt: skip
         return phases
 
     def _phase_of(self, event: Event) -> str:
@@ -173,3 +195,27 @@ def _overlap(windows: Sequence[tuple[float, float]], spans: Sequence[tuple[float
                 break
             total += min(high, stop) - max(low, start)
     return total
+
+
+def read_profiles(run: Path) -> list[Row]:
+    steps: dict[int, list[Summary]] = {}
+    for path in (run / FOLDER).glob("step-*/rank-*.json"):
+        with suppress(OSError, ValidationError):
+            summary = Summary.model_validate_json(path.read_bytes())
+            steps.setdefault(summary.step, []).append(summary)
+    return [_shown(sorted(steps[step], key=lambda each: each.rank)) for step in sorted(steps)[-MOST_SHOWN:]]
+
+
+def _shown(ranks: list[Summary]) -> Row:
+    """Times of all ranks; longest operators of the first."""
+    first, phases = ranks[0], list[Row]()
+    for name, phase in first.phases.items():
+        all_ranks = [each.phases[name] for each in ranks if name in each.phases]
+        longest = {"kernels": phase.kernels, "operators": phase.operators}
+        row: Row = {"name": name, "peak_gib": number(max(each.peak_bytes or 0 for each in all_ranks) / 2**30)}
+        row |= {time: [number(vars(each)[time]) for each in all_ranks] for time in ("seconds", "computing", "waiting")}
+        row["parts"] = {part: number(seconds) for part, seconds in phase.parts.items()}
+        shown = {kind: [[own, number(s), calls] for own, s, calls in rows] for kind, rows in longest.items()}
+        row["longest"] = {kind: rows for kind, rows in shown.items() if rows}
+        phases.append(row)
+    return {"step": first.step, "device": first.device, "rank": first.rank, "ranks": len(ranks), "phases": phases}

@@ -107,34 +107,33 @@ class Callbacks:
     def replaced(self, samples: list[Any]) -> list[Any]:
         known = {(sample.group, sample.completion.sample) for sample in samples}
 
-        def called(method: Callable[..., list[Any] | None]) -> None:
+        def called(method: Callable[..., list[Any] | None]) -> list[Any]:
             result = method(self.state, list(samples))
             for sample in result or ():
                 if not isinstance(sample, type(samples[0])) or (sample.group, sample.completion.sample) not in known:
                     raise TypeError("expected None, or a list of samples it was given, changed by dataclasses.replace")
                 if not (isinstance(sample.reward, (int, float)) and math.isfinite(sample.reward)):
                     raise ValueError(f"the reward {quoted(sample.reward)} of {sample.prompt.id!r}: not a finite number")
-            taken.append(samples if result is None else list(result))
+            return samples if result is None else list(result)
 
         for each in self.callbacks if samples else ():
-            taken: list[list[Any]] = []
-            self._together("on_rollout_end", each, called)
-            (samples,) = taken
+            samples = self._together("on_rollout_end", each, called)
             rewards = json.dumps([[sample.group, sample.completion.sample, float(sample.reward)] for sample in samples])
             if len({*of_all(rewards, self.mesh)}) > 1:
                 name = f"{type(each).__name__}.on_rollout_end"
                 raise CallbackError(f"{name} returned other samples or rewards on other ranks; make them equal")
         return samples
 
-    def _together(self, event: str, callback: TrainerCallback, call: Callable[[Any], object]) -> None:
+    def _together(self, event: str, callback: TrainerCallback, call: Callable[[Any], Any]) -> Any:
         """An exception on one rank raises on all."""
         name = f"{type(callback).__name__}.{event}"
         try:
-            call(getattr(callback, event))
+            result = call(getattr(callback, event))
         except Exception as error:
             raise CallbackError(self._problems(name, f"{type(error).__name__}: {error}")) from error
         if problems := self._problems(name, ""):
             raise CallbackError(problems)
+        return result
 
     def _problems(self, name: str, own: str) -> str:
         """Errors of all ranks; also combines the flags."""

@@ -310,18 +310,12 @@ class RunDirectory:
 
     def _state(self, step: int) -> RunState:
         return RunState(
-            run_id=self.run_id,
-            order=self._order,
-            step=step,
-            score=self._score,
-            recipe=self.config,
-            model=self.contents.model,
-            data=self.contents.data,
+            run_id=self.run_id, order=self._order, step=step, score=self._score, recipe=self.config, before=self._before,
+            model=self.contents.model, data=self.contents.data,
             cursor=self.first_row + step * self.recipe.trainer.prompts_per_step,
             updates={role: engine.updates for role, engine in self.contents.engines.items()},
-            before=self._before,
             rng=of_all(random_state(self.mesh.device), self.mesh),
-        )
+        )  # fmt: skip
 
     def _report_resume(self, resumed: Resumed) -> None:
         state, world = resumed.state, self.mesh["world"]

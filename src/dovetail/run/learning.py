@@ -1,7 +1,7 @@
 """Notes on how a run learns."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from statistics import fmean
 from typing import Any
 
@@ -39,7 +39,7 @@ class LearningNotes:
         self._said |= dict.fromkeys(due, step)
         return [texts[kind] for kind in due]
 
-    def _kinds(self, row: Mapping[str, Any]) -> list[tuple[bool, str]]:
+    def _kinds(self, row: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
         """Whether each note applies, and its text."""
         self._equal = self._equal + 1 if row.get("equal_groups") == 1.0 else 0
         entropy, entropy0 = self._against_start(row, "entropy_mean")
@@ -47,39 +47,22 @@ class LearningNotes:
         k3, k30 = self._against_start(row, "mismatch_k3")
         cut, limit = row.get("truncated_fraction", 0.0), self.recipe.rollout.max_new_tokens
         gap, clipped = row.get("mismatch_mean", 0.0), row.get("clip_fraction", 0.0)
-        return [
-            (
-                self._equal >= EQUAL_STEPS,
-                f"{self._equal} steps in a row had equal rewards in every group, and taught nothing: {EQUAL}",
-            ),
-            (
-                entropy < LOW_ENTROPY * entropy0,
-                f"entropy fell from {entropy0:.3g} to {entropy:.3g}: raise algorithm.entropy_coef or algorithm.clip_high, or "
-                "lower optim.lr",
-            ),
-            (
-                cut >= TRUNCATED,
-                f"{cut:.0%} of the completions were cut at rollout.max_new_tokens={limit}: raise it, or reward shorter ones",
-            ),
-            (
-                kl > max(LEAST_KL, RISEN * kl0),
-                f"KL rose from {kl0:.3g} to {kl:.3g}: lower optim.lr, or raise algorithm.kl_coef",
-            ),
-            (
-                gap > LARGE_GAP,
-                f"sampler and policy differ by {gap:.3g} nats a token (mean) with the same weights: look for a stale prefix "
-                "cache, log-probs at another temperature, weights that did not arrive, or another model",
-            ),
-            (
-                k3 > max(LEAST_MISMATCH, RISEN * k30),
-                f"the sampler's log-probs moved away from the policy's, k3 from {k30:.3g} to {k3:.3g}: set model.dtype=float32, "
-                "or rollout.router_replay=rollout for experts",
-            ),
-            (
-                clipped > CLIPPED,
-                f"{clipped:.0%} of the tokens were clipped: lower optim.lr, algorithm.epochs or algorithm.num_mini_batches",
-            ),
-        ]
+        text = f"{self._equal} steps in a row had equal rewards in every group, and taught nothing: {EQUAL}"
+        yield self._equal >= EQUAL_STEPS, text
+        remedy = "raise algorithm.entropy_coef or algorithm.clip_high, or lower optim.lr"
+        yield entropy < LOW_ENTROPY * entropy0, f"entropy fell from {entropy0:.3g} to {entropy:.3g}: {remedy}"
+        where = f"rollout.max_new_tokens={limit}: raise it, or reward shorter ones"
+        yield cut >= TRUNCATED, f"{cut:.0%} of the completions were cut at {where}"
+        remedy = "lower optim.lr, or raise algorithm.kl_coef"
+        yield kl > max(LEAST_KL, RISEN * kl0), f"KL rose from {kl0:.3g} to {kl:.3g}: {remedy}"
+        causes = "a stale prefix cache, log-probs at another temperature, weights that did not arrive, or another model"
+        text = f"sampler and policy differ by {gap:.3g} nats a token (mean) with the same weights: look for {causes}"
+        yield gap > LARGE_GAP, text
+        remedy = "set model.dtype=float32, or rollout.router_replay=rollout for experts"
+        text = f"the sampler's log-probs moved away from the policy's, k3 from {k30:.3g} to {k3:.3g}: {remedy}"
+        yield k3 > max(LEAST_MISMATCH, RISEN * k30), text
+        remedy = "lower optim.lr, algorithm.epochs or algorithm.num_mini_batches"
+        yield clipped > CLIPPED, f"{clipped:.0%} of the tokens were clipped: {remedy}"
 
     def _against_start(self, row: Mapping[str, Any], name: str) -> tuple[float, float]:
         """Value now, mean of the first steps; NaN: unknown."""

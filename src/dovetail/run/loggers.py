@@ -60,9 +60,7 @@ def grouped(row: Row) -> dict[str, float]:
 
 
 def start_logger(section: LoggerSection, run: RunFacts) -> Log:
-    starts: Mapping[str, Callable[[LoggerSection, RunFacts], Log]] = {
-        "wandb": _wandb, "mlflow": _mlflow, "tensorboard": _tensorboard, "trackio": _trackio, "swanlab": _swanlab,
-    }  # fmt: skip
+    starts = {"wandb": _wandb, "mlflow": _mlflow, "tensorboard": _tensorboard, "trackio": _trackio, "swanlab": _swanlab}
     return starts[section.name](section, run)
 
 
@@ -143,14 +141,9 @@ def _tensorboard(_: LoggerSection, run: RunFacts) -> Log:
 
 def _trackio(section: LoggerSection, run: RunFacts) -> Log:
     """Resumes by name."""
-    started = importlib.import_module("trackio").init(
-        project=section.project or PROJECT,
-        name=f"{section.run_name or run.path.name}-{run.run_id[:8]}",
-        group=section.group,
-        config=dict(run.config),
-        resume="allow",
-        embed=False,
-    )
+    project, name = section.project or PROJECT, f"{section.run_name or run.path.name}-{run.run_id[:8]}"
+    keys = {"group": section.group, "config": dict(run.config), "resume": "allow", "embed": False}
+    started = importlib.import_module("trackio").init(project=project, name=name, **keys)
     return (lambda step, row, _: started.log(dict(row), step=step)), started.finish
 
 

@@ -71,17 +71,14 @@ def find(
     if len(state.rng) != ranks:
         raise CheckpointError(f"{reader.path}: rng is of {len(state.rng)} ranks, but {ranks} have saved it")
     changes = changed(rename_keys(state.recipe)[0], recipe)
+    holds = f"run_dir {path} holds a finished run of another recipe ({differing})"
     refuse(changes, recipe, state.step)
     if finished and state.step >= _planned(recipe):
-        raise ConfigError(
-            f"run_dir {path} holds a finished run of another recipe ({differing}); all {state.step} steps of it are done "
-            f"({path / HF}): choose another run_dir, or raise trainer.steps to train on"
-        )
+        edit = "choose another run_dir, or raise trainer.steps to train on"
+        raise ConfigError(f"{holds}; all {state.step} steps of it are done ({path / HF}): {edit}")
     if finished and state.step < (last := _last_step(path / METRICS)):
-        raise ConfigError(
-            f"run_dir {path} holds a finished run of another recipe ({differing}), whose newest checkpoint is of step "
-            f"{state.step} of {last}: choose another run_dir, or go back to it by --resume step={state.step}"
-        )
+        edit = f"choose another run_dir, or go back to it by --resume step={state.step}"
+        raise ConfigError(f"{holds}, whose newest checkpoint is of step {state.step} of {last}: {edit}")
     if any(any(changes.get(key, ())) for key in EVALUATED):
         state = state.model_copy(update={"before": {}})  # of other rows: not comparable
     was, now = _ranks(reader.manifest.layout), _ranks(vars(mesh.layout))
