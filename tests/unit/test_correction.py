@@ -248,7 +248,7 @@ def test_the_default_is_of_the_backend() -> None:
             recipe_of(correction=given)
     nested = recipe_of(correction={"old": "sampler"}).model_dump(by_alias=True, mode="json")
     assert make_recipe(nested).correction == CorrectionSection(old="sampler"), "a run resumes from all its keys"
-    with pytest.raises(ConfigError, match=r"correction.old is sampler, .* but rollout.router_replay=trainer takes"):
+    with pytest.raises(ConfigError, match=r"correction.old is sampler, but rollout.router_replay=trainer takes"):
         make_recipe(
             {**nested, "algorithm": {"correction": {"old": "sampler"}}, "rollout": {"router_replay": "trainer"}}
         )

@@ -162,8 +162,7 @@ def recipe_of(args: argparse.Namespace) -> "Recipe":
             flags |= {f"layout.{name}": getattr(Layout.parse(args.layout), name) or "auto" for name in DEGREES}
         load = importlib.import_module("dovetail.recipe.schema").load_recipe
         args.recipe_read = load(args.recipe, args.overrides, flags)
-    recipe: Recipe = args.recipe_read
-    return recipe
+    return args.recipe_read
 
 
 def layout_of(args: argparse.Namespace) -> Layout:

@@ -25,8 +25,9 @@ from dovetail.factory.layouts import check_layout, max_positions, sampling_layou
 from dovetail.launch.engines import engine_key
 from dovetail.launch.process import complain
 from dovetail.parallel.layout import Layout
-from dovetail.recipe.algorithms import PPO, SFT, CriticFree, PolicyGradient
+from dovetail.recipe.algorithms import PPO, PolicyGradient
 from dovetail.recipe.distillation import Distillation
+from dovetail.recipe.functions import FunctionSection, LossSection
 from dovetail.recipe.optimizers import require_torchao
 from dovetail.recipe.schema import Recipe
 from dovetail.recipe.types import LayoutSection
@@ -153,34 +154,24 @@ def _train(args: argparse.Namespace, layout: Layout, mistakes: Mistakes, device:
     if policy is not None:
         mistakes.of(check_layout, policy.spec, layout)
     trained, folder, algorithm = [policy], Path(args.recipe).parent, recipe.algorithm
-    own = {
-        "loss": algorithm.loss if isinstance(algorithm, SFT | PolicyGradient) else None,
-        "advantage": algorithm.advantage if isinstance(algorithm, CriticFree) else None,
-    }
-    for what, section in own.items():
-        if section is not None and section.function is not None:
+    for what, section in algorithm:
+        if isinstance(section, FunctionSection | LossSection) and section.function is not None:
             mistakes.of(_check_function, f"algorithm.{what}", section.function, folder)
     if recipe.optim.function is not None:
         mistakes.of(_check_function, "optim.name", recipe.optim.function, folder)
     if recipe.optim.name == "adamw8bit":
         mistakes.of(require_torchao)
-    trained += _check_others(recipe, policy, layout, mistakes)
+    for key, path, cut in _others(recipe):
+        model = policy if path is None else mistakes.of(read_model, path, recipe.model.engine)
+        own = None if cut is None else mistakes.of(_named, key, cut.to_layout().resolve, layout.num_ranks)
+        if model is not None and own is not None:
+            mistakes.of(_named, key, check_layout, model.spec, own)
+        trained += [model] if key == "critic" else []
     if algorithm.samples:
         _check_rl(recipe, folder, policy, layout, mistakes)
     offloads = recipe.trainer.offload_optimizer and device != "cpu"
     each = TRAINED_BYTES - (MOMENT_BYTES if offloads or recipe.optim.name != "adamw" else 0)
     return sum(model.parameters * each for model in trained if model is not None)
-
-
-def _check_others(recipe: Recipe, policy: Model | None, layout: Layout, mistakes: Mistakes) -> list[Model | None]:
-    trained = list[Model | None]()
-    for key, path, section in _others(recipe):
-        model = policy if path is None else mistakes.of(read_model, path, recipe.model.engine)
-        own = None if section is None else mistakes.of(_named, key, section.to_layout().resolve, layout.num_ranks)
-        if model is not None and own is not None:
-            mistakes.of(_named, key, check_layout, model.spec, own)
-        trained += [model] if key == "critic" else []
-    return trained
 
 
 def _check_rl(recipe: Recipe, folder: Path, policy: Model | None, layout: Layout, mistakes: Mistakes) -> None:

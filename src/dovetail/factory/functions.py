@@ -107,8 +107,7 @@ def imported(function: str, folder: Path, key: str) -> Callable[..., Any]:
         found = vars(loaded).get(name)
         if not callable(found):
             raise LookupError(f"module {module} ({loaded.__file__}) has no function {name!r}")
-        own: Callable[..., Any] = found
-        return own
+        return found
 
 
 def try_loss(loss: LossFn, batch: PackedBatch, section: FunctionSection | LossSection) -> None:

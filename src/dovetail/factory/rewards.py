@@ -23,13 +23,13 @@ ModelLoader = Callable[[RewardModelSection], tuple[Engine, Any]]  # with its tok
 
 
 def make_rewards(
-    section: RewardSection, mesh: Mesh, recipe_folder: Path, run_dir: Path, load_model: ModelLoader
+    section: RewardSection, mesh: Mesh, recipe_folder: Path, run_dir: Path, load_model: ModelLoader | None = None
 ) -> RewardManager:
     """Collective."""
     named, rewards = section.labelled(), dict[str, Reward]()
     try:
         for label, part in named.items():
-            if part.model is not None and part.model.path is not None:
+            if part.model is not None and part.model.path is not None and load_model is not None:
                 engine, tokenizer = load_model(part.model)
                 renderer = Renderer()
                 renderer.__enter__()
@@ -89,5 +89,4 @@ def _encode(tokenizer: Any, renderer: Renderer, prompt: Prompt, text: str) -> li
         joined = renderer.render(tokenizer, [*prompt.prompt, {"role": "assistant", "content": text}])
     else:
         raise DataError("the rows hold messages, but the reward model's tokenizer has no chat template")
-    ids: list[int] = tokenizer.encode(joined, add_special_tokens=False)
-    return ids
+    return tokenizer.encode(joined, add_special_tokens=False)

@@ -92,15 +92,15 @@ def limit_behind(error: BaseException | None) -> str | None:
     """The message for an error caused by a ulimit or a full device."""
     limits, cause = _memory_limits(), error
     while cause is not None:
-        text = one_line(cause)
+        text, message = one_line(cause), ""
         if isinstance(cause, RuntimeError) and type(cause).__name__ == "OutOfMemoryError":  # torch's
-            return f"{DEVICE_FULL} ({text[:MAX_CAUSE]})"
-        if OPEN_FILES in text.lower():
+            message = DEVICE_FULL
+        elif OPEN_FILES in text.lower():
             files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
             message = f"{OPEN_FILES}: this process may have {files} (ulimit -n); raise that limit, to 4096 for example"
-            return f"{message} ({text[:MAX_CAUSE]})"
-        if limits and any(sign in text.lower() for sign in OUT_OF_MEMORY):
+        elif limits and any(sign in text.lower() for sign in OUT_OF_MEMORY):
             message = f"memory ran out: this process is limited to {limits}; raise that limit or remove it (unlimited)"
+        if message:
             return f"{message} ({text[:MAX_CAUSE]})"
         cause = cause.__cause__ or cause.__context__
     return None

@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, NonNegativeInt, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, model_validator
 
 from dovetail.bounds import MAX_FLOAT
 from dovetail.recipe.functions import LossSection, OwnFunction, PolicyTerm
-from dovetail.recipe.types import Estimator, NonNegativeFloat, NotStrict, PositiveFloat, Section, Share, Updates, key
+from dovetail.recipe.types import Estimator, NotStrict, Section, Share, Updates, key
 
 HighRatio = Annotated[float, Field(gt=0, le=MAX_FLOAT)]
 

@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PositiveInt, ValidationError
+from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, ValidationError
 
 from dovetail.errors import quoted
-from dovetail.recipe.types import Options, PathText, PositiveFloat, RowFormat, Section, key
+from dovetail.recipe.types import Options, PathText, RowFormat, Section, key
 
 
 class SourceSection(Section):

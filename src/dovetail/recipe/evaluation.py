@@ -4,12 +4,12 @@ import re
 from collections.abc import Sequence
 from typing import Annotated
 
-from pydantic import Field, model_validator
+from pydantic import Field, NonNegativeFloat, model_validator
 
 from dovetail.bounds import MAX_SAMPLES
 from dovetail.errors import quoted
 from dovetail.recipe.data import Sources
-from dovetail.recipe.types import Listed, NonNegativeFloat, NotStrict, OneOrMore, Section, key
+from dovetail.recipe.types import Listed, NotStrict, OneOrMore, Section, key
 
 NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,63}", re.ASCII)  # of a folder, and in names of metrics
 BUILT_IN = re.compile(r"(?:avg|pass|maj)@([1-9]\d{0,5})", re.ASCII)

@@ -42,14 +42,11 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
 }  # fmt: skip
 
 
-# Old names. LASTING ones are accepted for good (contract.md), others for one release.
-LASTING: Mapping[str, str] = {
+LASTING = ("data.overlong", "algorithm.minibatches", "trainer.keep")  # for good (contract.md); others for one release
+RENAMED: Mapping[str, str] = {
     "data.overlong": "data.overlong_rows",
     "algorithm.minibatches": "algorithm.num_mini_batches",
     "trainer.keep": "trainer.keep_last",
-}
-RENAMED: Mapping[str, str] = {
-    **LASTING,
     "algorithm.skip_equal_groups": "algorithm.drop_zero_std_groups",
     "rollout.replay": "rollout.router_replay",
     "rollout.monitor": "rollout.mismatch_metrics",
@@ -146,8 +143,7 @@ def explain(error: ValidationError, known: Mapping[str, Key], source: str) -> st
         problems.setdefault(dotted[-1] if detail["type"] == "extra_forbidden" else key, []).append(detail)
     meanings = all_meanings() if any(details[0]["type"] == UNKNOWN for details in problems.values()) else []
     first = list(problems.items())[:MOST_SHOWN]
-    lines = [line for key, details in first for line in _lines(key, details, known, meanings)]
-    lines = _without_repeats(lines)
+    lines = _without_repeats([line for key, details in first for line in _lines(key, details, known, meanings)])
     shown, more = lines[:MOST_SHOWN], max(len(lines), len(problems)) - MOST_SHOWN
     text = f"{source}: {lines[0]}" if len(lines) == 1 else f"{source}:\n{listing(shown)}"
     text += f"\n  ... and {more} more" if more > 0 else ""

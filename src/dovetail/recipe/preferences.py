@@ -2,9 +2,9 @@
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 
-from dovetail.recipe.types import NonNegativeFloat, PositiveFloat, Updates, key
+from dovetail.recipe.types import Updates, key
 
 Smoothing = Annotated[float, Field(ge=0, lt=0.5)]
 

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import pydantic
-from pydantic import ConfigDict, Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from dovetail.errors import quoted
-from dovetail.recipe.types import NonNegativeFloat, Options, OwnLayout, PathText, PositiveFloat, Section, key
+from dovetail.recipe.types import Options, OwnLayout, PathText, Section, key
 
 KINDS = ("name", "import", "judge", "model")
 JUDGE_SECONDS = 300.0  # for a judge or reward server, with retries
@@ -56,8 +56,6 @@ class RewardModelSection(Section):
 
 class RewardPart(Section):
     """What a completion is worth."""
-
-    model_config = ConfigDict(populate_by_name=True)
 
     name: str | None = key(None, "a built-in reward; exact_match where nothing else is given")
     function: str | None = Field(None, alias="import", description="a function of yours: module:function")

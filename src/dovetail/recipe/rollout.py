@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from dovetail.bounds import MAX_NEW_TOKENS, MAX_SAMPLES
 from dovetail.recipe.push import PushSection
-from dovetail.recipe.types import Listed, NotStrict, OwnLayout, PositiveFloat, Section, Share, key
+from dovetail.recipe.types import Listed, NotStrict, OwnLayout, Section, Share, key
 
 Texts = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Listed, NotStrict]
 EMBEDDED = ("native", "transformers")

@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic_core import ValidationError
 
 from dovetail.bounds import MAX_LAG, MAX_TOKENS
 from dovetail.errors import ConfigError
@@ -20,7 +21,7 @@ from dovetail.recipe.preferences import KTO, AnyPreference
 from dovetail.recipe.reward import Rewards, RewardSection
 from dovetail.recipe.rollout import EMBEDDED, RolloutSection
 from dovetail.recipe.tracking import Loggers, ProfileSection
-from dovetail.recipe.types import LayoutSection, NonNegativeFloat, OwnLayout, PathText, PositiveFloat, Section, key
+from dovetail.recipe.types import LayoutSection, OwnLayout, PathText, Section, key
 from dovetail.recipe.yaml import dump_mapping, merge, parse_overrides, read_mapping
 
 UNCUT: Mapping[str, float] = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}

@@ -32,8 +32,6 @@ def _valid_options(options: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 RowFormat = Literal["auto", "verl", "trl", "openai", "sharegpt", "alpaca", "gsm8k", "slime", "openrlhf"]
-PositiveFloat = Annotated[float, Field(gt=0)]
-NonNegativeFloat = Annotated[float, Field(ge=0)]
 Listed = pydantic.BeforeValidator(lambda given: (given,) if isinstance(given, str) else given)
 OneOrMore = pydantic.BeforeValidator(lambda given: [given] if isinstance(given, Mapping) else given)
 NotStrict = Field(strict=False)  # YAML has lists, no tuples
@@ -51,7 +49,7 @@ def key(default: Any, description: str) -> Any:
 class Section(BaseModel):
     """Frozen, no unknown keys, no silent conversions."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, populate_by_name=True)
 
 
 class Updates(Section):

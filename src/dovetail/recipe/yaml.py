@@ -76,8 +76,7 @@ def _number(loader: _Loader, node: yaml.ScalarNode) -> float:
 def _integer(loader: _Loader, node: yaml.ScalarNode) -> int:
     if len(node.value) > MOST_DIGITS:
         raise ValueError(node.value)
-    value: int = loader.construct_yaml_int(node)
-    return value
+    return loader.construct_yaml_int(node)
 
 
 class _Dumper(yaml.SafeDumper):  # quotes text that `_Loader` would read as a number

@@ -26,7 +26,6 @@ class RunLock:
 
     def acquire(self) -> None:
         while self._fd < 0:
-            # no links
             fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
