@@ -34,8 +34,7 @@ def run(args: argparse.Namespace) -> int:
     errors = {dtype: _relative_error(device, dtype) for dtype in (torch.float32, torch.bfloat16)}
     texts = (f"logits in {str(dtype).removeprefix('torch.')}: error {error:.1e}" for dtype, error in errors.items())
     lines["self-test"] = ", ".join(texts)
-    worst = max(errors.values())
-    passed = worst <= BF16_ERROR
+    passed = (worst := max(errors.values())) <= BF16_ERROR
     if not passed or os.environ.get("RANK", "0") == "0":
         put("".join(f"{name:<13}{value}\n" for name, value in lines.items()))
         put("all well\n" if passed else f"the self-test failed: {worst:.1e} > {BF16_ERROR}\n")

@@ -28,8 +28,7 @@ ITEM_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2}
 def header(recipe: "Recipe", layout: Layout, device: str) -> str:
     trainer, rollout, samples = recipe.trainer, recipe.rollout, recipe.algorithm.samples
     path, parameters = Path(recipe.model.path), count_parameters(Path(recipe.model.path))
-    family = _family(path)
-    facts = ", ".join(filter(None, (family, f"{_short(parameters)} parameters" if parameters else "")))
+    facts = ", ".join(filter(None, (_family(path), f"{_short(parameters)} parameters" if parameters else "")))
     rows = recipe.data.train if isinstance(recipe.data.train, str) else f"{len(recipe.data.train)} sources"
     held_out = f"; held out: {recipe.data.eval}" if isinstance(recipe.data.eval, str) else ""
     sampled = f" with {rollout.samples_per_prompt} samples of at most {rollout.max_new_tokens} tokens" * samples

@@ -65,12 +65,11 @@ def own_metrics(
 ) -> dict[str, OwnMetric]:
     """Collective. The `module:function` ones of `metrics`."""
     own: dict[str, OwnMetric] = {}
-    for metric in metrics:
-        if ":" in metric:
-            limits = CallLimits(batch="step", metric=True)
-            runner = _runner(mesh, None, metric, limits, directory=folder, timeout=timeout)
-            own[metric] = OwnMetric(label(metric), runner, mesh, say)
-            at_close.callback(own[metric].close)
+    for metric in [metric for metric in metrics if ":" in metric]:
+        limits = CallLimits(batch="step", metric=True)
+        runner = _runner(mesh, None, metric, limits, directory=folder, timeout=timeout)
+        own[metric] = OwnMetric(label(metric), runner, mesh, say)
+        at_close.callback(own[metric].close)
     return own
 
 

@@ -107,8 +107,7 @@ class Heartbeats:
         self.last[rank] = Heartbeat(host, now, now + self.limit)
 
     def end(self, rank: int, now: float) -> None:
-        if rank in self.last:
-            last = self.last[rank]
+        if (last := self.last.get(rank)) is not None:
             self.last[rank] = last._replace(deadline=min(last.deadline, now + self.gone), ended=True)
 
     def verdict(self, now: float) -> str:

@@ -176,8 +176,7 @@ def nearest(key: str, known: Mapping[str, Key], meanings: Sequence[Meaning]) -> 
 
 def _without_repeats(lines: Sequence[str]) -> list[str]:
     """Each list of keys is shown once."""
-    seen: set[str] = set()
-    short = []
+    seen, short = set[str](), list[str]()
     for line in lines:
         words, listed, keys = line.rpartition(KEYS_OF)
         short.append(words if listed and keys in seen else line)

@@ -113,17 +113,16 @@ class RunDirectory:
 
     def claim(self, damaged: Mapping[str, str] = NONE) -> None:
         """Collective. Lock the directory and find what to resume. damaged: steps to skip, and why."""
-        mode = self._resume
         with agreed(self.mesh):
             check_loggers(self.recipe.trainer.loggers)
             if self.lead:
-                self._existed = check_run_dir(self.path, mode)
+                self._existed = check_run_dir(self.path, self._resume)
                 if self._existed:
                     self._lock.acquire()
         refuse_unshared(self.path, self.mesh)
         self._existed = of_first(self._existed, self.mesh)
         if self._existed:
-            self.resumed = find(self.path, self.mesh, mode, self.config, damaged)
+            self.resumed = find(self.path, self.mesh, self._resume, self.config, damaged)
 
     def check_space(self, contents: Contents) -> None:
         """Collective."""

@@ -26,8 +26,6 @@ CHUNK, READERS = 1 << 24, 4  # bytes of a checksum, and threads of a rank
 SAMPLED, BLOCK = 64, 1 << 12  # blocks of a weight file, and their bytes
 VOLATILE = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache")  # not part of the model
 TEXT_FILES = ("tokenizer", "vocab", "merges", "chat_template", "special_tokens", "added_tokens", "spiece")
-
-
 Count = Annotated[int, Field(ge=0, lt=1 << 48)]  # of steps, rows, updates
 
 
