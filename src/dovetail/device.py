@@ -11,18 +11,14 @@ import torch
 
 from dovetail.system import resident_memory
 
-# Dense bf16 operations per second by datasheet, by the start of the device's name.
+# Dense bf16 FLOP/s by datasheet.
 PEAK_FLOPS: Mapping[str, float] = {
-    "NVIDIA H200": 989e12,
-    "NVIDIA H100": 989e12,
-    "NVIDIA A100": 312e12,
-    "NVIDIA B200": 2250e12,
-    "NVIDIA L40S": 362e12,
-}
+    "NVIDIA H200": 989e12, "NVIDIA H100": 989e12, "NVIDIA A100": 312e12, "NVIDIA B200": 2250e12, "NVIDIA L40S": 362e12,
+}  # fmt: skip
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Peak bf16 FLOP/s; None for a CPU and unlisted GPUs."""
+    """bf16; None: unknown."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
@@ -30,26 +26,25 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def memory_of(device: torch.device) -> int | None:
-    """Bytes of an accelerator's memory; None for a CPU."""
+    """Bytes; None for a CPU."""
     return None if device.type == "cpu" else int(torch.get_device_module(device).mem_get_info(device)[1])
 
 
 def usage(device: torch.device) -> dict[str, float]:
-    """Memory of this process in GiB, and per cent of the last second in which a GPU was busy, if pynvml is installed."""
+    """GiB of memory; per cent of the last second that a GPU was busy, if pynvml is installed."""
     sizes = {"host": resident_memory()}
     if device.type != "cpu":
         module = torch.get_device_module(device)
         sizes |= {"allocated": module.memory_allocated(device), "reserved": module.memory_reserved(device)}
     row = {f"memory/{name}_gib": size / 2**30 for name, size in sizes.items() if size is not None}
     if device.type == "cuda" and importlib.util.find_spec("pynvml") is not None:
-        # a driver without it, a MIG slice, which torch does not find among the devices, or another package of that name
+        # no driver, a MIG slice, another pynvml
         with suppress(importlib.import_module("pynvml").NVMLError, RuntimeError, ImportError):
             row["gpu_utilization"] = float(torch.cuda.utilization(device))
     return row
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Peak memory of this process, allocated or resident on the host."""
     if device.type != "cpu":
         return torch.get_device_module(device).max_memory_allocated(device) / 2**30
     unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss

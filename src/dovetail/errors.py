@@ -1,77 +1,72 @@
-"""Exceptions for users: what was given, what was expected and what to do.
-
-The command line prints a `UserError` once, without a traceback, and exits with 2; any other is a defect and exits with 1.
-"""
+"""Exceptions for users: what was given, what was expected, what to do."""
 
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
-MAX_QUOTED = 200  # characters of a given value in a message
-MAX_LINE = 2000  # characters of a line of a report
+MAX_QUOTED = 200  # characters of a value
+MAX_LINE = 2000  # characters of a line
 LONG_WORD = re.compile(rf"\S{{{MAX_QUOTED + 4},}}")  # longer than a shortened one
 SHOWN_RANKS = 8  # for each value, in a message
 
 
 class UserError(ValueError):
-    """A mistake that the user can fix."""
+    """The user can fix it. Exit 2, without a traceback."""
 
 
 class ConfigError(UserError):
-    """A recipe, an override or a flag that cannot be followed."""
+    """A recipe, override or flag."""
 
 
 class LayoutError(UserError):
-    """Parallel degrees that do not fit the ranks or the model."""
+    """Degrees that do not fit ranks or model."""
 
 
 class ModelError(UserError):
-    """A model that this engine does not compute."""
+    """A model that is not supported."""
 
 
 class OptionError(ModelError):
-    """An option that the native engine does not compute; transformers may."""
+    """transformers may support it."""
 
 
 class CheckpointError(UserError):
-    """Tensors that are missing, extra, of a wrong shape or corrupt."""
+    """Missing, extra, mis-shaped or corrupt tensors."""
 
 
 class DamagedError(CheckpointError):
-    """The checkpoint at `path` is not as it was written."""
-
     def __init__(self, message: str, path: Path) -> None:
         super().__init__(message)
         self.path = path
 
 
 class DataError(UserError):
-    """Rows or batches that cannot be trained on or scored."""
+    """Rows or batches."""
 
 
 class CallbackError(UserError):
-    """A callback of a `Trainer` raised, on any rank, or returned what it may not."""
+    """A `Trainer` callback raised or returned a wrong value."""
 
 
 class NumericsError(UserError):
-    """Numbers of training are no longer finite."""
+    """Training is no longer finite."""
 
 
 class MachineError(RuntimeError):
-    """A defect of the machine. Exit 1, without a traceback."""
+    """Exit 1, without a traceback."""
 
 
 class SecondaryFailure(RuntimeError):
-    """Another rank failed first and reports the cause."""
+    """Another rank reports the cause."""
 
 
 class LostStore(SecondaryFailure):
-    """The store of the ranks is gone."""
+    """The ranks' store is gone."""
 
 
 class Caught:
-    """Ends the errors of its `with` blocks; `error` is the first."""
+    """Ends errors of its blocks; `error` is the first."""
 
     def __init__(self, kind: type[BaseException] = Exception) -> None:
         self.kind = kind
@@ -102,12 +97,11 @@ def shortened(text: object) -> str:
 def quoted(value: object) -> str:
     try:
         return shortened(repr(value))
-    except (ValueError, RecursionError):  # an int of thousands of digits; lists nested too deep
+    except (ValueError, RecursionError):  # huge int, deep nesting
         return f"a {type(value).__name__} that is too large to show"
 
 
 def short_words(text: str) -> str:
-    """Libraries may repeat a whole value."""
     return LONG_WORD.sub(lambda word: shortened(word[0]), text)
 
 
@@ -120,7 +114,7 @@ def _cut(text: str, limit: int) -> str:
 
 
 def unequal(values: Mapping[str, Sequence[str]], hosts: Sequence[str]) -> list[str]:
-    """A line for each name whose values, one a rank, differ."""
+    """One line per name whose values differ between ranks."""
     lines = []
     for name, by_rank in values.items():
         owners: dict[str, list[int]] = {}

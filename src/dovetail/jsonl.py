@@ -1,4 +1,4 @@
-"""JSON lines, written whole or not at all; JSON objects of files."""
+"""JSON lines and objects."""
 
 import json
 import math
@@ -16,7 +16,7 @@ ODD_LETTERS = "backslashreplace"  # half a surrogate pair becomes JSON's escape
 
 
 def append(path: Path, row: Row) -> None:
-    """Append a row, also after one that a kill has cut."""
+    """Also after a torn line."""
     data = json_line(row).encode(errors=ODD_LETTERS)
     with open(path, "a+b", buffering=0) as file:
         end = file.seek(0, os.SEEK_END)
@@ -36,7 +36,7 @@ def write_whole(file: FileIO, data: bytes) -> None:
 
 
 def json_line(row: Row) -> str:
-    """Numbers that are not finite become null."""
+    """Non-finite numbers become null."""
     try:
         return json.dumps(row, ensure_ascii=False, allow_nan=False, default=as_text) + "\n"
     except ValueError:
@@ -44,7 +44,7 @@ def json_line(row: Row) -> str:
 
 
 def as_text(value: object) -> str:
-    """A value of no JSON type. Some writers of parquet store strings as bytes."""
+    """Some parquet writers store strings as bytes."""
     return value.decode(errors=ODD_LETTERS) if isinstance(value, bytes) else str(value)
 
 

@@ -1,4 +1,4 @@
-"""Arenas of contiguous memory for transfer buckets, snapshots and offloaded state."""
+"""Arenas for transfer buckets, snapshots and offloaded state."""
 
 from collections.abc import Iterable
 from math import prod
@@ -8,12 +8,12 @@ from torch import Tensor
 
 from dovetail.system import free_memory
 
-ALIGNMENT = 64  # bytes; any dtype may begin there, and so may a vector load
+ALIGNMENT = 64  # bytes, for any dtype and vector load
 DEVICE_ALIGNMENT = 512  # bytes, of torch's device allocator
-CHUNK_BYTES = 1 << 28  # of an arena; a power of two, since the allocator of pinned memory rounds up to one
+CHUNK_BYTES = 1 << 28  # the allocator of pinned memory rounds up to a power of two
 SMALL_BYTES = 1 << 20  # torch's device allocator serves smaller requests from pooled blocks
-LARGE_BYTES = 1 << 30  # larger requests tend to repeat, such as activations of a long sequence
-HOST_RESERVE = 1 << 32  # bytes of the host's memory for data, workers and libraries
+LARGE_BYTES = 1 << 30  # larger requests tend to repeat
+HOST_RESERVE = 1 << 32  # bytes for data, workers and libraries
 
 
 def aligned(num_bytes: int, alignment: int = ALIGNMENT) -> int:
@@ -21,13 +21,13 @@ def aligned(num_bytes: int, alignment: int = ALIGNMENT) -> int:
 
 
 def view_at(data: Tensor, start: int, dtype: torch.dtype, shape: Iterable[int]) -> Tensor:
-    """A view of `data` [bytes] from byte `start`."""
+    """data [bytes]; start in bytes."""
     shape = tuple(shape)
     return data[start : start + prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
 
 def chunk_bytes(needed: int, most: int | None = None) -> int:
-    """The pinned chunk, a power of two, for requests of `needed` bytes."""
+    """Size of a pinned chunk, a power of two."""
     size = CHUNK_BYTES
     while size < needed or (needed > LARGE_BYTES and size % needed > size // 8):
         size *= 2
@@ -37,7 +37,7 @@ def chunk_bytes(needed: int, most: int | None = None) -> int:
 
 
 def host_room() -> int | None:
-    """Bytes of the host's memory that may be pinned; None: unknown."""
+    """Bytes that may be pinned; None: unknown."""
     free = free_memory()
     return None if free is None else max(free - HOST_RESERVE, 0)
 
@@ -64,7 +64,6 @@ class PinnedArena:
             num_bytes -= size
 
     def allocate(self, dtype: torch.dtype, shape: Iterable[int]) -> Tensor:
-        """An uninitialized tensor."""
         shape = tuple(shape)
         needed = aligned(prod(shape) * dtype.itemsize)
         while self._chunk < len(self._chunks) and self._used + needed > len(self._chunks[self._chunk]):
@@ -81,14 +80,13 @@ class PinnedArena:
         return any(needed <= size - (self._used if i == 0 else 0) for i, size in enumerate(free))
 
     def grow(self, num_bytes: int, most: int) -> bool:
-        """Add a chunk of at most `most` bytes, if that suffices."""
         size = self._growth(aligned(num_bytes), most)
         if size <= most:
             self._add(size)
         return size <= most
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """A copy in flight: synchronize its device before reading it."""
+        """Asynchronous: synchronize before reading it."""
         return self.allocate(tensor.dtype, tensor.shape).copy_(tensor, non_blocking=True)
 
     def reset(self) -> None:
@@ -106,7 +104,7 @@ class PinnedArena:
 
 
 class OffloadedState:
-    """Moves tensors to the host until `restore`; all views stay valid."""
+    """Tensors on the host until `restore`; views stay valid."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         storages = {storage.data_ptr(): storage for storage in (x.untyped_storage() for x in tensors) if len(storage)}

@@ -1,4 +1,4 @@
-"""Processes and memory by /proc and cgroups; other systems tell nothing."""
+"""Processes and memory, by /proc and cgroups of Linux."""
 
 import contextlib
 import ctypes
@@ -12,14 +12,14 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-OPEN_FILES = 1 << 16  # for many groups of ranks, and for a file of each rank that wrote a checkpoint
+OPEN_FILES = 1 << 16  # for process groups and checkpoint files
 _PROC = Path("/proc")
 _CGROUPS = Path("/sys/fs/cgroup")
 _SET_PARENT_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
 
 
 def kernel_state(pid: int) -> str:
-    """The state letter of ps; "": unknown."""
+    """State letter as in ps; "": unknown."""
     return next(iter(_stat(pid)), "")
 
 
@@ -42,7 +42,6 @@ def children_of(roots: Iterable[int]) -> set[int]:
 
 
 def out_of_memory_kills() -> int:
-    """Processes that the kernel killed for lack of memory."""
     counters = [_PROC / "vmstat"]
     for top, inside in _memory_groups():
         if top == _CGROUPS:
@@ -53,7 +52,7 @@ def out_of_memory_kills() -> int:
 
 
 def free_memory() -> int | None:
-    """Bytes left on this machine and in our cgroups, page cache included; None: unknown."""
+    """Bytes left for us, page cache included; None: unknown."""
     available = _counter(_PROC / "meminfo", "MemAvailable:")
     bounds = [] if available is None else [available << 10]
     for top, inside in _memory_groups():
@@ -63,13 +62,12 @@ def free_memory() -> int | None:
 
 
 def resident_memory() -> int | None:
-    """Bytes of this process in memory."""
     sizes = _PROC / "self/statm"
     return int(sizes.read_text().split()[1]) * resource.getpagesize() if sizes.exists() else None
 
 
 def gpu_memory() -> list[int]:
-    """Bytes of each NVIDIA GPU by NVML; empty if that is not here."""
+    """Bytes of each GPU by NVML."""
     sizes: list[int] = []
     with contextlib.suppress(OSError, AttributeError):
         nvml, count = ctypes.CDLL("libnvidia-ml.so.1"), ctypes.c_uint()
@@ -95,7 +93,7 @@ def die_with_parent(number: int = signal.SIGKILL) -> None:
 
 
 def limit_memory(more: int) -> None:
-    """Limit the address space to `more` bytes above its size."""
+    """Bytes of address space above the current size."""
     sizes = _PROC / "self/statm"
     if sizes.exists():
         wanted = int(sizes.read_text().split()[0]) * resource.getpagesize() + more
@@ -105,7 +103,6 @@ def limit_memory(more: int) -> None:
 
 
 def allow_open_files() -> None:
-    """Raise this process's own limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
     if 0 <= soft < wanted:  # RLIM_INFINITY is -1
@@ -113,7 +110,7 @@ def allow_open_files() -> None:
 
 
 def end_children(spared: Iterable[int] = (), seconds: float = math.inf) -> set[int]:
-    """Kill all descendants but `spared` and theirs -> those left after `seconds`, in the kernel."""
+    """Kill all descendants except `spared` and theirs; returns those left after `seconds`."""
     kept, until = set(spared) | children_of(spared), time.monotonic() + seconds
     while left := {pid for pid in children_of([os.getpid()]) - kept if kernel_state(pid) not in ("Z", "X")}:
         for pid in left:

@@ -40,7 +40,7 @@ def bradley_terry(stats: dt.TokenStats, batch: dt.PackedBatch) -> dt.Loss:
 
 def train(path: Path, layout: Layout) -> dict[str, Tensor]:
     """The loss and all gradients of one step."""
-    options = dt.EngineOptions(optim=PROBE, tokens_per_batch=BUDGET, in_turns=layout.tp > 1)
+    options = dt.EngineOptions(optim=PROBE, tokens_per_batch=BUDGET, dual_batch=layout.tp > 1)
     engine = dt.from_pretrained(path, layout=layout, dtype=torch.float64, device="cpu", options=options)
     assert isinstance(engine, NativeEngine)
     batch = dt.PackedBatch.pack(rows_of())

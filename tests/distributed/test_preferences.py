@@ -11,8 +11,9 @@ from transformers import AutoModelForSequenceClassification
 
 import dovetail as dt
 from dovetail.data.examples import Preference
-from dovetail.factory.preferences import preference_task
+from dovetail.factory.functions import preference_loss
 from dovetail.recipe.schema import make_recipe
+from dovetail.rl.preference_task import PreferenceTask
 from tests.harness import run
 from tests.parity.configs import VOCAB, moe_configs, save_tiny, tiny_configs
 from tests.tolerances import CURVE_FP32, MODEL_FP32, SUM_ORDER, assert_close
@@ -53,7 +54,10 @@ def task_of(name: str, policy: Any, reference: Any = None) -> Any:
     if name == "kto":  # as many completions, without pairs
         rows = [replace(row, **{("chosen", "rejected")[i % 2]: None}) for i, row in enumerate(rows)]
     wanted = reference if recipe.algorithm.wants_reference else None
-    return preference_task(recipe, policy, wanted, (rows, rows[:3], {"more": rows[2:]}, ""), longest=18)
+    given = {"recipe": recipe, "policy": policy, "reference": wanted, "loss": preference_loss(recipe.algorithm)}  # type: ignore[arg-type]
+    precompute = recipe.algorithm.model_dump().get("precompute_ref_log_probs", False)
+    sets = {"more": rows[2:]}
+    return PreferenceTask(**given, precompute=precompute, rows=rows, held_out=rows[:3], eval_sets=sets, longest=18)
 
 
 def engine_of(path: Path, layout: dt.Layout, head: Any = "lm", engine: Any = "auto") -> Any:

@@ -92,7 +92,7 @@ def covered(folder: Path, layout: Layout, *, in_turns: bool) -> dict[str, tuple[
 
         return mock.patch.object(cls, method, noted)
 
-    options = EngineOptions(optim=PROBE, in_turns=in_turns)
+    options = EngineOptions(optim=PROBE, dual_batch=in_turns)
     engine = from_pretrained(folder, layout=layout, dtype=torch.float64, device="cpu", options=options)
     batch = random_batch(RECIPES["ragged"], "sft", torch.float64)
     held: list[AsyncCollective] = []  # or one would get the number of one before

@@ -18,7 +18,7 @@ import pytest
 import torch
 from transformers import Qwen3MoeConfig
 
-from dovetail.factory import distillation, job, parts, rewards, tokenizer
+from dovetail.factory import job, parts, rewards, tokenizer
 from dovetail.factory.job import Builder, Job
 from dovetail.factory.sampler import backend_layout
 from dovetail.parallel.layout import Layout
@@ -161,7 +161,7 @@ def jobs(folder: Path) -> Iterator[dict[str, Job]]:
             made = {name: made for name, made in stand_ins.items() if name in vars(module)}
             stack.enter_context(mock.patch.multiple(module, **made))
         teacher = SimpleNamespace(of=lambda engine, _: SimpleNamespace(engine=engine))
-        stack.enter_context(mock.patch.object(distillation, "Teacher", teacher))
+        stack.enter_context(mock.patch.object(job, "Teacher", teacher))
         stack.enter_context(mock.patch.object(rewards, "RewardRunner", reward_runner))
         stack.enter_context(mock.patch.object(RunDirectory, "check_space"))
         found = {}

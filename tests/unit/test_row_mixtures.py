@@ -11,7 +11,7 @@ import pytest
 from dovetail.data.examples import Limits, load_prompts
 from dovetail.data.rows import BLOCK, mixed_rows
 from dovetail.errors import ConfigError, DataError
-from dovetail.factory.rows import load_parts, reads_answer, with_epochs
+from dovetail.factory.parts import load_parts, reads_answer, with_epochs
 from dovetail.recipe.data import DataSection
 from dovetail.recipe.reward import RewardSection
 from dovetail.recipe.schema import make_recipe

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from dovetail.errors import MachineError
 from dovetail.factory.job import Builder
-from dovetail.factory.stream import make_stream
+from dovetail.factory.remote import make_stream
 from dovetail.factory.trainer import run_job
 from dovetail.launch.progress import Progress
 from dovetail.parallel.process_group import StopSignal, temporary_process_group

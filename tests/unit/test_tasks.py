@@ -179,7 +179,7 @@ def test_callbacks_replace_rewards_and_drop_samples() -> None:
         (lambda samples: [replace(s, group=9) for s in samples], "TypeError: expected None, or a list of samples"),
         (
             lambda samples: [replace(s, reward=math.nan) for s in samples],
-            "ValueError: the reward nan of 1; expected a finite",
+            "ValueError: the reward nan of 1: not a finite number",
         ),
     ):
         on.callbacks = [Judge(judge)]

@@ -1,16 +1,16 @@
-"""The commands, their flags, and what these mean for layouts and recipes. Imports no torch."""
+"""Commands and flags. Imports no torch."""
 
 import argparse
 import difflib
 import importlib
-from argparse import Action, ArgumentError, ArgumentParser
+import math
+from argparse import Action, ArgumentError, ArgumentParser, ArgumentTypeError
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import dovetail
-from dovetail.cli.values import COUNT, RATE, SECONDS, counts, decode_speeds, number, share, words
 from dovetail.errors import ConfigError, listing, quoted, short_words, shortened
 from dovetail.launch.process import put
 from dovetail.launch.progress import LIMITS
@@ -25,8 +25,49 @@ KEYS = "Every key of a recipe, and how to write GRPO, DAPO, GSPO, PPO and others
 EXAMPLE = "example:\n  dovetail "
 
 
+def number(kind: type[int] | type[float], *, positive: bool = False) -> Callable[[str], float]:
+    def read(text: str) -> float:
+        value = kind(text)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ArgumentTypeError(f"{shortened(text)} is not finite")
+        if value < 0 or (positive and value == 0):
+            raise ArgumentTypeError(f"{shortened(text)} is {'not more' if positive else 'less'} than 0")
+        return value
+
+    read.__name__ = "whole number" if kind is int else "number"  # for argparse's messages
+    return read
+
+
+def share(text: str) -> float:
+    value = number(float, positive=True)(text)
+    if value > 1:
+        raise ArgumentTypeError(f"{shortened(text)} is more than 1")
+    return value
+
+
+def words(text: str) -> tuple[str, ...]:
+    return tuple(filter(None, text.split(",")))
+
+
+def counts(text: str) -> tuple[int, ...]:
+    return tuple(int(number(int)(word)) for word in text.split(","))
+
+
+def decode_speeds(text: str) -> tuple[tuple[int, float], ...]:
+    """ "1:205,64:12850": running samples, tokens/s of all together."""
+    pairs = [part.partition(":")[::2] for part in text.split(",")]
+    points = [(int(COUNT(count)), RATE(speed)) for count, speed in pairs]
+    if any(a[0] >= b[0] or a[1] / a[0] < b[1] / b[0] for a, b in pairwise(points)):
+        expected = "rising numbers of samples, each of which gets no more tokens than among fewer"
+        raise ArgumentTypeError(f"{shortened(text)}: expected {expected}")
+    return tuple(points)
+
+
+COUNT, SECONDS, RATE = number(int, positive=True), number(float, positive=True), number(float, positive=True)
+
+
 class Parser(ArgumentParser):
-    """Reports all mistakes together."""
+    """Reports all mistakes at once."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options, formatter_class=_Formatter)
@@ -48,8 +89,8 @@ class Parser(ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         lines = [*self.mistakes, *([short_words(message)] if message else [])]
-        text = lines[0] if len(lines) == 1 else f"{len(lines)} mistakes:\n{listing(lines)}\n"
-        raise ConfigError(f"{text}; see {self.prog} --help" if len(lines) == 1 else f"{text}see {self.prog} --help")
+        text = f"{lines[0]}; " if len(lines) == 1 else f"{len(lines)} mistakes:\n{listing(lines)}\n"
+        raise ConfigError(f"{text}see {self.prog} --help")
 
     def print_help(self, file: object = None) -> None:
         put(self.format_help())
@@ -63,16 +104,13 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
         return f"{text}; default: {default}".lstrip("; ") if shown else text
 
 
-@dataclass(frozen=True)
-class Command:
+class Command(NamedTuple):
     help: str
     add_arguments: Callable[[ArgumentParser], None]
     example: str
-    runs_on_ranks: bool = True
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The arguments of a command line and its `command`."""
     commands = "\n".join(f"  {name:<15}{command.help}" for name, command in COMMANDS.items())
     about = f"A parallel model engine for RL post-training.\n\ncommands:\n{commands}"
     top = Parser(prog="dovetail", description=about, epilog=f"{EXAMPLE}train RECIPE.yaml\n\n{EPILOG}")
@@ -116,20 +154,15 @@ def _check_eval(args: argparse.Namespace) -> None:
 
 
 def recipe_of(args: argparse.Namespace) -> "Recipe":
-    """Of `dovetail train`, read once: flags beat overrides, which beat the file. Imports pydantic, too slow for help."""
+    """Read once. Flags beat overrides, which beat the file. Imports pydantic, too slow for --help."""
     if "recipe_read" not in args:
-        args.recipe_read = _read_recipe(args)
-    recipe: Recipe = args.recipe_read
-    return recipe
-
-
-def _read_recipe(args: argparse.Namespace) -> "Recipe":
-    flags: dict[str, Any] = {f"model.{name}": getattr(args, name) for name in ("dtype", "engine", "trust_remote_code")}
-    flags = {key: value for key, value in flags.items() if value}
-    if args.layout is not None:
-        flags |= {f"layout.{name}": getattr(Layout.parse(args.layout), name) or "auto" for name in DEGREES}
-    recipe: Recipe = importlib.import_module("dovetail.recipe.schema").load_recipe(args.recipe, args.overrides, flags)
-    return recipe
+        names = ("dtype", "engine", "trust_remote_code")
+        flags: dict[str, Any] = {f"model.{name}": value for name in names if (value := vars(args)[name])}
+        if args.layout is not None:
+            flags |= {f"layout.{name}": getattr(Layout.parse(args.layout), name) or "auto" for name in DEGREES}
+        load = importlib.import_module("dovetail.recipe.schema").load_recipe
+        args.recipe_read = load(args.recipe, args.overrides, flags)
+    return args.recipe_read
 
 
 def layout_of(args: argparse.Namespace) -> Layout:
@@ -139,18 +172,17 @@ def layout_of(args: argparse.Namespace) -> Layout:
 def supervision_of(args: argparse.Namespace) -> Supervision:
     if args.command != "train":
         return Supervision()
-    recipe = recipe_of(args)
+    recipe, engines = recipe_of(args), None
     limits = {**LIMITS, **recipe.trainer.timeouts}
-    resume, engines = ("--resume", "auto"), None
     if recipe.rollout.start is not None and not args.dry_run:
         on_gpus = importlib.import_module("dovetail.cli.header").chosen_device(args.device) == "cuda"
         engines = importlib.import_module("dovetail.factory.engines").engine_start(recipe, ranks_on_gpus=on_gpus)
-    run_dir, restarts = Path(recipe.run_dir), args.restarts
-    return Supervision(limits=limits, run_dir=run_dir, restarts=restarts, resume=resume, engines=engines)
+    run_dir, resume = Path(recipe.run_dir), ("--resume", "auto")
+    return Supervision(limits=limits, run_dir=run_dir, restarts=args.restarts, resume=resume, engines=engines)
 
 
 def _split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """`--key.path value` and `--key.path=value` as overrides `key.path=value`, and the rest."""
+    """Turns `--a.b value` and `--a.b=value` into `a.b=value`."""
     overrides, rest, tokens = [], [], iter(argv)
     for token in tokens:
         name, equals, value = token.partition("=")
@@ -189,9 +221,8 @@ def _train(parser: ArgumentParser) -> None:
     parser.add_argument("recipe", metavar="RECIPE.yaml", help="a YAML file of keys")
     parser.add_argument("overrides", metavar="key.path=value", nargs="*", default=[], help="change a key of the recipe")
     parser.add_argument("--dry-run", action="store_true", help="check everything, print the recipe, train nothing")
-    parser.add_argument(
-        "--resume", metavar="auto|never|step=N", default="auto", type=_resume, help="go on from a checkpoint of run_dir"
-    )
+    resume = "go on from a checkpoint of run_dir"
+    parser.add_argument("--resume", metavar="auto|never|step=N", default="auto", type=_resume, help=resume)
     parser.add_argument("--restarts", metavar="N", default=0, type=number(int), help="start again after a failure")
     _add_compute(parser, dtype=None, engine=None)
 
@@ -199,9 +230,7 @@ def _train(parser: ArgumentParser) -> None:
 def _score(parser: ArgumentParser) -> None:
     _add_rows(parser, data="ROWS.jsonl")
     parser.add_argument("--head", choices=["lm", "value"], default="lm", help="log-probs and entropies, or values")
-    parser.add_argument(
-        "--temperature", type=number(float, positive=True), default=1.0, metavar="X", help="divides the logits"
-    )
+    parser.add_argument("--temperature", type=RATE, default=1.0, metavar="X", help="divides the logits")
     parser.add_argument("--tokens-per-batch", type=COUNT, default=16384, metavar="N", help="of a micro-batch")
 
 
@@ -253,13 +282,14 @@ def _report(parser: ArgumentParser) -> None:
 
 
 def _rollouts(parser: ArgumentParser) -> None:
-    count = number(int)
     parser.add_argument("run", metavar="RUN", help="run_dir of a recipe")
-    parser.add_argument("--step", type=count, metavar="N", help="default: the last, or all with --prompt or --search")
+    parser.add_argument(
+        "--step", type=number(int), metavar="N", help="default: the last, or all with --prompt or --search"
+    )
     parser.add_argument("--prompt", metavar="ID", help="one prompt, old and new")
     parser.add_argument("--search", metavar="TEXT", help="in prompts, completions and answers")
     parser.add_argument("--sort", choices=["best", "worst"], help="by reward; default: as they were written")
-    parser.add_argument("--limit", type=number(int, positive=True), default=8, metavar="N", help="samples to show")
+    parser.add_argument("--limit", type=COUNT, default=8, metavar="N", help="samples to show")
 
 
 def _plan(parser: ArgumentParser) -> None:
@@ -303,72 +333,33 @@ def _import_config(parser: ArgumentParser) -> None:
 def _resume(text: str) -> str:
     kind, _, step = text.partition("=")
     if text not in ("auto", "never") and not (kind == "step" and step.isdecimal()):
-        raise argparse.ArgumentTypeError(f"{quoted(text)}; expected auto, never or step=N")
+        raise ArgumentTypeError(f"{quoted(text)}; expected auto, never or step=N")
     return text
 
 
 MODEL = "a directory, or name@revision on the hub"
+ON_RANKS = ("train", "score", "generate", "eval", "convert")
 COMMANDS: Mapping[str, Command] = {
-    "train": Command(
-        "train a model by RL or SFT, from an HF checkpoint to an HF checkpoint",
-        _train,
-        "recipe.yaml layout.tp=2 optim.lr=1e-6",
-    ),
-    "score": Command(
-        "per-token log-probs and entropies, or values, of given token sequences",
-        _score,
-        "--model Qwen2.5-0.5B --data rows.jsonl --out out.jsonl --layout tp=2",
-    ),
-    "generate": Command(
-        "completions of prompts from the embedded sampler",
-        _generate,
-        "--model Qwen2.5-0.5B --data prompts.jsonl --out out.jsonl --samples 4 --max-new-tokens 256",
-    ),
-    "eval": Command(
-        "metrics of a model on the prompts of a file: avg@k, pass@k, maj@k, or your own",
-        _eval,
-        "Qwen2.5-0.5B --data prompts.jsonl --samples 8 --temperature 1",
-    ),
-    "convert": Command(
-        "turn an HF checkpoint into a sharded one, or back, bit for bit",
-        _convert,
-        "Qwen2.5-0.5B cut --to sharded --layout tp=2",
-    ),
-    "inspect": Command(
-        "show what a model, a checkpoint or a run holds, and whether it is whole",
-        _inspect,
-        "runs/first",
-        runs_on_ranks=False,
-    ),
-    "report": Command(
-        "write curves, times, samples, events and config of runs as one HTML file",
-        _report,
-        "runs/first runs/second --out both.html",
-        runs_on_ranks=False,
-    ),
-    "rollouts": Command(
-        "show samples of a run with their rewards", _rollouts, "runs/first --sort worst", runs_on_ranks=False
-    ),
-    "plan": Command(
-        "say how many GPUs the trainer and the engines of an RL run take, synchronous or asynchronous",
-        _plan,
-        "--rollout 2000:16000 --gpus 8 --decode 1:205,64:12850,256:38000 --train 12000",
-        runs_on_ranks=False,
-    ),
-    "serve": Command(
-        "run the embedded sampler as a server that trainers push weights to, with vLLM's RL endpoints",
-        _serve,
-        "Qwen2.5-0.5B --port 8000 --dtype bfloat16",
-        runs_on_ranks=False,
-    ),
-    "docs": Command("show a page of the documentation, or list the pages", _docs, "rewards", runs_on_ranks=False),
-    "import-config": Command(
-        "turn a config of verl, TRL, OpenRLHF, axolotl or slime into a recipe",
-        _import_config,
-        "run_grpo.sh -o recipe.yaml",
-        runs_on_ranks=False,
-    ),
-    "doctor": Command(
-        "show versions, devices and kernels, and run a self-test", _add_device, "--device cpu", runs_on_ranks=False
-    ),
-}
+    "train": Command("train a model by RL or SFT, from an HF checkpoint to an HF checkpoint", _train,
+        "recipe.yaml layout.tp=2 optim.lr=1e-6"),
+    "score": Command("per-token log-probs and entropies, or values, of given token sequences", _score,
+        "--model Qwen2.5-0.5B --data rows.jsonl --out out.jsonl --layout tp=2"),
+    "generate": Command("completions of prompts from the embedded sampler", _generate,
+        "--model Qwen2.5-0.5B --data prompts.jsonl --out out.jsonl --samples 4 --max-new-tokens 256"),
+    "eval": Command("metrics of a model on the prompts of a file: avg@k, pass@k, maj@k, or your own", _eval,
+        "Qwen2.5-0.5B --data prompts.jsonl --samples 8 --temperature 1"),
+    "convert": Command("turn an HF checkpoint into a sharded one, or back, bit for bit", _convert,
+        "Qwen2.5-0.5B cut --to sharded --layout tp=2"),
+    "inspect": Command("show what a model, a checkpoint or a run holds, and whether it is whole", _inspect, "runs/first"),
+    "report": Command("write curves, times, samples, events and config of runs as one HTML file", _report,
+        "runs/first runs/second --out both.html"),
+    "rollouts": Command("show samples of a run with their rewards", _rollouts, "runs/first --sort worst"),
+    "plan": Command("say how many GPUs the trainer and the engines of an RL run take, synchronous or asynchronous", _plan,
+        "--rollout 2000:16000 --gpus 8 --decode 1:205,64:12850,256:38000 --train 12000"),
+    "serve": Command("run the embedded sampler as a server that trainers push weights to, with vLLM's RL endpoints", _serve,
+        "Qwen2.5-0.5B --port 8000 --dtype bfloat16"),
+    "docs": Command("show a page of the documentation, or list the pages", _docs, "rewards"),
+    "import-config": Command("turn a config of verl, TRL, OpenRLHF, axolotl or slime into a recipe", _import_config,
+        "run_grpo.sh -o recipe.yaml"),
+    "doctor": Command("show versions, devices and kernels, and run a self-test", _add_device, "--device cpu"),
+}  # fmt: skip

@@ -1,4 +1,4 @@
-"""What commands share: the mesh, the model's files, and a JSONL file that the first rank writes."""
+"""Shared by commands: mesh, inputs, and the JSONL output."""
 
 import argparse
 import fcntl
@@ -46,7 +46,7 @@ def mesh_of(args: argparse.Namespace) -> Mesh:
 def open_inputs(
     args: argparse.Namespace, mesh: Mesh, *, decodes: bool = False
 ) -> tuple[Pretrained, Tokenizer | None, Processor | None]:
-    """Check --out and open --model. decodes: the output needs a tokenizer, if there is one."""
+    """decodes: the output needs a tokenizer, if there is one."""
     if args.out is not None and mesh["world"].rank == 0:
         check_out(args.out, args.data)
     source, trust = Pretrained.open(args.model, args.engine), args.trust_remote_code
@@ -77,7 +77,7 @@ class RowFile:
         self.is_live = self.is_shown and console.is_terminal
         self._progress = bars(console, shown=self.is_live)
         self._bar = self._progress.add_task("rows", total=total, rate="")
-        self._rates = (time.monotonic(), 0)  # the start, and tokens of whole parts
+        self._rates = (time.monotonic(), 0)  # start, tokens written
         self._said = time.monotonic()
 
     def _part(self, name: str) -> Path:
@@ -107,7 +107,7 @@ class RowFile:
         return FileIO(self.part, "x+")
 
     def missing(self, parts: Iterable[Sequence[Row]], each: int = 1) -> Iterator[Sequence[Row]]:
-        """The parts that are not whole in the file; each: rows of the file for one of a part."""
+        """Parts that are not yet in the file. each: output rows per row."""
         kept, parts = 0, list(parts)
         with agreed(self.mesh, self.path):
             if self._file is not None:
@@ -128,11 +128,10 @@ class RowFile:
                 yield part
 
     def advance(self, done: int, _: int, tokens: int) -> None:
-        """Within a part."""
         self._show(self._written + done, tokens)
 
     def _show(self, done: int, tokens: int = 0) -> None:
-        """On a terminal in place, elsewhere a line after a while without any."""
+        """A bar on a terminal, else a line a minute."""
         now, (begun, before) = time.monotonic(), self._rates
         if not self.is_shown or (not self.is_live and now - self._said < QUIET_SECONDS):
             return
@@ -164,10 +163,8 @@ class RowFile:
         finally:
             self._progress.stop()
             if self._not_finite:
-                complain(
-                    f"dovetail: {self._not_finite} of {self._written} rows of {self.path} hold numbers that are not finite, "
-                    "written as null; look for such numbers in the weights, or try --dtype float32\n"
-                )
+                rows = f"{self._not_finite} of {self._written} rows of {self.path} hold numbers that are not finite"
+                complain(f"dovetail: {rows}, written as null; check the weights, or try --dtype float32\n")
             if self._written and self.part.exists():
                 complain(f"dovetail: not finished; the first {self._written} rows are in {self.part}\n")
             elif self._file is not None:
@@ -175,7 +172,7 @@ class RowFile:
 
 
 def fingerprint_of(args: argparse.Namespace, source: Pretrained, rows: Iterable[Scored | Prompt]) -> str:
-    """Of what decides the rows of a command: its flags, the model and the data."""
+    """Of flags, model and rows."""
     flags = {name: value for name, value in vars(args).items() if name != "out"}
     digest = hashlib.sha256(f"{dovetail.__version__} {sampled_fingerprint(source)} {sorted(flags.items())}".encode())
     for row in rows:
@@ -185,7 +182,7 @@ def fingerprint_of(args: argparse.Namespace, source: Pretrained, rows: Iterable[
 
 
 def portions(rows: Sequence[Row], cost: Callable[[Row], int], most: int) -> Iterator[Sequence[Row]]:
-    """`rows` in parts that cost at most `most`, or of one row."""
+    """Parts that cost at most `most`, or have one row."""
     first = total = 0
     for i, row in enumerate(rows):
         if i > first and total + cost(row) > most:

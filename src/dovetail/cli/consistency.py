@@ -1,4 +1,4 @@
-"""Refuses ranks that run another command, recipe or version, as hosts with other files may. Imports no torch."""
+"""Refuses ranks with other commands, recipes or versions. Imports no torch."""
 
 import argparse
 import hashlib
@@ -16,13 +16,12 @@ from dovetail.recipe.yaml import flat
 
 KEY, VERDICT = "dovetail/inputs", "dovetail/inputs/verdict"  # in the store
 LIBRARIES = ("torch", "transformers")
-MAY_DIFFER = ("out", "run_dir")  # run_dir is compared later, as a directory
+MAY_DIFFER = ("out", "run_dir")
 # Arguments of train.
 IN_RECIPE = ("recipe", "overrides", "layout", "dtype", "engine", "trust_remote_code", "recipe_read")
 
 
 def job_inputs(args: argparse.Namespace) -> dict[str, str]:
-    """Arguments, recipe keys and versions."""
     inputs = dict(vars(args))
     if args.command == "train":
         recipe = flat(recipe_of(args).model_dump(mode="json", by_alias=True))
@@ -33,7 +32,6 @@ def job_inputs(args: argparse.Namespace) -> dict[str, str]:
 
 
 def refuse_differences(store: Store, rank: int, world: int, inputs: Mapping[str, str]) -> None:
-    """Raise ConfigError on every rank unless all have the same inputs."""
     store.set(f"{KEY}/{rank}", json.dumps([socket.gethostname(), inputs]))
     if rank == 0:
         ranks = [json.loads(store.get(f"{KEY}/{other}")) for other in range(world)]

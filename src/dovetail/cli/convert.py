@@ -1,4 +1,4 @@
-"""`dovetail convert`: an HF checkpoint to a sharded one and back, bit for bit."""
+"""`dovetail convert`."""
 
 import argparse
 from collections.abc import Iterator
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace, progress: Progress) -> None:
 
 @contextmanager
 def progressing(args: argparse.Namespace, mesh: Mesh) -> Iterator[list[TensorSource]]:
-    """The bytes that sources have read, on a terminal, and a closing line."""
+    """Shows bytes read, then what was written."""
     sources: list[TensorSource] = []
     is_first, console = mesh["world"].rank == 0, RichConsole(stderr=True)
     with ExitStack() as stack:

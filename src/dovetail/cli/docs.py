@@ -1,4 +1,4 @@
-"""`dovetail docs`: pages of the documentation. They are in docs/ of a checkout, and in the package that a wheel installs."""
+"""`dovetail docs`: pages of docs/, in a checkout or a wheel."""
 
 import argparse
 import difflib

@@ -1,4 +1,4 @@
-"""`dovetail doctor`: versions, devices, chosen kernels, and a self-test of a few seconds."""
+"""`dovetail doctor`."""
 
 import argparse
 import importlib.metadata
@@ -19,11 +19,11 @@ EXTRAS = (
     "gguf", "accelerate", "pillow", "torchvision", "flash-attn-4", "quack-kernels", "pyarrow", "wandb", "tensorboard",
     "mlflow-skinny", "trackio", "swanlab",
 )  # fmt: skip
-BF16_ERROR = 0.02  # relative to the largest value; one rounding is 0.004
+BF16_ERROR = 0.02  # relative to the maximum; one rounding is 0.004
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit code 1 if the self-test fails. Under a launcher rank 0 prints, and any rank that fails."""
+    """Exit code 1 if the self-test fails."""
     device = pick_device(args.device)
     lines = {"python": platform.python_version(), "dovetail": dovetail.__version__}
     lines |= {name: _version(name) for name in PACKAGES}
@@ -34,8 +34,7 @@ def run(args: argparse.Namespace) -> int:
     errors = {dtype: _relative_error(device, dtype) for dtype in (torch.float32, torch.bfloat16)}
     texts = (f"logits in {str(dtype).removeprefix('torch.')}: error {error:.1e}" for dtype, error in errors.items())
     lines["self-test"] = ", ".join(texts)
-    worst = max(errors.values())
-    passed = worst <= BF16_ERROR
+    passed = (worst := max(errors.values())) <= BF16_ERROR
     if not passed or os.environ.get("RANK", "0") == "0":
         put("".join(f"{name:<13}{value}\n" for name, value in lines.items()))
         put("all well\n" if passed else f"the self-test failed: {worst:.1e} > {BF16_ERROR}\n")
@@ -58,7 +57,7 @@ def _devices() -> str:
 
 
 def _relative_error(device: torch.device, dtype: torch.dtype) -> float:
-    """Of the head's logits and their log-sum-exp, against the reference in float64."""
+    """Logits and log-sum-exp against float64."""
     torch.manual_seed(0)
     x, weight = torch.randn(64, 256, dtype=torch.float64), torch.randn(512, 256, dtype=torch.float64)
     targets, kernels = torch.arange(64), kernels_for(device)

@@ -1,27 +1,24 @@
-"""`dovetail eval`: a model's metrics on the prompts of a file."""
+"""`dovetail eval`."""
 
 import argparse
 import json
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 from dovetail.cli.common import RowFile, say
 from dovetail.cli.generate import Generation
-from dovetail.errors import ConfigError
+from dovetail.factory.parts import reads_answer
 from dovetail.factory.rewards import make_rewards, own_metrics
-from dovetail.factory.rows import reads_answer
 from dovetail.jsonl import json_line
 from dovetail.launch.process import put
 from dovetail.launch.progress import Progress
 from dovetail.recipe.evaluation import default_metrics
-from dovetail.recipe.reward import RewardModelSection, RewardPart, RewardSection
+from dovetail.recipe.reward import RewardPart, RewardSection
 from dovetail.rl.evaluation import EvalSet, with_rewards
 from dovetail.rl.experience import Sample, sample_row
 
 
 def run(args: argparse.Namespace, progress: Progress) -> None:
-    """Metrics go to standard output as one JSON object, completions with their rewards to --out."""
     folder, seconds = Path.cwd(), args.reward_timeout_seconds
     names = args.reward or ("exact_match",)
     parts = [{"function" if ":" in name else "name": name, "timeout_seconds": seconds} for name in names]
@@ -29,7 +26,7 @@ def run(args: argparse.Namespace, progress: Progress) -> None:
     made = Generation(args, answers=reads_answer(rewarded))
     metrics = args.metrics or default_metrics(args.samples)
     with ExitStack() as stack:
-        rewards = make_rewards(rewarded, made.mesh, folder, folder, _no_model)
+        rewards = make_rewards(rewarded, made.mesh, folder, folder)
         stack.callback(rewards.close)
         own = own_metrics(metrics, made.mesh, folder, seconds, lambda note: say([note], made.mesh), stack)
         measured = EvalSet(name="", prompts=made.rows, samples=args.samples, metrics=metrics, own=own)
@@ -47,7 +44,3 @@ def run(args: argparse.Namespace, progress: Progress) -> None:
         numbers = {**counts, **measured.measure(samples)}
     if made.mesh["world"].rank == 0:
         put(json.dumps(json.loads(json_line(numbers)), indent=2) + "\n")
-
-
-def _no_model(_: RewardModelSection) -> Any:
-    raise ConfigError("--reward takes names of rewards and module:function")

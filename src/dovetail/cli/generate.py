@@ -1,4 +1,4 @@
-"""`dovetail generate`: completions of the prompts of a file, from the embedded sampler."""
+"""`dovetail generate`."""
 
 import argparse
 from collections.abc import Iterator
@@ -29,20 +29,14 @@ def run(args: argparse.Namespace, progress: Progress) -> None:
     with RowFile(args.out, made.mesh, job, len(made.rows) * args.samples) as out:
         for completions in made.portions(progress, out):
             out.write(
-                {
-                    "id": made.rows[c.row].id,
-                    "sample": c.sample,
-                    "completion": made.decode(c.ids),
-                    "token_ids": list(c.ids),
-                    "log_probs": list(c.log_probs),
-                    "finish": c.finish,
-                }
+                {"id": made.rows[c.row].id, "sample": c.sample, "completion": made.decode(c.ids)}
+                | {"token_ids": list(c.ids), "log_probs": list(c.log_probs), "finish": c.finish}
                 for c in completions
             )
 
 
 class Generation:
-    """Prompts of --data, and completions by --model. Collective."""
+    """Collective."""
 
     def __init__(self, args: argparse.Namespace, *, answers: bool = False) -> None:
         self.args = args
@@ -62,20 +56,13 @@ class Generation:
         self.sampler_mesh = mesh if layout == mesh.layout else make_mesh(layout, mesh.device)
         self.source, self.reader = source, open_weights(source, mesh)
         stops = stop_ids(source, tokenizer)
-        self.params = SamplingParams(
-            samples=args.samples,
-            max_new_tokens=args.max_new_tokens,
-            temperature=args.temperature,
-            top_p=args.top_p,
-            top_k=args.top_k,
-            seed=args.seed,
-            stop_ids=stops,
-            banned_ids=banned_ids(source, tokenizer, processor, stops),
-        )
+        names = ("samples", "max_new_tokens", "temperature", "top_p", "top_k", "seed")
+        given, banned = {name: vars(args)[name] for name in names}, banned_ids(source, tokenizer, processor, stops)
+        self.params = SamplingParams(**given, stop_ids=stops, banned_ids=banned)
         self.decode = partial(text_of, stops=stops, tokenizer=tokenizer)
 
     def portions(self, progress: Progress, out: RowFile | None = None) -> Iterator[list[Completion]]:
-        """Loads the weights first. out: whose rows are not made again, and which shows how far they are."""
+        """Loads the weights first."""
         options, dtype = SamplerOptions(keep_cache=True), getattr(torch, self.args.dtype)
         sampler = make_sampler(self.source, self.sampler_mesh, dtype, self.backend, options)
         sampler.load(self.reader)

@@ -1,4 +1,4 @@
-"""The lines that `dovetail train` begins with, from the recipe and the files' names and headers. Imports no torch."""
+"""The first lines of `dovetail train`. Imports no torch."""
 
 import json
 import math
@@ -19,17 +19,16 @@ if TYPE_CHECKING:
     from dovetail.recipe.schema import Recipe
 
 GPUS = Path("/proc/driver/nvidia/gpus")
-GPU_NODES = ("nvidia*", "nvhost*", "nvgpu*", "nvmap", "kfd", "dxg")  # in /dev; without any there is no CUDA or ROCm
+GPU_NODES = ("nvidia*", "nvhost*", "nvgpu*", "nvmap", "kfd", "dxg")  # in /dev
 MAX_HEADER = 1 << 27  # bytes of a safetensors file's
-TRAINED_BYTES, MOMENT_BYTES = 16, 8  # of a parameter: float32 weight, gradient and AdamW's two moments
+TRAINED_BYTES, MOMENT_BYTES = 16, 8  # of a parameter: weight, gradient, two moments
 ITEM_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2}
 
 
 def header(recipe: "Recipe", layout: Layout, device: str) -> str:
     trainer, rollout, samples = recipe.trainer, recipe.rollout, recipe.algorithm.samples
     path, parameters = Path(recipe.model.path), count_parameters(Path(recipe.model.path))
-    family = _family(path)
-    facts = ", ".join(filter(None, (family, f"{_short(parameters)} parameters" if parameters else "")))
+    facts = ", ".join(filter(None, (_family(path), f"{_short(parameters)} parameters" if parameters else "")))
     rows = recipe.data.train if isinstance(recipe.data.train, str) else f"{len(recipe.data.train)} sources"
     held_out = f"; held out: {recipe.data.eval}" if isinstance(recipe.data.eval, str) else ""
     sampled = f" with {rollout.samples_per_prompt} samples of at most {rollout.max_new_tokens} tokens" * samples
@@ -49,7 +48,7 @@ def header(recipe: "Recipe", layout: Layout, device: str) -> str:
 
 
 def count_parameters(folder: Path) -> int:
-    """Of the safetensors files that are loaded from a directory, by their headers; 0: unknown."""
+    """By safetensors headers; 0: unknown."""
     total, files = 0, set(folder.glob("*.safetensors"))
     with suppress(OSError, ValueError, AttributeError, LookupError, TypeError):  # others may lie there, too
         index = json.loads((folder / INDEX).read_bytes())["weight_map"].values() if (folder / INDEX).exists() else ()
@@ -64,7 +63,7 @@ def count_parameters(folder: Path) -> int:
 
 
 def visible_gpus() -> int | None:
-    """GPUs that this process may use; None if unknown."""
+    """None: unknown."""
     if not sys.platform.startswith("linux"):
         return None
     if (given := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
@@ -76,7 +75,7 @@ def visible_gpus() -> int | None:
 
 
 def chosen_device(asked: str) -> str:
-    """What `auto` becomes, as far as it can be known without torch."""
+    """`auto` resolved without torch."""
     if asked == "auto":
         return "cuda" if visible_gpus() != 0 and system.gpu_memory() else "cpu"
     return asked
@@ -98,7 +97,6 @@ def devices(asked: str) -> str:
 
 
 def _memory(recipe: "Recipe", layout: Layout, parameters: int) -> str:
-    """Of what every rank keeps; activations and the sampler's cache come on top."""
     if not parameters:
         return ""
     item, kept = ITEM_BYTES[recipe.model.dtype], TRAINED_BYTES - MOMENT_BYTES * recipe.trainer.offload_optimizer

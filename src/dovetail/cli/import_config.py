@@ -1,4 +1,4 @@
-"""`dovetail import-config`: a config of another project as a recipe."""
+"""`dovetail import-config`."""
 
 import argparse
 from pathlib import Path
@@ -11,7 +11,6 @@ SHOWN, FEW = 200, 8  # lines of each list, names of one line
 
 
 def run(args: argparse.Namespace) -> None:
-    """The recipe goes to standard output or --out, lists of what it lacks to standard error."""
     draft = import_config(Path(args.file), args.project)
     text = to_yaml(draft, Path(args.file).name)
     if args.out:

@@ -1,4 +1,4 @@
-"""`dovetail inspect`: what a model, a sharded checkpoint or a run holds, and whether it is whole."""
+"""`dovetail inspect`."""
 
 import argparse
 from collections.abc import Mapping

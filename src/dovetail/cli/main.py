@@ -1,4 +1,4 @@
-"""The command line: starts local ranks, or runs `dovetail.cli.COMMAND.run`, and reports a failure once. Imports no torch."""
+"""The command line. Imports no torch."""
 
 import argparse
 import contextlib
@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import NoReturn, Self
 
-from dovetail.cli.arguments import COMMANDS, layout_of, parse, recipe_of, supervision_of
+from dovetail.cli.arguments import ON_RANKS, layout_of, parse, recipe_of, supervision_of
 from dovetail.cli.header import header
 from dovetail.errors import ConfigError, MachineError, SecondaryFailure, UserError, short_lines
 from dovetail.launch.hosts import Store
@@ -43,7 +43,6 @@ def main() -> NoReturn:
 
 
 def run_command(argv: Sequence[str], rank: RankProcess | None = None) -> int:
-    """Returns the exit code. rank: this process; without it, nothing watches it."""
     me = rank or RankProcess()
     with _ExitCode(me.report if is_first_rank() else lambda _: None) as exit_code:
         exit_code.value = _dispatch(argv, me, watched=rank is not None)
@@ -52,7 +51,7 @@ def run_command(argv: Sequence[str], rank: RankProcess | None = None) -> int:
 
 def _dispatch(argv: Sequence[str], rank: RankProcess, *, watched: bool) -> int:
     args = parse(argv)
-    if not COMMANDS[args.command].runs_on_ranks:
+    if args.command not in ON_RANKS:
         return importlib.import_module(f"dovetail.cli.{args.command.replace('-', '_')}").run(args) or 0
     layout, given, supervision = layout_of(args), ranks_given(), supervision_of(args)
     layout = layout.resolve(given or layout.num_ranks)
@@ -93,7 +92,7 @@ def _run_as_rank(args: argparse.Namespace, rank: RankProcess, timeout: timedelta
 
 
 class _ExitCode:
-    """Turns an exception of the `with` block into an exit code and at most one report."""
+    """Turns an exception into an exit code and at most one report."""
 
     def __init__(self, report: Callable[[str], None]) -> None:
         self.report, self.value = report, 0
@@ -106,7 +105,7 @@ class _ExitCode:
             self.value = error.code if isinstance(error.code, int) else 0
         elif isinstance(error, KeyboardInterrupt):
             self.value = INTERRUPTED
-        elif isinstance(error, SecondaryFailure):  # never 0: a launcher may look at this rank alone
+        elif isinstance(error, SecondaryFailure):  # never 0
             self.value = USER_ERROR if isinstance(error.__cause__, UserError) else DEFECT
         elif error is not None:
             self.value = USER_ERROR if isinstance(error, UserError) else DEFECT

@@ -1,4 +1,4 @@
-"""`dovetail plan --rollout`: how many GPUs the trainer and the engines should have."""
+"""`dovetail plan --rollout`: GPUs for trainer and engines."""
 
 import argparse
 import json
@@ -11,19 +11,8 @@ from dovetail.report.read import ROLLOUT, check_runs, read_samples, sample_files
 from dovetail.rollout.plan import Plan, best, compare
 from dovetail.rollout.simulator import Setup, lognormal
 
-LONGEST_TAIL = 100  # times the mean: what a log-normal distribution can have at its 99.9 % quantile
-COLUMNS = (
-    "max_lag",
-    "running",
-    "trainer",
-    "engines",
-    "tokens/s",
-    "speedup",
-    "step",
-    "trainer idle",
-    "engines idle",
-    "mean lag",
-)
+LONGEST_TAIL = 100  # times the mean: the 99.9 % quantile of a log-normal distribution
+COLUMNS = "max_lag,running,trainer,engines,tokens/s,speedup,step,trainer idle,engines idle,mean lag"
 
 
 def run(args: argparse.Namespace) -> None:
@@ -31,17 +20,10 @@ def run(args: argparse.Namespace) -> None:
         raise ConfigError(f"--engine-gpus {args.engine_gpus}: there are only --gpus {args.gpus}")
     lengths = lengths_of(args.rollout)
     setup = Setup(
-        engines=1,
-        max_running=args.decode[-1][0],
-        decode=args.decode,
-        prefill_tokens_per_second=args.prefill,
-        train_tokens_per_second=args.train,
-        push_ms=1000 * args.push_seconds,
-        groups_per_step=args.prompts,
-        samples=args.samples,
-        prompt_tokens=args.prompt_tokens,
-        max_lag=0,
-    )
+        engines=1, max_running=args.decode[-1][0], decode=args.decode, prefill_tokens_per_second=args.prefill,
+        train_tokens_per_second=args.train, push_ms=1000 * args.push_seconds, groups_per_step=args.prompts,
+        samples=args.samples, prompt_tokens=args.prompt_tokens, max_lag=0,
+    )  # fmt: skip
     plans = compare(setup, lengths, args.gpus, args.engine_gpus, args.max_lag)
     tokens = [length for group in lengths for length in group]
     mean = sum(tokens) / len(tokens)
@@ -50,7 +32,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def lengths_of(given: str) -> list[list[int]]:
-    """Of responses, a list for each prompt, from a run's samples, a JSON list, or MEAN:LONGEST."""
+    """Of responses, by prompt."""
     path, (mean, colon, longest) = Path(given), given.partition(":")
     if colon and mean.isdecimal() and longest.isdecimal():
         if not 0 < int(mean) <= int(longest) <= LONGEST_TAIL * int(mean):
@@ -79,23 +61,16 @@ def lengths_of(given: str) -> list[list[int]]:
 
 def table(plans: Sequence[Plan], gpus: int) -> str:
     synchronous = max(plan.speed for plan in plans if plan.max_lag == 0)
-    rows = [COLUMNS]
+    rows: list[Sequence[str]] = [COLUMNS.split(",")]
     for plan in plans:
         out, shared = plan.outcome, plan.trainer + plan.engines > gpus
-        rows.append(
-            (
-                "0, in turns" if shared else str(plan.max_lag),
-                str(plan.running),
-                str(plan.trainer),
-                str(plan.engines),
-                f"{plan.speed:,.0f}",
-                f"{plan.speed / synchronous:.2f} x",
-                f"{out.step_ms / 1000:,.1f} s",
-                f"{out.trainer_idle:.0%}",
-                f"{out.engine_idle:.0%}",
-                f"{out.mean_lag:.1f}",
-            )
+        lag, sizes = (
+            "0, in turns" if shared else str(plan.max_lag),
+            map(str, (plan.running, plan.trainer, plan.engines)),
         )
+        speeds = f"{plan.speed:,.0f}", f"{plan.speed / synchronous:.2f} x", f"{out.step_ms / 1000:,.1f} s"
+        idle = f"{out.trainer_idle:.0%}", f"{out.engine_idle:.0%}"
+        rows.append((lag, *sizes, *speeds, *idle, f"{out.mean_lag:.1f}"))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     return "\n".join([*lines, "", advice(best(plans), gpus, synchronous)]) + "\n"
@@ -104,8 +79,6 @@ def table(plans: Sequence[Plan], gpus: int) -> str:
 def advice(plan: Plan, gpus: int, synchronous: float) -> str:
     if plan.trainer + plan.engines > gpus:
         return "take the synchronous loop with all GPUs in turns: none of these is faster by more than 3 %"
-    return (
-        f"take max_lag {plan.max_lag}, max_num_seqs {plan.running}, trainer {plan.trainer} and engines {plan.engines} "
-        f"of the {gpus} GPUs: "
-        f"{plan.speed / synchronous:.2f} times the tokens/s of the fastest synchronous layout"
-    )
+    taken = f"max_lag {plan.max_lag}, max_num_seqs {plan.running}, trainer {plan.trainer} and engines {plan.engines}"
+    speedup = f"{plan.speed / synchronous:.2f} times the tokens/s of the fastest synchronous layout"
+    return f"take {taken} of the {gpus} GPUs: {speedup}"

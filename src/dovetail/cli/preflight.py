@@ -1,4 +1,4 @@
-"""Mistakes that show before any rank starts: paths, layouts, lengths, devices and memory. Imports no torch."""
+"""Mistakes found before any rank starts. Imports no torch."""
 
 import argparse
 import ast
@@ -25,8 +25,9 @@ from dovetail.factory.layouts import check_layout, max_positions, sampling_layou
 from dovetail.launch.engines import engine_key
 from dovetail.launch.process import complain
 from dovetail.parallel.layout import Layout
-from dovetail.recipe.algorithms import PPO, SFT, CriticFree, PolicyGradient
+from dovetail.recipe.algorithms import PPO, PolicyGradient
 from dovetail.recipe.distillation import Distillation
+from dovetail.recipe.functions import FunctionSection, LossSection
 from dovetail.recipe.optimizers import require_torchao
 from dovetail.recipe.schema import Recipe
 from dovetail.recipe.types import LayoutSection
@@ -77,7 +78,7 @@ class Mistakes:
 
 
 def preflight(args: argparse.Namespace, layout: Layout) -> bool:
-    """Raises one UserError with all mistakes; False if there is nothing to do. layout: resolved."""
+    """One UserError names all mistakes. False: nothing to do."""
     mistakes, device = Mistakes(), chosen_device(args.device)
     mistakes.of(_check_device, args.device, layout)
     if args.command == "train":
@@ -105,7 +106,7 @@ def preflight(args: argparse.Namespace, layout: Layout) -> bool:
 
 
 def read_model(name: str, engine: str = "auto") -> Model | None:
-    """None for a hub name, which the ranks fetch."""
+    """None for a hub name."""
     if pinned(name) is not None:
         return None
     path = Path(name)
@@ -116,7 +117,6 @@ def read_model(name: str, engine: str = "auto") -> Model | None:
 
 
 def check_out(path: Path | str, data: Path | str) -> None:
-    """Refuse an --out that cannot be written or is --data."""
     path = Path(path)
     if path.exists() and not path.is_file():
         kind = "a directory" if path.is_dir() else "a device or a pipe, which a file would replace"
@@ -127,7 +127,7 @@ def check_out(path: Path | str, data: Path | str) -> None:
 
 
 def _rows(args: argparse.Namespace, layout: Layout, mistakes: Mistakes) -> int:
-    """Of score, generate and their like -> bytes that all ranks need at least."""
+    """-> bytes needed by all ranks."""
     mistakes.of(_check_data, args.data)
     if args.out is not None:
         mistakes.of(check_out, args.out, args.data)
@@ -154,18 +154,19 @@ def _train(args: argparse.Namespace, layout: Layout, mistakes: Mistakes, device:
     if policy is not None:
         mistakes.of(check_layout, policy.spec, layout)
     trained, folder, algorithm = [policy], Path(args.recipe).parent, recipe.algorithm
-    own = {
-        "loss": algorithm.loss if isinstance(algorithm, SFT | PolicyGradient) else None,
-        "advantage": algorithm.advantage if isinstance(algorithm, CriticFree) else None,
-    }
-    for what, section in own.items():
-        if section is not None and section.function is not None:
+    for what, section in algorithm:
+        if isinstance(section, FunctionSection | LossSection) and section.function is not None:
             mistakes.of(_check_function, f"algorithm.{what}", section.function, folder)
     if recipe.optim.function is not None:
         mistakes.of(_check_function, "optim.name", recipe.optim.function, folder)
     if recipe.optim.name == "adamw8bit":
         mistakes.of(require_torchao)
-    trained += _check_others(recipe, policy, layout, mistakes)
+    for key, path, cut in _others(recipe):
+        model = policy if path is None else mistakes.of(read_model, path, recipe.model.engine)
+        own = None if cut is None else mistakes.of(_named, key, cut.to_layout().resolve, layout.num_ranks)
+        if model is not None and own is not None:
+            mistakes.of(_named, key, check_layout, model.spec, own)
+        trained += [model] if key == "critic" else []
     if algorithm.samples:
         _check_rl(recipe, folder, policy, layout, mistakes)
     offloads = recipe.trainer.offload_optimizer and device != "cpu"
@@ -173,28 +174,13 @@ def _train(args: argparse.Namespace, layout: Layout, mistakes: Mistakes, device:
     return sum(model.parameters * each for model in trained if model is not None)
 
 
-def _check_others(recipe: Recipe, policy: Model | None, layout: Layout, mistakes: Mistakes) -> list[Model | None]:
-    trained = list[Model | None]()
-    for key, path, section in _others(recipe):
-        model = policy if path is None else mistakes.of(read_model, path, recipe.model.engine)
-        own = None if section is None else mistakes.of(_resolved, key, section, layout)
-        if model is not None and own is not None:
-            mistakes.of(_named, key, check_layout, model.spec, own)
-        trained += [model] if key == "critic" else []
-    return trained
-
-
 def _check_rl(recipe: Recipe, folder: Path, policy: Model | None, layout: Layout, mistakes: Mistakes) -> None:
     rollout = recipe.rollout
-    own = mistakes.of(_resolved, "rollout", rollout.layout or LayoutSection(), layout)
+    own = mistakes.of(_named, "rollout", (rollout.layout or LayoutSection()).to_layout().resolve, layout.num_ranks)
     if policy is not None:
         mistakes.of(_check_positions, policy, rollout.max_new_tokens, "rollout.max_new_tokens")
-        if (
-            own is not None
-            and rollout.backend == "native"
-            and rollout.inside
-            and policy.config.get("model_type") in FAMILIES
-        ):
+        embedded = rollout.backend == "native" and rollout.inside
+        if own is not None and embedded and policy.config.get("model_type") in FAMILIES:
             mistakes.of(_named, "rollout", _check_sampler, policy.spec, own)
     if rollout.engines:
         mistakes.of(connect, recipe, rollout.engines, engine_key(), None if policy is None else policy.spec.vocab_size)
@@ -206,7 +192,6 @@ def _check_rl(recipe: Recipe, folder: Path, policy: Model | None, layout: Layout
 
 
 def _others(recipe: Recipe) -> Iterator[tuple[str, str | None, LayoutSection | None]]:
-    """Key, path and layout of models of a recipe beyond the policy."""
     if isinstance(recipe.algorithm, PPO):
         yield "critic", recipe.critic.path, recipe.critic.layout
     if isinstance(recipe.algorithm, Distillation):
@@ -217,10 +202,6 @@ def _others(recipe: Recipe) -> Iterator[tuple[str, str | None, LayoutSection | N
     for part in recipe.reward.labelled().values() if recipe.algorithm.samples else ():
         if part.model is not None and part.model.path is not None:
             yield "reward.model", part.model.path, part.model.layout
-
-
-def _resolved(key: str, section: LayoutSection, layout: Layout) -> Layout:
-    return _named(key, section.to_layout().resolve, layout.num_ranks)
 
 
 def _named(key: str, check: Callable[..., Result], *given: Any) -> Result:
@@ -245,24 +226,20 @@ def _check_sampler(spec: AnySpec, layout: Layout) -> None:
 def _check_positions(model: Model, new_tokens: int, key: str) -> None:
     most = max_positions(model.config, "native" if isinstance(model.spec, ArchSpec) else "transformers")
     if most is not None and new_tokens >= most:
-        raise ConfigError(
-            f"{key} is {new_tokens:,}, but {model.path} has {most:,} positions for prompt and completion together "
-            f"(max_position_embeddings and rope scaling in its config.json); lower {key}"
-        )
+        have = f"{key} is {new_tokens:,}, but {model.path} has {most:,} positions for prompt and completion together"
+        raise ConfigError(f"{have} (max_position_embeddings and rope scaling in its config.json); lower {key}")
 
 
 def _check_function(what: str, function: str, folder: Path) -> None:
-    """Without running it: its top package, and what a file next to the recipe defines."""
+    """Without importing it."""
     module, _, name = function.partition(":")
     top, file = module.partition(".")[0], folder / f"{module.replace('.', '/')}.py"
     where = f"{what} {function!r} (looked up from {folder.resolve()}) cannot be loaded: "
     refuse_names(folder, module)
     here = (folder / top).is_dir() or any(folder.glob(f"{top}.*"))
     if not here and top not in sys.modules and importlib.util.find_spec(top) is None:
-        raise ConfigError(
-            f"{where}ModuleNotFoundError: No module named {top!r}; put {top}.py into the directory of the recipe, or "
-            "install it"
-        )
+        cause = f"ModuleNotFoundError: No module named {top!r}"
+        raise ConfigError(f"{where}{cause}; put {top}.py into the directory of the recipe, or install it")
     spec = PathFinder.find_spec(top, search_path(folder))
     elsewhere = spec and spec.origin and not Path(spec.origin).is_relative_to(folder.resolve())
     if not file.is_file() or elsewhere:  # on PYTHONPATH
@@ -285,23 +262,18 @@ def _check_device(name: str, layout: Layout) -> None:
     if name == "npu" and importlib.util.find_spec("torch_npu") is None:
         raise ConfigError("device 'npu': torch_npu is not installed, so torch sees none here; use --device cpu or auto")
     if name == "cuda" and count is not None and layout.num_ranks > count:
-        raise LayoutError(
-            f"layout {layout}: {layout.num_ranks} ranks on this machine need a cuda device each, there are {count}; use fewer "
-            "ranks a machine, or --device cpu"
-        )
+        need = f"{layout.num_ranks} ranks on this machine need a cuda device each, there are {count}"
+        raise LayoutError(f"layout {layout}: {need}; use fewer ranks a machine, or --device cpu")
 
 
 def _check_memory(needed: int, layout: Layout, device: str) -> None:
     ranks, free = layout.num_ranks, system.free_memory()
     host = ranks * RANK_BYTES + (needed if device == "cpu" else 0)
     if free is not None and host > free:
-        raise CheckpointError(
-            f"layout {layout}: {ranks} {'ranks need' if ranks > 1 else 'rank needs'} at least {host / 1e9:,.1f} GB of memory, "
-            f"but {free / 1e9:,.1f} GB are free on this machine; use fewer ranks, a smaller model, or several machines "
-            "(torchrun)"
-        )
+        need = f"{ranks} {'ranks need' if ranks > 1 else 'rank needs'} at least {host / 1e9:,.1f} GB of memory"
+        room = f"{free / 1e9:,.1f} GB are free on this machine"
+        edit = "use fewer ranks, a smaller model, or several machines (torchrun)"
+        raise CheckpointError(f"layout {layout}: {need}, but {room}; {edit}")
     if device == "cuda" and needed and (sizes := system.gpu_memory()) and needed > max(sizes) * ranks:
-        raise CheckpointError(
-            f"layout {layout}: the weights need at least {needed / ranks / 1e9:,.1f} GB on each of {ranks} GPUs, which have "
-            f"{max(sizes) / 1e9:,.1f} GB; use more GPUs (fsdp: dp), or a smaller model"
-        )
+        need = f"at least {needed / ranks / 1e9:,.1f} GB on each of {ranks} GPUs, which have {max(sizes) / 1e9:,.1f} GB"
+        raise CheckpointError(f"layout {layout}: the weights need {need}; use more GPUs (fsdp: dp), or a smaller model")

@@ -1,4 +1,4 @@
-"""`dovetail report`: runs as one HTML file."""
+"""`dovetail report`."""
 
 import argparse
 import time
@@ -10,7 +10,6 @@ from dovetail.report.read import check_runs
 
 
 def run(args: argparse.Namespace) -> None:
-    """With --watch until every run is finished."""
     paths = [Path(path) for path in args.runs]
     check_runs(paths)
     out = Path(args.out or paths[0] / "report.html")

@@ -1,4 +1,4 @@
-"""`dovetail rollouts`: samples of a run in the terminal."""
+"""`dovetail rollouts`."""
 
 import argparse
 from pathlib import Path
@@ -12,11 +12,9 @@ from dovetail.report.samples import describe, select, sort
 def run(args: argparse.Namespace) -> None:
     path = Path(args.run)
     check_runs([path])
-    shown = 0
-    for row in sort(select(path, args.step, args.prompt, args.search), args.sort, args.limit):
-        put(describe(row))
-        shown += 1
-    if not shown:
+    rows = sort(select(path, args.step, args.prompt, args.search), args.sort, args.limit)
+    put("".join(map(describe, rows)))
+    if not rows:
         steps = sorted({file.step for file in sample_files(path)})
         known = f"it has samples of steps {steps[0]} to {steps[-1]}" if steps else "it has none yet; sft draws none"
         raise DataError(f"{path} has no such sample; {known}")

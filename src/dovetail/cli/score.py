@@ -1,4 +1,4 @@
-"""`dovetail score`: per-token log-probs and entropies, or values, of the rows of a file."""
+"""`dovetail score`."""
 
 import argparse
 from collections.abc import Iterator, Sequence as Seq

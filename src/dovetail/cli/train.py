@@ -1,4 +1,4 @@
-"""`dovetail train`: the main job, from an HF checkpoint to an HF checkpoint."""
+"""`dovetail train`."""
 
 import argparse
 from pathlib import Path
@@ -15,7 +15,7 @@ from dovetail.run.paths import FinishedError
 
 
 def run(args: argparse.Namespace, progress: Progress) -> int:
-    """Exit code 130 or 143 after a signal that stopped training with a checkpoint."""
+    """Exit code 130 or 143 after a signal."""
     recipe, folder, stop, device = recipe_of(args), Path(args.recipe).parent, StopSignal(), pick_device(args.device)
     builder = Builder(recipe, device, folder, lambda: stop.number, args.resume, progress, args.dry_run)
     is_first = builder.mesh["world"].rank == 0

@@ -1,4 +1,4 @@
-"""Makes engines from model directories."""
+"""Engines from model directories."""
 
 import warnings
 from collections.abc import Iterable, Sequence as Seq
@@ -57,18 +57,12 @@ from dovetail.weights.shards import form_of
 class EngineOptions:
     """Options of an engine besides model, layout and compute dtype.
 
-    master_dtype: of trained weights; default: float32, or wider.
-    tokens_per_batch: of a micro-batch of one replica, padding included; default: unlimited.
-    recompute: activation checkpointing: none, light (all but products and attention), selective (all but attention), full.
-    offload_activations: inputs of recomputation, as far as host memory has room.
-    offload_optimizer: adamw's moments in host memory.
-    dual_batch: halves of a micro-batch overlap each other's collectives; default: on accelerators with tp, without ep,
-        for large halves. `in_turns` is the old name.
-    mlp_tile_tokens: tokens that an MLP computes at a time, keeping only its input; 0: all.
-    fresh_head_seed: draw a missing value head.
-    head_bias: False for the value head of a reward model, which transformers classes for sequences load.
-    save_dtype: of saved and streamed tensors; default: the source's.
-    resume: checkpoint, role in it, optimizer steps.
+    master_dtype: of trained weights; default: float32, or wider. tokens_per_batch: of a replica's micro-batch, padded.
+    recompute: activations: none, light (all but products and attention), selective (all but attention), full.
+    offload_activations: inputs of recomputation, while host memory has room. offload_optimizer: adamw's moments.
+    dual_batch: overlap halves of a micro-batch; default: on accelerators with tp, without ep, if large.
+    mlp_tile_tokens: tokens of an MLP at a time; 0: all. fresh_head_seed: draw a missing value head.
+    head_bias: False for reward models. save_dtype: of saved and streamed tensors. resume: checkpoint, role, updates.
     """
 
     master_dtype: torch.dtype | None = None
@@ -78,7 +72,6 @@ class EngineOptions:
     offload_activations: bool = False
     offload_optimizer: bool = False
     dual_batch: bool | None = None
-    in_turns: bool | None = None
     mlp_tile_tokens: int = 0
     fresh_head_seed: int | None = None
     head_bias: bool = True
@@ -89,9 +82,6 @@ class EngineOptions:
     resume: tuple[ShardedReader, str, int] | None = None
 
     def __post_init__(self) -> None:
-        if self.in_turns is not None:
-            warnings.warn("EngineOptions.in_turns is now dual_batch; this release still accepts it", stacklevel=3)
-            object.__setattr__(self, "dual_batch", self.in_turns)
         for name, known in {"recompute": get_args(Recompute), "engine": get_args(EngineName)}.items():
             if vars(self)[name] not in known:
                 raise ConfigError(f"{name}={vars(self)[name]!r}; expected one of {', '.join(known)}")
@@ -103,8 +93,6 @@ class EngineOptions:
 
 
 class SamplingEngine(NativeEngine):
-    """An engine of a model directory, which also samples from its weights."""
-
     source: Pretrained
     sampler: Sampler | None = None
 
@@ -127,15 +115,9 @@ class SamplingEngine(NativeEngine):
         in the engine's dtype, cut by tp alone.
         """
         params = SamplingParams(
-            samples=n,
-            max_new_tokens=max_tokens,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            seed=seed,
-            step=self.updates,
-            stop_ids=tuple(stop_token_ids),
-        )
+            samples=n, max_new_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed,
+            step=self.updates, stop_ids=tuple(stop_token_ids),
+        )  # fmt: skip
         rows = [Prompt(row, torch.as_tensor(ids).tolist()) for row, ids in enumerate(prompts)]
         with self._call(critic=False):
             if self.sampler is None:
@@ -192,7 +174,7 @@ def dtype_named(dtype: torch.dtype | str) -> torch.dtype:
 
 
 def make_mesh(layout: Layout | None, device: torch.device, *, timeout: timedelta = TIMEOUT) -> Mesh:
-    """Collective. timeout: as `Mesh.build` takes it."""
+    """Collective."""
     return Mesh.build((layout or Layout(dp=None)).resolve(num_ranks()), device, timeout)
 
 
@@ -214,9 +196,8 @@ def make_engine(
     shard_over_data(model, mesh, dtype)
     model.materialize(mesh.device)
     if options.resume is None:
-        load(
-            model, reader, mesh, aliases=found.aliases, fresh=found.fresh, ignore=(*found.ignore, *source.spec.ignored)
-        )
+        ignore = (*found.ignore, *source.spec.ignored)
+        load(model, reader, mesh, aliases=found.aliases, fresh=found.fresh, ignore=ignore)
         if found.fresh:
             fill_fresh(model, mesh, found.fresh, options.fresh_head_seed or 0)
 
@@ -226,15 +207,9 @@ def make_engine(
 
     origin = CheckpointSource(saved_dtype, tuple(reader.names), saved_sides(source, found.kind, options.save_dtype))
     engine = SamplingEngine(
-        model,
-        mesh,
-        origin,
-        optim=optim,
-        tokens_per_batch=options.tokens_per_batch,
-        dtype=dtype,
-        balance=options.balance,
-        watch=options.watch,
-    )
+        model, mesh, origin, optim=optim, dtype=dtype, tokens_per_batch=options.tokens_per_batch,
+        balance=options.balance, watch=options.watch,
+    )  # fmt: skip
     engine.source = source
     engine.dual_batch = DualBatch.of(model.supports_dual_batch, mesh, options.dual_batch)
     if options.resume is not None:
@@ -244,35 +219,30 @@ def make_engine(
 
 
 def open_weights(source: Pretrained, mesh: Mesh) -> TensorSource:
-    """Refuses adapters, and the config of a far larger model before it is allocated. Collective."""
+    """Collective. Refuses adapters, and a config far larger than the weights before it is allocated."""
     reader = open_checkpoint(source.path, mesh)
     refuse_adapters(reader, source.path)
     held = sum(prod(reader.shape(name)) for name in reader.names)
     asked = sum(source.spec.layer_params) + source.spec.head_params
     if asked > FAR_LARGER * held:
-        raise CheckpointError(
-            f"{source.path}: config.json describes a model of {asked:.3g} weights or more, but the checkpoint has {held:.3g}; "
-            "does its config.json belong to its weights?"
-        )
+        sizes = f"a model of {asked:.3g} weights or more, but the checkpoint has {held:.3g}"
+        hint = "does its config.json belong to its weights?"
+        raise CheckpointError(f"{source.path}: config.json describes {sizes}; {hint}")
     return reader
 
 
 def _spare_memory(model: StagedModel, mesh: Mesh, options: EngineOptions) -> None:
     if options.mlp_tile_tokens:
         if options.recompute == "light":
-            raise ConfigError(
-                "mlp_tile_tokens forgets what activation_checkpointing=light (in the library recompute) keeps; set that to "
-                "selective or full"
-            )
+            kept = "activation_checkpointing=light (in the library recompute) keeps"
+            raise ConfigError(f"mlp_tile_tokens forgets what {kept}; set that to selective or full")
         spec = model.spec  # of all stages, so that every rank refuses
         dense = isinstance(spec, ArchSpec) and not all(map(spec.is_moe, range(spec.depth)))
         tile_mlps(model.text, options.mlp_tile_tokens, elsewhere=dense)
     if options.offload_activations:
         if options.recompute == "none":
-            raise ConfigError(
-                "offload_activations moves what recomputation starts from; set activation_checkpointing=selective "
-                "or full (in the library recompute)"
-            )
+            edit = "set activation_checkpointing=selective or full (in the library recompute)"
+            raise ConfigError(f"offload_activations moves what recomputation starts from; {edit}")
         if not isinstance(model.text, Trunk):
             raise ConfigError("offload_activations works with model.engine=native only; leave it out or set false")
         model.text.host = PinnedPool(mesh.device, ranks=num_ranks_here(mesh.device))
@@ -286,7 +256,6 @@ def make_model(
     head: Head = "lm",
     recompute: Recompute = "none",
 ) -> StagedModel:
-    """This rank's stages on the meta device."""
     if isinstance(source.spec, ArchSpec):
         decoder = make_decoder(source.spec, mesh, dtype, head, recompute)
         decoder.experts = form_of(decoder, reader)
@@ -303,9 +272,8 @@ def make_model(
 def make_decoder(
     spec: ArchSpec, mesh: Mesh, dtype: torch.dtype, head: Head = "lm", recompute: Recompute = "none"
 ) -> Decoder:
-    """This rank's native stages on the meta device."""
     ranges, pp, kernels = partition(spec, mesh.layout), mesh["pp"], kernels_for(mesh.device)
-    if pp.size > 1:  # transfers occupy SMs that dense gated products assume are free
+    if pp.size > 1:  # transfers occupy SMs that gated products need
         kernels = replace(kernels, gated=None)
     cut = StageRange(ranges[pp.rank :: pp.size], first=pp.rank == 0, last=pp.rank == pp.size - 1)
     with torch.device("meta"):
@@ -326,7 +294,6 @@ def fill_fresh(model: StagedModel, mesh: Mesh, names: tuple[str, ...], seed: int
 
 
 def compile_kernels(engines: Iterable[object]) -> None:
-    """Compile FlashAttention-4's kernels before the first step."""
     for engine in engines:
         assert isinstance(engine, NativeEngine)
         spec, layout = engine.model.spec, engine.mesh.layout

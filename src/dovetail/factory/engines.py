@@ -1,4 +1,4 @@
-"""Inference servers of a run: how they are started, and whether they are what it needs. Imports no torch."""
+"""Inference servers of a run. Imports no torch."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,7 @@ PROBE_SECONDS = 60.0  # of a request before the run
 
 
 def connect(recipe: "Recipe", urls: Sequence[str], key: str | None, vocab_size: int | None) -> list[Replica]:
-    """The servers, each probed. ConfigError for all that lack something."""
+    """Probes all servers. One ConfigError names all problems."""
     rollout, replicas, problems = recipe.rollout, list[Replica](), list[str]()
     wire, longest = WIRES[rollout.backend], rollout.max_new_tokens
     for url in dict.fromkeys(urls):
@@ -39,42 +39,38 @@ def connect(recipe: "Recipe", urls: Sequence[str], key: str | None, vocab_size: 
             server = wire.probe(client, vocab_size)
             check_log_probs(url, server, wire, drawings(recipe))
             if rollout.router_replay == "rollout" and not server.routes:
-                raise ConfigError(
-                    f"engine {url} returns no routes of experts, which rollout.router_replay=rollout replays; start it with "
-                    f"{RETURNS_ROUTES}"
-                )
+                why = "returns no routes of experts, which rollout.router_replay=rollout replays"
+                raise ConfigError(f"engine {url} {why}; start it with {RETURNS_ROUTES}")
+            if server.max_length is not None and longest >= server.max_length:
+                raise ConfigError(_too_short(url, server.max_length, longest, "rollout.max_new_tokens is"))
         except EngineError as error:
             hint = f"; set the environment variable {KEY} to its key" if error.status == 401 else ""
             problems.append(f"{error}{hint}")
-            continue
         except ConfigError as error:
             problems.append(str(error))
-            continue
-        replicas.append(Replica(client, server))
-        if server.max_length is not None and longest >= server.max_length:
-            problems.append(_too_short(replicas[-1], longest, "rollout.max_new_tokens"))
+        else:
+            replicas.append(Replica(client, server))
     if problems:
-        raise ConfigError(
-            problems[0] if len(problems) == 1 else f"{len(problems)} of the engines:\n{listing(problems)}"
-        )
+        many = f"{len(problems)} of the engines:\n{listing(problems)}"
+        raise ConfigError(problems[0] if len(problems) == 1 else many)
     return replicas
 
 
 def check_lengths(replicas: Sequence[Replica], longest: int) -> None:
-    """ConfigError for prompts that leave no room. longest: of prompt and completion together."""
+    """longest: prompt with completion."""
     for replica in replicas:
-        if replica.server.max_length is not None and longest > replica.server.max_length:
-            raise ConfigError(_too_short(replica, longest, "the longest prompt with rollout.max_new_tokens"))
+        most, what = replica.server.max_length, "the longest prompt with rollout.max_new_tokens has"
+        if most is not None and longest > most:
+            raise ConfigError(_too_short(replica.client.url, most, longest, what))
 
 
 def drawings(recipe: "Recipe") -> list[Drawing]:
-    """What the run and its evaluations sample with."""
     rollout = {name: value for name, value in recipe.rollout if name in Drawing.__dataclass_fields__}
     return [Drawing(**rollout), *(Drawing(temperature=each.temperature) for each in recipe.eval.sets)]
 
 
 def push_settings(rollout: "RolloutSection", replicas: Sequence[Replica]) -> "PushSection":
-    """How weights go to the servers. Without transport and proof in the recipe: as the servers were started for."""
+    """rollout.push; transport and proof default to what the servers were started for."""
     push, chosen = rollout.push, bool(rollout.push.model_fields_set & {"transport", "proof"})
     if rollout.backend != "vllm":
         by_file = rollout.backend == "sglang" and not chosen
@@ -85,21 +81,18 @@ def push_settings(rollout: "RolloutSection", replicas: Sequence[Replica]) -> "Pu
     wanted = transfer_backend(push)
     for backend, url in takes.items():
         if backend != wanted:
-            raise ConfigError(
-                f"engine {url} takes weights by its back end {backend!r}, but rollout.push has transport={push.transport} and "
-                f"proof={push.proof}, which is {wanted!r}; start it with --weight-transfer-config "
-                f"'{json.dumps({'backend': wanted})}', or leave both keys out"
-            )
+            keys = f"transport={push.transport} and proof={push.proof}, which is {wanted!r}"
+            flag = f"--weight-transfer-config '{json.dumps({'backend': wanted})}'"
+            back_end = f"by its back end {backend!r}, but rollout.push has {keys}"
+            raise ConfigError(f"engine {url} takes weights {back_end}; start it with {flag}, or leave both keys out")
     return push
 
 
 def transfer_backend(push: "PushSection") -> str:
-    """vLLM's name of it."""
     return f"dovetail_{push.transport}" if push.proof == "plugin" else push.transport
 
 
 def engine_start(recipe: "Recipe", *, ranks_on_gpus: bool) -> EngineStart | None:
-    """The servers of rollout.start, as children of the supervisor."""
     start, rollout = recipe.rollout.start, recipe.rollout
     if start is None:
         return None
@@ -114,32 +107,20 @@ def engine_start(recipe: "Recipe", *, ranks_on_gpus: bool) -> EngineStart | None
     cut = ["--tp-size" if sglang else "--tensor-parallel-size", str(start.gpus_each)] if start.gpus_each > 1 else []
     routes = [RETURNS_ROUTES] if rollout.router_replay == "rollout" else []
     name, _, value = DEV_MODE.rpartition(" ")[2].partition("=")
+    words = [*program, *given, *revision, "--host", "127.0.0.1", "--port", "PORT", *cut, *routes, *start.args]
     return EngineStart(
-        commands=[[*program, *given, *revision, "--host", "127.0.0.1", "--port", "PORT", *cut, *routes, *start.args]]
-        * start.count,
-        gpus_each=start.gpus_each,
-        ranks_on_gpus=ranks_on_gpus,
-        logs=Path(recipe.run_dir) / "logs",
-        timeout=start.timeout,
-        environment={} if sglang or native else {name: value},
-    )
+        commands=[words] * start.count, gpus_each=start.gpus_each, ranks_on_gpus=ranks_on_gpus, timeout=start.timeout,
+        logs=Path(recipe.run_dir) / "logs", environment={} if sglang or native else {name: value},
+    )  # fmt: skip
 
 
 def _vllm_flags(recipe: "Recipe") -> list[str]:
     fits = [kind for kind in STARTS if all(kind in fitting_log_probs(each) for each in drawings(recipe))]
-    mode = STARTS[fits[-1]].split() if fits else []  # else the check of what it gives says why
-    return [
-        "--enable-scale-out",
-        "--weight-transfer-config",
-        json.dumps({"backend": transfer_backend(recipe.rollout.push)}),
-        *mode,
-    ]
+    mode = STARTS[fits[-1]].split() if fits else []
+    transfer = json.dumps({"backend": transfer_backend(recipe.rollout.push)})
+    return ["--enable-scale-out", "--weight-transfer-config", transfer, *mode]
 
 
-def _too_short(replica: Replica, longest: int, what: str) -> str:
-    url, server = replica.client.url, replica.server
-    return (
-        f"engine {url} takes {server.max_length:,} tokens of prompt and completion together, but {what} "
-        f"{'is' if what.startswith('rollout') else 'has'} {longest:,}; start it with a larger --max-model-len, or lower "
-        "rollout.max_new_tokens"
-    )
+def _too_short(url: str, most: int, longest: int, what: str) -> str:
+    edit = "start it with a larger --max-model-len, or lower rollout.max_new_tokens"
+    return f"engine {url} takes {most:,} tokens of prompt and completion together, but {what} {longest:,}; {edit}"

@@ -1,4 +1,4 @@
-"""Losses and advantages of a user's: imported, then tried on a small batch before a model is read."""
+"""Losses and advantages of users: imported, then tried on a small batch."""
 
 import importlib
 import inspect
@@ -16,12 +16,14 @@ from dovetail.batch.packed import PackedBatch, Sequence
 from dovetail.errors import ConfigError
 from dovetail.recipe.algorithms import PPO, SFT, PolicyGradient
 from dovetail.recipe.functions import FunctionSection, LossSection, OwnFunction
+from dovetail.recipe.preferences import CPO, DPO, KTO, ORPO, AnyPreference, SimPO
 from dovetail.recipe.schema import Recipe
 from dovetail.rewards.own_modules import look_in
 from dovetail.rl.experience import OwnAdvantage, own_advantages
 from dovetail.rl.losses import PolicyLoss, SFTLoss, weight_fields
+from dovetail.rl.preference_losses import CPOLoss, DPOLoss, KTOLoss, ORPOLoss, RewardLoss
 
-LENGTHS, PROMPT = (5, 4, 6, 3), 1  # tokens of the trial's sequences: two prompts with two responses each
+LENGTHS, PROMPT = (5, 4, 6, 3), 1  # tokens of two responses to each of two prompts
 
 
 def sft_loss(algorithm: SFT, folder: Path) -> SFTLoss:
@@ -33,13 +35,27 @@ def sft_loss(algorithm: SFT, folder: Path) -> SFTLoss:
 
 
 def policy_loss(algorithm: PolicyGradient, folder: Path, given: Collection[str] = (), **keys: Any) -> PolicyLoss:
-    """given: fields of the run's batches. keys: fields of `PolicyLoss` that the recipe has by the same name."""
+    """given: fields of the run's batches. keys: fields of `PolicyLoss`."""
     section = algorithm.loss
     if section.function is None:
         return PolicyLoss(**keys, term=section.name or "ppo", **section.options)
     loss = PolicyLoss(**keys, own=load_function(section, folder, "algorithm.loss"))
     try_loss(loss, _trial(algorithm.aggregation, given), section)
     return loss
+
+
+def preference_loss(algorithm: AnyPreference) -> LossFn:
+    if isinstance(algorithm, DPO):
+        return DPOLoss(kind=algorithm.loss, beta=algorithm.beta, label_smoothing=algorithm.label_smoothing)
+    if isinstance(algorithm, KTO):
+        weights = {"desirable_weight": algorithm.desirable_weight, "undesirable_weight": algorithm.undesirable_weight}
+        return KTOLoss(beta=algorithm.beta, **weights)
+    if isinstance(algorithm, CPO | SimPO):
+        margin = {"gamma": algorithm.simpo_gamma} if isinstance(algorithm, SimPO) else {}
+        return CPOLoss(kind=algorithm.loss, beta=algorithm.beta, label_smoothing=algorithm.label_smoothing, **margin)
+    if isinstance(algorithm, ORPO):
+        return ORPOLoss(beta=algorithm.beta)
+    return RewardLoss(center=algorithm.center_rewards_coefficient)
 
 
 def fields_of(recipe: Recipe, algorithm: PolicyGradient) -> list[str]:
@@ -71,7 +87,7 @@ def advantage(section: OwnFunction, folder: Path, given: Collection[str] = ()) -
 
 
 def load_function(section: FunctionSection | LossSection, folder: Path, key: str) -> Callable[..., Any]:
-    """With its options, by `module:function`; files of `folder` come before installed modules."""
+    """Files of `folder` come before installed modules."""
     assert section.function is not None
     function = imported(section.function, folder, key)
     name = section.function.partition(":")[2]
@@ -80,9 +96,8 @@ def load_function(section: FunctionSection | LossSection, folder: Path, key: str
         takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
         unknown = [option for option in section.options if option not in accepted and not takes_all]
         if unknown:
-            raise TypeError(
-                f"{key}.options has {', '.join(unknown)}, which {name}({', '.join(accepted)}) does not take"
-            )
+            takes = f"{name}({', '.join(accepted)}) does not take"
+            raise TypeError(f"{key}.options has {', '.join(unknown)}, which {takes}")
     return update_wrapper(partial(function, **section.options), function)  # with its attribute `separable`
 
 
@@ -94,12 +109,10 @@ def imported(function: str, folder: Path, key: str) -> Callable[..., Any]:
         found = vars(loaded).get(name)
         if not callable(found):
             raise LookupError(f"module {module} ({loaded.__file__}) has no function {name!r}")
-        own: Callable[..., Any] = found
-        return own
+        return found
 
 
 def try_loss(loss: LossFn, batch: PackedBatch, section: FunctionSection | LossSection) -> None:
-    """Value and gradient for log-probs near -2 are finite."""
     logprob = torch.linspace(-3, -1, len(batch)).requires_grad_()
     stats = TokenStats(logprob, torch.linspace(0.5, 2, len(batch)).requires_grad_())
     with _tried("algorithm.loss", section.function):
@@ -117,24 +130,19 @@ def try_loss(loss: LossFn, batch: PackedBatch, section: FunctionSection | LossSe
 
 @contextmanager
 def _tried(key: str, function: str | None) -> Iterator[None]:
-    """Any error inside is a mistake in the recipe's function."""
     try:
         yield
     except Exception as error:
         frames = [f for f in traceback.extract_tb((error.__cause__ or error).__traceback__) if f.filename != __file__]
         own = [f"line {f.lineno} of {f.filename}" for f in frames if "dovetail" not in Path(f.filename).parts]
         place = f" ({own[-1]})" if own else ""
-        raise ConfigError(
-            f"{key} {function} was tried before the run: {type(error).__name__}: {error}{place}"
-        ) from error
+        cause = f"{type(error).__name__}: {error}{place}"
+        raise ConfigError(f"{key} {function} was tried before the run: {cause}") from error
 
 
 def _trial(aggregation: Any, given: Collection[str]) -> PackedBatch:
-    """The counted tokens of four responses, with the fields `given`."""
-    rows = [
-        Sequence(list(range(1, n + 1)), mask=[False] * PROMPT + [True] * (n - PROMPT), group=i // 2)
-        for i, n in enumerate(LENGTHS)
-    ]
+    masks = [[False] * PROMPT + [True] * (n - PROMPT) for n in LENGTHS]
+    rows = [Sequence(list(range(1, len(mask) + 1)), mask=mask, group=i // 2) for i, mask in enumerate(masks)]
     batch = PackedBatch.pack(rows)
     near = torch.linspace(-3, -1, len(batch)).flip(0)
     known = {"advantage": torch.linspace(-1, 1, len(batch)), "temperature": torch.ones(len(batch))}

@@ -1,4 +1,4 @@
-"""A run from a recipe: its task, directory and engines."""
+"""A run from a recipe."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -6,31 +6,32 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from dovetail.checkpoint.retention import from_a_whole_step
 from dovetail.data.examples import Prompt, load_preferences, load_prompts, load_sft
-from dovetail.factory.distillation import check_prompts, distillation_task
-from dovetail.factory.engine import EngineOptions, compile_kernels, make_engine
-from dovetail.factory.functions import advantage, fields_of, policy_loss, sft_loss
+from dovetail.engine.native import NativeEngine
+from dovetail.engine.teacher import Teacher
+from dovetail.errors import ConfigError
+from dovetail.factory.engine import compile_kernels, make_engine
+from dovetail.factory.functions import advantage, fields_of, policy_loss, preference_loss, sft_loss
 from dovetail.factory.layouts import Backend, check_positions
-from dovetail.factory.notes import missed_profiles, notes
-from dovetail.factory.parts import Engines, RunParts, same_keys
-from dovetail.factory.preferences import preference_task
-from dovetail.factory.remote import check_prompts as check_engine_prompts, make_remote_sampler
+from dovetail.factory.notes import notes
+from dovetail.factory.parts import Engines, RunParts, reads_answer, same_keys
+from dovetail.factory.remote import check_prompts, check_sent, make_remote_sampler, make_stream
 from dovetail.factory.rewards import make_rewards
-from dovetail.factory.rows import reads_answer
 from dovetail.factory.sampler import backend_layout, make_sampler
-from dovetail.factory.stream import check_sent, make_stream
 from dovetail.factory.tokenizer import banned_ids, stop_ids, text_of
 from dovetail.parallel.consensus import agreed
 from dovetail.parallel.mesh import Mesh
 from dovetail.recipe.algorithms import PPO, SFT, AnyRL, CriticFree, PolicyGradient
-from dovetail.recipe.distillation import Distillation
-from dovetail.recipe.preferences import KTO, AnyPreference
+from dovetail.recipe.distillation import SAMPLED, Distillation
+from dovetail.recipe.preferences import DPO, KTO, AnyPreference
 from dovetail.recipe.schema import Recipe
 from dovetail.recipe.types import LayoutSection
+from dovetail.rl.distillation_task import DistillationTask, prompt_of
 from dovetail.rl.losses import PolicyLoss, ValueLoss
+from dovetail.rl.preference_task import PreferenceTask
 from dovetail.rl.reward_manager import FunctionReward, RewardManager
 from dovetail.rl.tasks import RLTask, SupervisedTask
 from dovetail.rollout.base import SamplingParams
@@ -45,13 +46,10 @@ from dovetail.run.state import model_fingerprint
 from dovetail.run.trainer import Task
 
 AnySampler = NativeSampler | TransformersSampler | RemoteSampler
-Example = TypeVar("Example")
 
 
 @dataclass(frozen=True)
 class Job:
-    """A run, ready to start."""
-
     recipe: Recipe
     task: Task
     run: RunDirectory
@@ -62,7 +60,7 @@ class Job:
     stream: StreamSampler | None = None  # of an asynchronous run
 
     def start(self) -> None:
-        """Write first files, print notes, compile kernels. Collective."""
+        """Collective."""
         state, engines = self.run.on.state, self.contents.engines
         state.engine, state.critic = engines[POLICY], engines.get(CRITIC)
         self.run.open(self.contents)
@@ -82,8 +80,6 @@ class Job:
 
 
 class Builder(RunParts):
-    """Makes a run. Collective. resume: auto, never or step=N."""
-
     def job(self) -> Job:
         """Reports all mistakes in a recipe before anything is written."""
         return from_a_whole_step(Path(self.recipe.run_dir) / CHECKPOINTS, self._job)
@@ -99,9 +95,8 @@ class Builder(RunParts):
                 self.progress.listener = run.console.phase
                 run.console.start()
             run.claim(damaged)
-            model = self.first_weights = model_fingerprint(
-                self.source.config, self.source.sides, self.source.path, self.mesh
-            )
+            source = self.source
+            model = self.first_weights = model_fingerprint(source.config, source.sides, source.path, self.mesh)
             self.resumed = run.resumed
             if self.resumed is not None:
                 refuse_other("the model's config, tokenizer or weights", self.resumed.state.model, model, "model.path")
@@ -123,77 +118,70 @@ class Builder(RunParts):
             run.check_space(contents)
             on_failure.pop_all()
         done = 0 if self.resumed is None else self.resumed.state.step
-        others = [*self.notes, *missed_profiles(self.recipe, done)]
-        lines = notes(self.recipe, self.source.config, self.lengths, others)
+        lines = notes(self.recipe, self.source.config, self.lengths, self.notes, done)
         return Job(self.recipe, task, run, contents, rewards, lines, self.metrics, self.stream)
 
     def _sft(self, algorithm: SFT, first_row: int) -> tuple[Task, str, Engines]:
         with agreed(self.mesh):
             loss = sft_loss(algorithm, self.recipe_folder)
         limits = self._limits(self._budget, self.recipe.data.max_length, "data.max_length")
-        load = partial(load_sft, tokenizer=self.tokenizer, limits=limits, processor=self.processor)
-        rows, held_out, sets, fingerprint = self._rows(load)
+        rows, held_out, sets, fingerprint = self._rows(partial(load_sft, limits=limits))
         policy = self._trained(self.source, self.mesh, POLICY, self.recipe.optim.lr)
-        task = SupervisedTask(
-            recipe=self.recipe,
-            policy=policy,
-            loss=loss,
-            rows=rows,
-            held_out=held_out,
-            progress=self.progress,
-            first_row=first_row,
-            parts=self.parts,
-            eval_sets=sets,
-        )
+        task = SupervisedTask(loss=loss, rows=rows, **self._shared(policy, held_out, sets, first_row))
         return task, fingerprint, {POLICY: policy}
+
+    def _shared(self, policy: NativeEngine, held_out: Any, eval_sets: Any, first_row: int) -> dict[str, Any]:
+        """Fields of every task."""
+        given = {"policy": policy, "held_out": held_out, "eval_sets": eval_sets, "first_row": first_row}
+        return {**given, "recipe": self.recipe, "progress": self.progress, "parts": self.parts}
 
     def _preferences(self, algorithm: AnyPreference, first_row: int) -> tuple[Task, str, Engines]:
         recipe, paired = self.recipe, not isinstance(algorithm, KTO)
         role = self._role(recipe.reference, "reference") if algorithm.wants_reference else None
         limits = self._limits(self._budget, recipe.data.max_length, "data.max_length")
         limits = replace(limits, together=self._budget if paired else None)
-        load = partial(
-            load_preferences, tokenizer=self.tokenizer, limits=limits, processor=self.processor, paired=paired
-        )
-        rows = self._rows(load)
+        rows, held_out, sets, fingerprint = self._rows(partial(load_preferences, limits=limits, paired=paired))
         policy = self._trained(self.source, self.mesh, POLICY, recipe.optim.lr)
-        frozen = EngineOptions(master_dtype=self.dtype, tokens_per_batch=recipe.trainer.tokens_per_batch)
-        reference = make_engine(*role, self.dtype, "lm", frozen) if role else None
-        task = preference_task(
-            self.recipe, policy, reference, rows, longest=limits.max_tokens, first_row=first_row, parts=self.parts,
-            progress=self.progress,
-        )  # fmt: skip
-        return task, rows[-1], {POLICY: policy}
+        task = PreferenceTask(
+            loss=preference_loss(algorithm),
+            rows=rows,
+            longest=limits.max_tokens or 0,
+            reference=make_engine(*role, self.dtype, "lm", self._frozen) if role else None,
+            precompute=isinstance(algorithm, DPO) and algorithm.precompute_ref_log_probs,
+            **self._shared(policy, held_out, sets, first_row),
+        )
+        return task, fingerprint, {POLICY: policy}
 
     def _distillation(self, algorithm: Distillation, first_row: int) -> tuple[Task, str, Engines]:
         recipe, offline = self.recipe, algorithm.lmbda < 1
-        role, keys = self._role(recipe.teacher, "teacher"), dict[str, Any]()
+        role = self._role(recipe.teacher, "teacher")
         sampler_mesh = self._sampler_mesh() if algorithm.samples else None
         longest = self._budget - recipe.rollout.max_new_tokens
-        given: dict[str, Any] = {"tokenizer": self.tokenizer, "processor": self.processor}
+        load: Callable[..., list[Any]] = partial(load_prompts, answers=False)
         if offline:
-            given["limits"] = self._limits(self._budget, recipe.data.max_length, "data.max_length")
+            load, limits = load_sft, self._limits(self._budget, recipe.data.max_length, "data.max_length")
         else:
-            given |= {"limits": self._limits(longest, recipe.data.max_prompt_length), "answers": False}
-        load: Callable[..., list[Any]] = load_sft if offline else load_prompts
-        rows = self._rows(partial(load, **given))
-        if algorithm.samples:
-            check_prompts(rows[0], longest)
+            limits = self._limits(longest, recipe.data.max_prompt_length)
+        rows, held_out, sets, fingerprint = self._rows(partial(load, limits=limits))
+        most = max(len(prompt_of(number, row).ids) for number, row in enumerate(rows)) if algorithm.samples else 0
+        if most > longest:
+            raise ConfigError(
+                f"the longest prompt of data.train has {most} tokens, and rollout.max_new_tokens leaves {longest} of "
+                "trainer.tokens_per_batch; raise the latter, lower the former, or set algorithm.lmbda=0, which samples nothing"
+            )
         policy = self._trained(self.source, self.mesh, POLICY, recipe.optim.lr)
-        if sampler_mesh is not None:
-            keys = self._sampling(sampler_mesh)
-        frozen = EngineOptions(master_dtype=self.dtype, tokens_per_batch=recipe.trainer.tokens_per_batch)
-        teacher = make_engine(*role, self.dtype, "lm", frozen)
-        keys |= {"first_row": first_row, "parts": self.parts, "progress": self.progress}
-        return distillation_task(self.recipe, policy, teacher, rows, **keys), rows[-1], {POLICY: policy}
+        sampling = {} if sampler_mesh is None else self._sampling(sampler_mesh)
+        teacher = make_engine(*role, self.dtype, "lm", self._frozen)
+        reads_head = algorithm.divergence != SAMPLED
+        shared = self._shared(policy, held_out, sets, first_row)
+        heads = Teacher.of(teacher, policy) if reads_head else teacher
+        return DistillationTask(teacher=heads, rows=rows, **sampling, **shared), fingerprint, {POLICY: policy}
 
     @property
     def _backend(self) -> Backend:
-        """Of the sampler, if it is embedded."""
         return "native" if self.recipe.rollout.backend == "native" else "transformers"
 
     def _sampler_mesh(self) -> Mesh:
-        """Of the sampler: the policy's where servers sample. May refuse layout or servers, so before any weight is read."""
         rollout = self.recipe.rollout
         if not rollout.inside:
             self.replicas = self._engines()
@@ -202,7 +190,7 @@ class Builder(RunParts):
         return self._mesh(rollout.layout or LayoutSection(), "rollout.layout", folded)
 
     def _sampling(self, mesh: Mesh) -> dict[str, Any]:
-        """Sampler, sampling parameters and decoder of a task."""
+        """Fields of a task."""
         recipe, rollout = self.recipe, self.recipe.rollout
         stops = stop_ids(self.source, self.tokenizer)
         if not rollout.inside:
@@ -211,9 +199,8 @@ class Builder(RunParts):
             self.metrics.callback(remote.close)
             sampler: AnySampler = remote
         else:
-            sampler = make_sampler(
-                self.source, mesh, self.dtype, self._backend, SamplerOptions(max_num_seqs=rollout.max_num_seqs)
-            )
+            options = SamplerOptions(max_num_seqs=rollout.max_num_seqs)
+            sampler = make_sampler(self.source, mesh, self.dtype, self._backend, options)
         sampler.watch = self.progress.advance
         sampling = SamplingParams(
             **same_keys(rollout, SamplingParams),
@@ -230,7 +217,6 @@ class Builder(RunParts):
     def _stream(
         self, sampling: dict[str, Any], run: RunDirectory, prompts: Sequence[Prompt], rows: str
     ) -> StreamSampler:
-        """Takes the place of the sampler in `sampling`. rows: their fingerprint."""
         inputs = [self.first_weights, rows]
         stream = make_stream(sampling["sampler"], self.recipe, run, sampling["sampling"], prompts, self.parts, inputs)
         self.metrics.callback(stream.close)
@@ -253,19 +239,17 @@ class Builder(RunParts):
         longest = self._budget - rollout.max_new_tokens  # meshes are known now
         limits = self._limits(longest, recipe.data.max_prompt_length)
         sampler_mesh = self._sampler_mesh()
-        answers = reads_answer(recipe.reward)
-        load = partial(load_prompts, tokenizer=self.tokenizer, limits=limits, answers=answers, processor=self.processor)
+        load = partial(load_prompts, limits=limits, answers=reads_answer(recipe.reward))
         prompts, held_out, sets, fingerprint = self._rows(load)
         asked, key = [*prompts, *held_out, *chain(*sets.values())], "rollout.max_new_tokens"
         lengths = [len(prompt.ids) for prompt in asked]
         check_positions(self.source.config, self._backend, lengths, rollout.max_new_tokens, key)
         with agreed(self.mesh):
             check_sent(recipe, prompts)
-            check_engine_prompts(self.source, self.replicas, asked, rollout.max_new_tokens)
+            check_prompts(self.source, self.replicas, asked, rollout.max_new_tokens)
         eval_sets = self._eval_sets(sets, run.say)
         policy = self._trained(self.source, self.mesh, POLICY, recipe.optim.lr)
         critic = self._trained(*critic_role, CRITIC, recipe.critic.lr or recipe.optim.lr) if critic_role else None
-        frozen = EngineOptions(master_dtype=self.dtype, tokens_per_batch=recipe.trainer.tokens_per_batch)
         sampling = self._sampling(sampler_mesh)
         if recipe.trainer.max_lag is not None:
             self.stream = self._stream(sampling, run, prompts, fingerprint)
@@ -273,21 +257,15 @@ class Builder(RunParts):
             if isinstance(reward, FunctionReward) and reward.runner is not None:
                 reward.runner.watch = self.progress.advance
         task = RLTask(
-            recipe=recipe,
-            policy=policy,
             critic=critic,
-            reference=make_engine(*reference_role, self.dtype, "lm", frozen) if reference_role else None,
+            reference=make_engine(*reference_role, self.dtype, "lm", self._frozen) if reference_role else None,
             **sampling,
+            **self._shared(policy, held_out, eval_sets, run.first_row),
             policy_loss=loss,
             advantage=own_advantage,
             value_loss=ValueLoss(algorithm.value_clip, algorithm.value_coef) if isinstance(algorithm, PPO) else None,
             prompts=prompts,
-            held_out=held_out,
             rewards=rewards,
-            progress=self.progress,
-            first_row=run.first_row,
-            parts=self.parts,
-            eval_sets=eval_sets,
             write_eval=run.write_eval,
             rollout_end=run.on.replaced,
         )

@@ -12,11 +12,10 @@ from dovetail.pipeline.partition import check_pipeline
 
 Backend = Literal["native", "transformers"]
 KEYS = ("max_position_embeddings", "n_positions")
-SCALED = ("linear", "dynamic")  # rope types whose factor is not part of max_position_embeddings
+SCALED = ("linear", "dynamic")  # rope types that extend max_position_embeddings
 
 
 def check_layout(spec: AnySpec, layout: Layout) -> Layout:
-    """Raises LayoutError if the model or engine does not support the layout."""
     if isinstance(spec, TransformersSpec) and (layout.tp, layout.pp, layout.ep) != (1, 1, 1):
         known = f"model_type is {spec.family!r}; known families: {', '.join(FAMILIES)}; others, and those with "
         reason = f"{known}engine=transformers, are cut"
@@ -45,10 +44,7 @@ def sampling_layout(spec: ArchSpec, layout: Layout) -> Layout:
 
 
 def max_positions(config: Mapping[str, Any], backend: Backend | None = None) -> int | None:
-    """The longest sequence by config.json; None if unknown.
-
-    backend: None in training. With a KV cache `longrope` (natively also `dynamic`) keeps its first frequencies.
-    """
+    """backend: None in training. With a KV cache `longrope` (native: and `dynamic`) keeps its first frequencies."""
     text = {**config, **(config.get("text_config") or {})}
     most = next((text[key] for key in KEYS if isinstance(text.get(key), int)), None)
     given = text.get("rope_scaling") or text.get("rope_parameters")
@@ -68,12 +64,11 @@ def max_positions(config: Mapping[str, Any], backend: Backend | None = None) -> 
 def check_positions(
     config: Mapping[str, Any], backend: Backend, prompts: Sequence[int], new_tokens: int, key: str
 ) -> None:
-    """ConfigError for completions that pass the last position. prompts: lengths."""
+    """prompts: lengths."""
     most, longest = max_positions(config, backend), max(prompts)
     if most is None or longest + new_tokens <= most:
         return
     edit = f"lower {key} to at most {most - longest}" if longest < most else f"shorten the prompts below {most} tokens"
-    raise ConfigError(
-        f"{key} is {new_tokens:,} and the longest prompt has {longest:,} tokens, {longest + new_tokens:,} together, but the "
-        f"model has {most:,} positions (max_position_embeddings and rope scaling in its config.json); {edit}"
-    )
+    have = f"{key} is {new_tokens:,} and the longest prompt has {longest:,} tokens, {longest + new_tokens:,} together"
+    source = "max_position_embeddings and rope scaling in its config.json"
+    raise ConfigError(f"{have}, but the model has {most:,} positions ({source}); {edit}")

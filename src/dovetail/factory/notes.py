@@ -1,4 +1,4 @@
-"""Notes at the start of a run: keys without effect, surprising counts and lengths."""
+"""Notes at the start of a run."""
 
 from collections.abc import Mapping, Sequence
 from statistics import median
@@ -14,80 +14,61 @@ from dovetail.recipe.reward import RewardSection
 from dovetail.recipe.schema import Recipe
 
 
-def missed_profiles(recipe: Recipe, done: int) -> list[str]:
-    """done: steps of a resumed run."""
-    steps = recipe.trainer.steps
-    missed = [str(step) for step in recipe.trainer.profile.steps if not done < step <= steps]
-    return [f"not profiled, since the run takes steps {done + 1} to {steps}: {', '.join(missed)}"] if missed else []
-
-
-def notes(recipe: Recipe, config: Mapping[str, Any], lengths: Sequence[int], others: Sequence[str] = ()) -> list[str]:
-    """lengths: tokens of every training row. others: notes so far."""
+def notes(
+    recipe: Recipe, config: Mapping[str, Any], lengths: Sequence[int], others: Sequence[str] = (), done: int = 0
+) -> list[str]:
+    """lengths: tokens of each training row. done: steps of a resumed run."""
     lines, algorithm, trainer = list(dict.fromkeys(others)), recipe.algorithm, recipe.trainer
-    sections: dict[str, Any] = {"": recipe, "critic.": recipe.critic, "reference.": recipe.reference}
-    sections |= {
-        "teacher.": recipe.teacher,
-        "rollout.": recipe.rollout,
-        **({"reward.model.": model} if (model := recipe.reward.model) else {}),
-    }
+    if missed := [str(step) for step in trainer.profile.steps if not done < step <= trainer.steps]:
+        lines.append(f"not profiled, since the run takes steps {done + 1} to {trainer.steps}: {', '.join(missed)}")
+    names = ("critic", "reference", "teacher", "rollout")
+    sections: dict[str, Any] = {"": recipe} | {f"{name}.": vars(recipe)[name] for name in names}
+    sections |= {"reward.model.": recipe.reward.model} if recipe.reward.model else {}
     layouts = {f"{name}layout": section.layout for name, section in sections.items()}
     if idle := _idle(recipe):
         lines.append(f"without effect, since algorithm.name is {algorithm.name}: {', '.join(idle)}")
     if isinstance(algorithm, PolicyGradient) and algorithm.kl_coef:
         estimator, place = algorithm.kl_estimator, algorithm.kl_in
         if (estimator == "k1") != (place == "reward"):
-            lines.append(
-                f"algorithm.kl_estimator={estimator} with kl_in={place} hardly pulls towards the reference; take k1 in the "
-                "reward, k2 or k3 in the loss"
-            )
+            keys = f"algorithm.kl_estimator={estimator} with kl_in={place}"
+            edit = "take k1 in the reward, k2 or k3 in the loss"
+            lines.append(f"{keys} hardly pulls towards the reference; {edit}")
     if isinstance(algorithm, PPO) and algorithm.critic_warmup >= trainer.steps:
-        lines.append(
-            f"the policy is never trained: algorithm.critic_warmup={algorithm.critic_warmup} steps train the critic alone, and "
-            f"trainer.steps is {trainer.steps}"
-        )
+        warmup = f"algorithm.critic_warmup={algorithm.critic_warmup} steps train the critic alone"
+        lines.append(f"the policy is never trained: {warmup}, and trainer.steps is {trainer.steps}")
     if given := [name for name, layout in layouts.items() if layout and layout.copy_engines is not None]:
         keys = ", ".join(f"{name}.copy_engines" for name in given)
         lines.append(f"{keys} has no effect any more: NCCL runs all collectives; leave it out")
     if trainer.eval_every and recipe.data.eval is None and not recipe.eval.sets:
         lines.append("without effect, since there is no data.eval and no eval.sets: trainer.eval_every")
     if trainer.prompts_per_step > len(lengths):
-        lines.append(
-            f"trainer.prompts_per_step is {trainer.prompts_per_step}, and data.train has {len(lengths)} rows: a step takes "
-            "some of them more than once"
-        )
+        rows = f"trainer.prompts_per_step is {trainer.prompts_per_step}, and data.train has {len(lengths)} rows"
+        lines.append(f"{rows}: a step takes some of them more than once")
     if trainer.max_lag and recipe.correction is None:
-        lines.append(
-            f"trainer.max_lag={trainer.max_lag} with algorithm.correction={{ratio: none}}: samples of older policies count as if "
-            "they were the policy's own (mismatch.md)"
-        )
+        keys = f"trainer.max_lag={trainer.max_lag} with algorithm.correction={{ratio: none}}"
+        lines.append(f"{keys}: samples of older policies count as if they were the policy's own (mismatch.md)")
     most = max_positions(config)
     if not algorithm.samples and most is not None and max(lengths) > most:
-        lines.append(
-            f"the longest row of data.train has {max(lengths)} tokens, but the model has {most} positions "
-            "(max_position_embeddings): those beyond were never trained"
-        )
+        most_here = f"{most} positions (max_position_embeddings): those beyond were never trained"
+        lines.append(f"the longest row of data.train has {max(lengths)} tokens, but the model has {most_here}")
     return lines
 
 
 def _idle(recipe: Recipe) -> list[str]:
-    """Keys without effect for the algorithm."""
+    """Keys without effect."""
     algorithm, trainer, idle = recipe.algorithm, recipe.trainer, list[str]()
-    if not isinstance(algorithm, PPO):
-        idle += [f"critic.{key}" for key, value in recipe.critic if value is not None]
-    if not isinstance(algorithm, Distillation):
-        idle += [f"teacher.{key}" for key, value in recipe.teacher if value is not None]
-    if not algorithm.samples:
-        idle += ["data.max_prompt_length"] if recipe.data.max_prompt_length is not None else []
-    if not isinstance(algorithm, PolicyGradient):
+    is_rl = isinstance(algorithm, PolicyGradient)
+    uses = {"critic": isinstance(algorithm, PPO), "teacher": isinstance(algorithm, Distillation)}
+    uses["reference"] = is_rl or algorithm.wants_reference
+    for name in [name for name, is_used in uses.items() if not is_used]:
+        idle += [f"{name}.{key}" for key, value in vars(recipe)[name] if value is not None]
+    if not algorithm.samples and recipe.data.max_prompt_length is not None:
+        idle.append("data.max_prompt_length")
+    if not is_rl:
         default = RewardSection(name="exact_match")
-        unused = not algorithm.wants_reference
-        idle += [f"reference.{key}" for key, value in recipe.reference if value is not None and unused]
         idle += ["trainer.stop_at_reward"] if trainer.stop_at_reward is not None else []
-        idle += [
-            f"reward.{'import' if key == 'function' else key}"
-            for key, value in recipe.reward
-            if value not in (None, dict(default)[key])
-        ]
+        used = [key for key, value in recipe.reward if value not in (None, dict(default)[key])]
+        idle += [f"reward.{'import' if key == 'function' else key}" for key in used]
     offline = isinstance(algorithm, Distillation) and algorithm.lmbda < 1
     if algorithm.samples and not offline and recipe.data.max_length is not None:
         idle.append("data.max_length")
@@ -95,18 +76,14 @@ def _idle(recipe: Recipe) -> list[str]:
 
 
 def rows_line(lengths: Sequence[int], held_out: int) -> str:
-    """After all rows were read."""
     sizes = f"{min(lengths)} to {max(lengths)} tokens (median {median(lengths):g})"
     return f"{'rows':<9}{len(lengths)} of {sizes}; {held_out} held out"
 
 
 def check_experts(recipe: Recipe, spec: AnySpec) -> None:
-    asked = {f"model.moe.{name}": value for name, value in recipe.model.moe} | {
-        "rollout.router_replay": recipe.rollout.router_replay
-    }
+    asked = {f"model.moe.{name}": value for name, value in recipe.model.moe}
+    asked["rollout.router_replay"] = recipe.rollout.router_replay
     wanted = [key for key, value in asked.items() if value not in (0.0, "none")]
     if wanted and not (isinstance(spec, ArchSpec) and spec.moe):
-        raise ConfigError(
-            f"{', '.join(wanted)}: {recipe.model.path} is a {spec.family} model without experts that the native engine routes "
-            "to; leave these keys out"
-        )
+        model = f"{recipe.model.path} is a {spec.family} model without experts that the native engine routes to"
+        raise ConfigError(f"{', '.join(wanted)}: {model}; leave these keys out")

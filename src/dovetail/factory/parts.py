@@ -1,5 +1,7 @@
 """Rows, engines and meshes of a run."""
 
+import inspect
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import fields, replace
@@ -12,6 +14,7 @@ import torch
 from dovetail.data.chat import Renderer
 from dovetail.data.encode import Tokenizer
 from dovetail.data.examples import Limits, Prompt, sequences_of
+from dovetail.data.files import Source
 from dovetail.engine.expert_routing import BalanceSettings
 from dovetail.engine.native import NativeEngine
 from dovetail.engine.nonfinite import StepWatch
@@ -22,7 +25,6 @@ from dovetail.factory.functions import imported
 from dovetail.factory.layouts import check_layout
 from dovetail.factory.notes import check_experts, rows_line
 from dovetail.factory.rewards import own_metrics
-from dovetail.factory.rows import TEMPLATE, Parts, load_parts, read_template, with_epochs
 from dovetail.factory.sampler import longest_row
 from dovetail.factory.tokenizer import load_processor, load_tokenizer
 from dovetail.kernels.reference import wide
@@ -36,12 +38,14 @@ from dovetail.parallel.layout import Layout
 from dovetail.parallel.mesh import Mesh
 from dovetail.parallel.process_group import num_ranks
 from dovetail.recipe.algorithms import PPO
+from dovetail.recipe.data import DataSection, SourceSection
 from dovetail.recipe.distillation import TeacherSection
 from dovetail.recipe.evaluation import default_metrics
 from dovetail.recipe.preferences import Reward
-from dovetail.recipe.reward import RewardModelSection
+from dovetail.recipe.reward import RewardModelSection, RewardSection
 from dovetail.recipe.schema import CriticSection, Recipe, ReferenceSection
 from dovetail.recipe.types import LayoutSection
+from dovetail.rewards.built_in import BUILT_IN
 from dovetail.rl.evaluation import EvalSet
 from dovetail.rollout.remote.fleet import Replica
 from dovetail.rollout.stream import StreamSampler
@@ -50,12 +54,15 @@ from dovetail.run.resume import ROWS, Resumed, refuse_other
 from dovetail.run.state import refuse_other_models, rows_fingerprint
 from dovetail.weights.hf_directory import Pretrained
 
+RoleSection = CriticSection | ReferenceSection | TeacherSection | RewardModelSection
+Parts = tuple[tuple[int, float], ...]  # rows and weight of each part of a mixture
+TEMPLATE = "chat_template.jinja"
 Engines = dict[str, NativeEngine]  # by the role in a checkpoint
 Example = TypeVar("Example")
 
 
 class RunParts:
-    """Makes rows, engines and meshes of one run. Collective. resume: auto, never or step=N."""
+    """Collective. resume: auto, never or step=N."""
 
     def __init__(
         self,
@@ -109,20 +116,16 @@ class RunParts:
     def _rows(
         self, load: Callable[..., list[Example]]
     ) -> tuple[list[Example], list[Example], dict[str, list[Example]], str]:
-        """Training rows, those of data.eval, those of eval.sets, fingerprint of the first."""
+        """Rows of data.train, data.eval and eval.sets, and the fingerprint of the first."""
         data = self.recipe.data
         with agreed(self.mesh), Renderer(data.chat_template_kwargs) as renderer:
-            rows, self.parts = load_parts(data, data.train, partial(load, renderer=renderer))
-            held_out, _ = load_parts(data, data.eval, partial(load, renderer=renderer))
-            sets = {
-                each.name: load_parts(data, each.data, partial(load, renderer=renderer))[0]
-                for each in self.recipe.eval.sets
-            }
+            load = partial(load, renderer=renderer, tokenizer=self.tokenizer, processor=self.processor)
+            rows, self.parts = load_parts(data, data.train, load)
+            held_out, _ = load_parts(data, data.eval, load)
+            sets = {each.name: load_parts(data, each.data, load)[0] for each in self.recipe.eval.sets}
             self.recipe = with_epochs(self.recipe, len(rows))
-        fingerprint, self.lengths = (
-            rows_fingerprint([*rows, *self.parts]),
-            [len(x.ids) for row in rows for x in sequences_of(row)],
-        )
+        fingerprint = rows_fingerprint([*rows, *self.parts])
+        self.lengths = [len(x.ids) for row in rows for x in sequences_of(row)]
         others = {"data.eval": held_out, **{f"eval.sets {name}": examples for name, examples in sets.items()}}
         prints = {name: rows_fingerprint(examples) for name, examples in others.items()}
         if self.say is not None:
@@ -133,30 +136,25 @@ class RunParts:
         return rows, held_out, sets, fingerprint
 
     def _engines(self) -> list[Replica]:
-        """Servers of the rollout, probed; on ranks but the first none, nor in a dry run of rollout.start. Collective."""
+        """Probed servers, on rank 0."""
         rollout, replicas = self.recipe.rollout, list[Replica]()
         urls = rollout.engines or started_engines()
         with agreed(self.mesh):
             if not urls and not self.dry_run:
-                raise ConfigError(
-                    "rollout.start: engines are started by `dovetail train` without another launcher; start them yourself, and "
-                    "give their URLs as rollout.engines"
-                )
+                edit = "start them yourself, and give their URLs as rollout.engines"
+                raise ConfigError(f"rollout.start: only `dovetail train` without a launcher starts engines; {edit}")
             if self.mesh["world"].rank == 0:
                 replicas = connect(self.recipe, urls, engine_key(), self.source.spec.vocab_size)
         return replicas
 
-    def _role(self, section: CriticSection | ReferenceSection | TeacherSection, name: str) -> tuple[Pretrained, Mesh]:
-        """Source and mesh of another model. Collective."""
+    def _role(self, section: RoleSection, name: str, *, own_words: bool = False) -> tuple[Pretrained, Mesh]:
         key, path = f"{name}.path", section.path
         with agreed(self.mesh):
             source = self.source if path is None else Pretrained.open(path, self.recipe.model.engine)
             theirs, ours = source.spec.vocab_size, self.source.spec.vocab_size
-            if theirs < ours:
-                raise ConfigError(
-                    f"{key} {path} has a vocabulary of {theirs}, but the policy's ids go up to {ours - 1}; give a model with "
-                    "the policy's tokenizer"
-                )
+            if theirs < ours and not own_words:
+                sizes = f"a vocabulary of {theirs}, but the policy's ids go up to {ours - 1}"
+                raise ConfigError(f"{key} {path} has {sizes}; give a model with the policy's tokenizer")
         if path is not None:
             refuse_other_models(key, source, self.mesh)
         self.notes += source.notes
@@ -184,20 +182,19 @@ class RunParts:
         return make_engine(source, mesh, self.dtype, head, options)
 
     def _reward_model(self, section: RewardModelSection) -> tuple[NativeEngine, Tokenizer]:
-        assert section.path is not None
+        source, mesh = self._role(section, "reward.model", own_words=True)
         with agreed(self.mesh):
-            source = Pretrained.open(section.path, self.recipe.model.engine)
             tokenizer: Tokenizer = load_tokenizer(source, trust_remote_code=self.recipe.model.trust_remote_code)
-        refuse_other_models("reward.model.path", source, self.mesh)
-        check = partial(check_layout, source.spec)
-        mesh = self._mesh(section.layout or self.recipe.layout, "reward.model.layout", check)
-        options = EngineOptions(master_dtype=self.dtype, tokens_per_batch=self.recipe.trainer.tokens_per_batch)
-        return make_engine(source, mesh, self.dtype, "value", options), tokenizer
+        return make_engine(source, mesh, self.dtype, "value", self._frozen), tokenizer
+
+    @property
+    def _frozen(self) -> EngineOptions:
+        return EngineOptions(master_dtype=self.dtype, tokens_per_batch=self.recipe.trainer.tokens_per_batch)
 
     def _mesh(
         self, section: LayoutSection, name: str = "layout", change: Callable[[Layout], Layout] = lambda layout: layout
     ) -> Mesh:
-        """Made once for each layout; engines come before the sampler."""
+        """One mesh per layout."""
         try:
             layout = change(section.to_layout().resolve(num_ranks()))
         except LayoutError as error:
@@ -209,15 +206,14 @@ class RunParts:
 
     @property
     def _budget(self) -> int:
-        """Most tokens of a row, with its padding under every layout."""
+        """Longest row, padded for any layout."""
         return longest_row(self.recipe.trainer.tokens_per_batch, [m.token_multiple for m in self.meshes.values()])
 
     def _limits(self, max_tokens: int, asked: int | None = None, key: str = "data.max_prompt_length") -> Limits:
         if max_tokens < 1:
-            raise ConfigError(
-                f"trainer.tokens_per_batch={self.recipe.trainer.tokens_per_batch} leaves no room for a prompt next to "
-                f"rollout.max_new_tokens={self.recipe.rollout.max_new_tokens}; raise the first or lower the second"
-            )
+            budget, edit = self.recipe.trainer.tokens_per_batch, "raise the first or lower the second"
+            new = f"rollout.max_new_tokens={self.recipe.rollout.max_new_tokens}"
+            raise ConfigError(f"trainer.tokens_per_batch={budget} leaves no room for a prompt next to {new}; {edit}")
         kept = "" if max_tokens == self._budget else "lower rollout.max_new_tokens, which is kept free behind it, "
         remedy = f"{kept}raise trainer.tokens_per_batch, or set data.overlong_rows=drop"
         if asked is not None and asked < max_tokens:
@@ -228,15 +224,13 @@ class RunParts:
 
 
 def optim_settings(recipe: Recipe, folder: Path, lr: float, role: str) -> OptimSettings:
-    """Schedules count optimizer steps, without the policy's critic warmup. Patterns of names are of the policy's."""
+    """Recipe steps as optimizer steps. Parameter patterns hold for the policy only."""
     optim, algorithm = recipe.optim, recipe.algorithm
     updates = algorithm.epochs * algorithm.num_mini_batches
     waits = algorithm.critic_warmup if isinstance(algorithm, PPO) and role == POLICY else 0
     own = {} if optim.function is None else {"name": imported(optim.function, folder, "optim.name")}
-    patterns = {
-        "groups": tuple(ParamGroup(**dict(group)) for group in optim.groups) if role == POLICY else (),
-        "frozen": optim.frozen if role == POLICY else (),
-    }
+    groups = tuple(ParamGroup(**dict(group)) for group in optim.groups)
+    patterns = {"groups": groups, "frozen": optim.frozen} if role == POLICY else {"groups": (), "frozen": ()}
     return replace(
         OptimSettings(**{**same_keys(optim, OptimSettings), **patterns, **own}),
         lr=lr,
@@ -247,6 +241,47 @@ def optim_settings(recipe: Recipe, folder: Path, lr: float, role: str) -> OptimS
 
 
 def same_keys(section: Iterable[tuple[str, Any]], settings: type) -> dict[str, Any]:
-    """The values of a recipe's section whose keys are fields of the dataclass `settings`, too."""
+    """Values whose keys are fields of `settings`."""
     names = {field.name for field in fields(settings)}
     return {name: value for name, value in section if name in names}
+
+
+def load_parts(
+    data: DataSection, given: str | Sequence[str | SourceSection] | None, load: Callable[[Source], list[Example]]
+) -> tuple[list[Example], Parts]:
+    """All examples, and the parts if they have weights."""
+    listed = [] if given is None else [given] if isinstance(given, str) else given
+    parts = [SourceSection(path=part) if isinstance(part, str) else part for part in listed]
+    weights = [part.weight for part in parts if part.weight is not None]  # all or none
+    loaded = [load(_source(data, part, named=len(parts) > 1)) for part in parts]
+    examples = [example for part in loaded for example in part]
+    return examples, tuple(zip(map(len, loaded), weights, strict=True)) if weights else ()
+
+
+def _source(data: DataSection, part: SourceSection, *, named: bool) -> Source:
+    return Source(
+        path=part.path, subset=part.subset, split=part.split, format=part.format or data.format,
+        columns=data.columns if part.columns is None else part.columns, chat=data.apply_chat_template,
+        prefix=f"{part.path}:" if named else "",
+    )  # fmt: skip
+
+
+def reads_answer(reward: RewardSection) -> bool:
+    """Whether a built-in reward needs `answer`."""
+    names = [part.name for part in reward.labelled().values() if part.name is not None]
+    builtins = [BUILT_IN[name] for name in names if name in BUILT_IN]
+    return any("answer" in inspect.signature(builtin).parameters for builtin in builtins)
+
+
+def read_template(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"data.chat_template {path} cannot be read: {error}; give a Jinja file") from error
+
+
+def with_epochs(recipe: Recipe, num_rows: int) -> Recipe:
+    trainer = recipe.trainer
+    steps = math.ceil(num_rows * (recipe.data.epochs or 0) / trainer.prompts_per_step)
+    changed: dict[str, Any] = {"trainer": trainer.model_copy(update={"steps": steps})}
+    return recipe.model_copy(update=changed) if steps else recipe

@@ -1,23 +1,34 @@
-"""The sampler of engines out of process."""
+"""The samplers of inference servers: in turns with training, or asynchronous."""
 
+import hashlib
+import json
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import asdict, replace
+from functools import lru_cache
 
 import torch
 
 from dovetail.arch.spec import ArchSpec
-from dovetail.data.examples import Prompt
+from dovetail.data.examples import Prompt as Row
 from dovetail.data.processor import FileMedia, Processor
+from dovetail.errors import ConfigError
 from dovetail.factory.engines import WIRES, check_lengths, push_settings
 from dovetail.parallel.mesh import Mesh
 from dovetail.recipe.schema import Recipe
+from dovetail.rl.tasks import step_rows
+from dovetail.rollout.base import Prompt, SamplingParams
+from dovetail.rollout.feed import Feed
+from dovetail.rollout.journal import Answer, Journal
+from dovetail.rollout.pool import Pool
 from dovetail.rollout.remote.fleet import Fleet, Replica
-from dovetail.rollout.remote.http import EngineError
 from dovetail.rollout.remote.images import check_media
 from dovetail.rollout.remote.push import Pusher
 from dovetail.rollout.remote.sampler import RemoteSampler
+from dovetail.rollout.stream import StreamSampler
+from dovetail.run.directory import RunDirectory
+from dovetail.run.paths import POOL
 from dovetail.weights.hf_directory import Pretrained
-
-Say = Callable[[str], None]
 
 
 def make_remote_sampler(
@@ -26,37 +37,73 @@ def make_remote_sampler(
     mesh: Mesh,
     dtype: torch.dtype,
     replicas: Sequence[Replica],
-    say: Say,
+    say: Callable[[str], None],
     processor: Processor | None = None,
 ) -> RemoteSampler:
-    """replicas: of the first rank; others have none."""
+    """replicas: empty except on rank 0."""
     vocab_size, rollout = source.spec.vocab_size, recipe.rollout
     moe = source.spec.moe if isinstance(source.spec, ArchSpec) else None
     image_token = None if processor is None or rollout.backend != "vllm" else processor.image_token
     if not replicas:
         return RemoteSampler(mesh, dtype, vocab_size, None, None, moe, image_token)
-
-    def lost(error: EngineError) -> None:
-        say(f"note: {error}; the run goes on without this engine until it takes the next weights")
-
+    lost = "the run goes on without this engine until it takes the next weights"
     fleet = Fleet(
-        replicas,
-        WIRES[rollout.backend],
-        silence=rollout.request_timeout,
-        on_loss=lost,
-        max_num_seqs=rollout.max_num_seqs,
-    )
+        replicas, WIRES[rollout.backend], silence=rollout.request_timeout, max_num_seqs=rollout.max_num_seqs,
+        on_loss=lambda error: say(f"note: {error}; {lost}"),
+    )  # fmt: skip
     push, clients = push_settings(rollout, replicas), [replica.client for replica in replicas]
     kv_heads = source.spec.attention.num_kv_heads if isinstance(source.spec, ArchSpec) else None
     pusher = Pusher(clients, push, kind=replicas[0].server.kind, device=mesh.device, kv_heads=kv_heads)
     return RemoteSampler(mesh, dtype, vocab_size, fleet, pusher, moe, image_token)
 
 
-def check_prompts(source: Pretrained, replicas: Sequence[Replica], prompts: Sequence[Prompt], new_tokens: int) -> None:
-    """ConfigError for prompts that the engines cannot be given. new_tokens: behind each."""
+def check_prompts(source: Pretrained, replicas: Sequence[Replica], prompts: Sequence[Row], new_tokens: int) -> None:
     check_lengths(replicas, max(len(prompt.ids) for prompt in prompts) + new_tokens)
     media = [prompt.media for prompt in prompts if prompt.media is not None]
     videos = any(isinstance(each, FileMedia) and each.shown.videos for each in media)
     for server in (replica.server for replica in replicas if media):
         model_type = str(source.config.get("model_type"))
         check_media(server.kind, model_type, takes_features=server.images, videos=videos)
+
+
+def check_sent(recipe: Recipe, prompts: Sequence[Row]) -> None:
+    if recipe.trainer.max_lag is not None and any(prompt.media is not None for prompt in prompts):
+        why = "rows of data.train have images or videos, which an asynchronous run does not send"
+        raise ConfigError(f"trainer.max_lag is {recipe.trainer.max_lag}, but {why}; leave max_lag out")
+
+
+def make_stream(
+    sampler: RemoteSampler,
+    recipe: Recipe,
+    run: RunDirectory,
+    sampling: SamplingParams,
+    prompts: Sequence[Row],
+    parts: Sequence[tuple[int, float]],
+    inputs: Sequence[str],
+) -> StreamSampler:
+    """inputs: fingerprints of first weights and rows."""
+    trainer, first_row = recipe.trainer, run.first_row
+
+    @lru_cache(maxsize=2)
+    def rows(step: int) -> Sequence[int]:
+        return step_rows(recipe, len(prompts), step, first_row, parts)
+
+    def submit(samples: Sequence[tuple[int, int]]) -> "list[Future[Answer]]":
+        requests = []
+        for group, sample in samples:
+            step, row = divmod(group, trainer.prompts_per_step)
+            requests.append((Prompt(row, prompts[rows(step)[row]].ids), sample, replace(sampling, step=step)))
+        return sampler.submit(requests)
+
+    def make_feed() -> Feed:
+        assert trainer.max_lag is not None
+        drawn = [asdict(sampling), trainer.prompts_per_step, first_row, recipe.data.shuffle]
+        key = hashlib.sha256(json.dumps([*inputs, *drawn]).encode()).hexdigest()
+        pool = Pool(trainer.prompts_per_step, sampling.samples, trainer.max_lag, trainer.steps)
+        feed = Feed(pool, Journal(run.path / POOL, key), submit, keeps=trainer.save_every > 0)
+        feed.watch = sampler.watch
+        return feed
+
+    step = 0 if run.resumed is None else run.resumed.state.step
+    lead = sampler.fleet is not None
+    return StreamSampler(sampler, make_feed if lead else None, run.mesh, sampling, trainer.prompts_per_step, step)

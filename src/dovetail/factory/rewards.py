@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +23,23 @@ ModelLoader = Callable[[RewardModelSection], tuple[Engine, Any]]  # with its tok
 
 
 def make_rewards(
-    section: RewardSection, mesh: Mesh, recipe_folder: Path, run_dir: Path, load_model: ModelLoader
+    section: RewardSection, mesh: Mesh, recipe_folder: Path, run_dir: Path, load_model: ModelLoader | None = None
 ) -> RewardManager:
     """Collective."""
     named, rewards = section.labelled(), dict[str, Reward]()
     try:
         for label, part in named.items():
-            if part.model is not None and part.model.path is not None:
+            if part.model is not None and part.model.path is not None and load_model is not None:
                 engine, tokenizer = load_model(part.model)
                 renderer = Renderer()
                 renderer.__enter__()
-                rewards[label] = ModelReward(engine, _Encoder(tokenizer, renderer), renderer.__exit__)
+                rewards[label] = ModelReward(engine, partial(_encode, tokenizer, renderer), renderer.__exit__)
             else:
-                rewards[label] = FunctionReward(_runner(part, mesh, recipe_folder, run_dir), mesh)
+                limits = CallLimits(batch=part.batch, workers=part.workers, concurrency=part.concurrency)
+                keys = {"options": part.options, "directory": recipe_folder, "timeout": part.timeout_seconds}
+                address = _address(part, run_dir)
+                runner = _runner(mesh, part.name, part.function, limits, address=address, **keys)
+                rewards[label] = FunctionReward(runner, mesh)
     except BaseException:
         RewardManager(rewards).close()
         raise
@@ -42,39 +47,29 @@ def make_rewards(
     return RewardManager(rewards, [part.weight for part in named.values()], name)
 
 
-def _runner(part: RewardPart, mesh: Mesh, recipe_folder: Path, run_dir: Path) -> RewardRunner | None:
-    """On the first rank only; errors are raised on all."""
+def _runner(mesh: Mesh, name: str | None, function: str | None, limits: CallLimits, **keys: Any) -> RewardRunner | None:
+    """On rank 0."""
     runner = None
     with agreed(mesh):
         if mesh["world"].rank == 0:
-            runner = RewardRunner(
-                part.name,
-                function=part.function,
-                address=_address(part, run_dir),
-                options=part.options,
-                directory=recipe_folder,
-                timeout=part.timeout_seconds,
-                limits=CallLimits(batch=part.batch, workers=part.workers, concurrency=part.concurrency),
-            )
+            try:
+                runner = RewardRunner(name, function=function, limits=limits, **keys)
+            except ConfigError as error:
+                problem = f"metric {function}, which is loaded as a reward: {error}" if limits.metric else str(error)
+                raise ConfigError(problem) from error
     return runner
 
 
 def own_metrics(
     metrics: Iterable[str], mesh: Mesh, folder: Path, timeout: float, say: Callable[[str], None], at_close: ExitStack
 ) -> dict[str, OwnMetric]:
-    """Those of `metrics` that are module:function. Collective. at_close: ends their processes."""
+    """Collective. The `module:function` ones of `metrics`."""
     own: dict[str, OwnMetric] = {}
-    for metric in metrics:
-        if ":" in metric:
-            runner, limits = None, CallLimits(batch="step", metric=True)
-            with agreed(mesh):
-                if mesh["world"].rank == 0:
-                    try:
-                        runner = RewardRunner(function=metric, directory=folder, timeout=timeout, limits=limits)
-                    except ConfigError as error:
-                        raise ConfigError(f"metric {metric}, which is loaded as a reward: {error}") from error
-            own[metric] = OwnMetric(label(metric), runner, mesh, say)
-            at_close.callback(own[metric].close)
+    for metric in [metric for metric in metrics if ":" in metric]:
+        limits = CallLimits(batch="step", metric=True)
+        runner = _runner(mesh, None, metric, limits, directory=folder, timeout=timeout)
+        own[metric] = OwnMetric(label(metric), runner, mesh, say)
+        at_close.callback(own[metric].close)
     return own
 
 
@@ -86,19 +81,11 @@ def _address(part: RewardPart, run_dir: Path) -> dict[str, Any] | None:
     return None if part.model is None or part.model.server is None else part.model.server.model_dump()
 
 
-class _Encoder:
-    """Ids of a prompt and its completion for a reward model: a conversation by its chat template, else the joined text."""
-
-    def __init__(self, tokenizer: Any, renderer: Renderer) -> None:
-        self._tokenizer, self._renderer = tokenizer, renderer
-
-    def __call__(self, prompt: Prompt, text: str) -> list[int]:
-        if isinstance(prompt.prompt, str):
-            joined = prompt.prompt + text
-        elif self._tokenizer.chat_template:
-            messages = [*prompt.prompt, {"role": "assistant", "content": text}]
-            joined = self._renderer.render(self._tokenizer, messages)
-        else:
-            raise DataError("the rows hold messages, but the reward model's tokenizer has no chat template")
-        ids: list[int] = self._tokenizer.encode(joined, add_special_tokens=False)
-        return ids
+def _encode(tokenizer: Any, renderer: Renderer, prompt: Prompt, text: str) -> list[int]:
+    if isinstance(prompt.prompt, str):
+        joined = prompt.prompt + text
+    elif tokenizer.chat_template:
+        joined = renderer.render(tokenizer, [*prompt.prompt, {"role": "assistant", "content": text}])
+    else:
+        raise DataError("the rows hold messages, but the reward model's tokenizer has no chat template")
+    return tokenizer.encode(joined, add_special_tokens=False)

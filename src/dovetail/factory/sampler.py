@@ -19,18 +19,16 @@ from dovetail.weights.hf_directory import Pretrained
 
 
 def backend_layout(source: Pretrained, layout: Layout, backend: Backend) -> Layout:
-    """transformers holds the whole model on every rank. dp must be known."""
+    """dp must be known."""
     if backend == "transformers":
         if isinstance(source.spec, TransformersSpec) and source.spec.lacking:
-            check_layout(source.spec, layout)  # tp was asked for, and would be replicas
+            check_layout(source.spec, layout)  # refuses tp
         return Layout(dp=layout.num_ranks)
     named = source.config.get("model_type")
     if named not in FAMILIES:
         known_config(source.config)  # raises if transformers does not know it either
-        raise ModelError(
-            f"the native sampler runs {', '.join(FAMILIES)}, not {named}; set rollout.backend=transformers (generate: "
-            "--engine transformers)"
-        )
+        edit = "set rollout.backend=transformers (generate: --engine transformers)"
+        raise ModelError(f"the native sampler runs {', '.join(FAMILIES)}, not {named}; {edit}")
     try:
         return sampling_layout(spec_from_config(source.config), layout)
     except OptionError as error:
@@ -44,7 +42,7 @@ def make_sampler(
     backend: Backend = "native",
     options: SamplerOptions | None = None,
 ) -> NativeSampler | TransformersSampler:
-    """An empty sampler over a mesh of `backend_layout`; `load` or `refill` it."""
+    """Without weights; `load` or `refill` it."""
     if backend == "transformers":
         return TransformersSampler(source.config, mesh, dtype)
     sampler = NativeSampler(spec_from_config(source.config), mesh, kernels_for(mesh.device), dtype, options=options)
@@ -54,5 +52,4 @@ def make_sampler(
 
 
 def longest_row(tokens_per_batch: int, multiples: Sequence[int]) -> int:
-    """The most tokens that fit a micro-batch when padded to any of `multiples`."""
     return min(tokens_per_batch // multiple * multiple for multiple in multiples)

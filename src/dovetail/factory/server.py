@@ -27,7 +27,7 @@ def make_server(
     utilization: float = 0.8,
     options: SamplerOptions | None = None,
 ) -> HttpServer:
-    """With the weights of `model`. key: that clients must send. utilization: share of a GPU's memory."""
+    """key: that clients must send. utilization: share of a GPU's memory."""
     source, mesh = Pretrained.open(model), Mesh.solo(device)
     backend_layout(source, Layout(), "native")  # refuses what it does not run
     try:

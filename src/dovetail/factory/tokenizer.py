@@ -6,7 +6,6 @@ import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from transformers.utils.hub import HF_MODULES_CACHE
@@ -27,18 +26,18 @@ LOCK = ".dovetail.lock"
 
 
 def load_tokenizer(source: Pretrained, *, trust_remote_code: bool = False) -> Any:
-    """Imports transformers here: most scoring needs no text."""
+    """Imports transformers late: most scoring needs no text."""
     if not source.has_tokenizer:
         raise ModelError(f"{source.path} has no tokenizer (tokenizer.json); give rows of input_ids, or copy it there")
     auto = importlib.import_module("transformers").AutoTokenizer
-    with _Loading(source.path, "tokenizer"), _import_lock(trusted=trust_remote_code):
+    with _loading(source.path, "tokenizer", trusted=trust_remote_code):
         tokenizer = auto.from_pretrained(str(source.path), trust_remote_code=trust_remote_code, local_files_only=True)
         tokenizer.encode("a", add_special_tokens=True)  # reads the remaining settings
         return tokenizer
 
 
 def load_processor(source: Pretrained, *, trust_remote_code: bool = False) -> Processor | None:
-    """Reads its files at the first image or video; None for a text model."""
+    """None for a text model. Files are read at the first image or video."""
     if not isinstance(source.spec, TransformersSpec) or FAMILIES.get(source.spec.family) is None:
         return None
     config = known_config(source.config)
@@ -51,53 +50,36 @@ def load_processor(source: Pretrained, *, trust_remote_code: bool = False) -> Pr
             if settings is not None:
                 return KimiImages(settings)
         transformers = importlib.import_module("transformers")
-        with _Loading(source.path, "processor of images and videos"), _import_lock(trusted=trust_remote_code):
+        with _loading(source.path, "processor of images and videos", trusted=trust_remote_code):
             auto = getattr(transformers, kind)
             return auto.from_pretrained(str(source.path), trust_remote_code=trust_remote_code, local_files_only=True)
 
-    return Processor(
-        config.image_token_id,
-        config.video_token_id,
-        partial(load, "AutoImageProcessor"),
-        partial(load, "AutoProcessor"),
-    )
+    images, both = partial(load, "AutoImageProcessor"), partial(load, "AutoProcessor")
+    return Processor(config.image_token_id, config.video_token_id, images, both)
 
 
 @contextlib.contextmanager
-def _import_lock(*, trusted: bool) -> Iterator[None]:
-    """One process of a host at a time: transformers imports code from a cache that it copies to."""
-    if not trusted:
-        yield
-        return
-    cache = Path(HF_MODULES_CACHE)
-    cache.mkdir(parents=True, exist_ok=True)
-    with open(cache / LOCK, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-class _Loading:
-    """Turns exceptions into ModelError; Rust code raises bare `Exception`s."""
-
-    def __init__(self, path: Path, what: str) -> None:
-        self.path, self.what = path, what
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        if isinstance(error, Exception):
-            cause = " ".join(str(error).split())
-            hint = "; fetch its files again"
-            if "trust_remote_code" in cause:
-                hint = "; --trust-remote-code lets it run"
-            elif "torchvision" in cause.lower():
-                hint = "; pip install 'dovetail-rl[video]'"
-            raise ModelError(f"{self.path}: its {self.what} does not load: {cause}{hint}") from error
+def _loading(path: Path, what: str, *, trusted: bool) -> Iterator[None]:
+    """Any exception becomes ModelError: tokenizers raises bare ones. Trusted code is copied to a cache, so one at a time."""
+    try:
+        with contextlib.ExitStack() as stack:
+            if trusted:
+                cache = Path(HF_MODULES_CACHE)
+                cache.mkdir(parents=True, exist_ok=True)
+                fcntl.flock(stack.enter_context(open(cache / LOCK, "w")), fcntl.LOCK_EX)
+            yield
+    except Exception as error:
+        cause = " ".join(str(error).split())
+        hint = "; fetch its files again"
+        if "trust_remote_code" in cause:
+            hint = "; --trust-remote-code lets it run"
+        elif "torchvision" in cause.lower():
+            hint = "; pip install 'dovetail-rl[video]'"
+        raise ModelError(f"{path}: its {what} does not load: {cause}{hint}") from error
 
 
 def stop_ids(source: Pretrained, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """Of generation_config.json, config.json and the tokenizer's EOS."""
+    """From generation_config.json, config.json and the tokenizer."""
     configs: list[Mapping[str, Any]] = [source.config]
     if GENERATION_CONFIG in source.sides:
         file = source.sides[GENERATION_CONFIG]
@@ -107,9 +89,7 @@ def stop_ids(source: Pretrained, tokenizer: Tokenizer | None) -> tuple[int, ...]
         eos = config.get("eos_token_id")
         ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
         if not all(type(i) is int for i in ids):
-            raise ModelError(
-                f"{source.path}: eos_token_id is {quoted(eos)}; expected a token id, a list of them, or null"
-            )
+            raise ModelError(f"{source.path}: eos_token_id is {quoted(eos)}; expected a token id, a list, or null")
         ids_found |= set(ids)
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         ids_found.add(tokenizer.eos_token_id)
@@ -122,7 +102,7 @@ def banned_ids(
     """Placeholders of images and videos, and ids without text."""
     vocab_size, banned = source.spec.vocab_size, set[int]()
     if tokenizer is not None:
-        known = set(tokenizer.get_vocab().values())  # fewer than len(tokenizer) if several ids have one text
+        known = set(tokenizer.get_vocab().values())  # ids may share a text
         known = known if len(known) >= len(tokenizer) else set(range(len(tokenizer)))
         banned = set(range(vocab_size)) - known - set(stops)
     if processor is not None:
@@ -131,6 +111,5 @@ def banned_ids(
 
 
 def text_of(ids: Sequence[int], stops: Sequence[int], tokenizer: Any) -> str:
-    """Without stop and special tokens; empty without a tokenizer."""
     kept = [i for i in ids if i not in stops]
     return "" if tokenizer is None else tokenizer.decode(kept, skip_special_tokens=True)

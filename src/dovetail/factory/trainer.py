@@ -1,4 +1,4 @@
-"""The loop of `dovetail train` from Python."""
+"""`dovetail train` from Python."""
 
 import gc
 from collections.abc import Mapping, Sequence
@@ -63,7 +63,7 @@ class Trainer:
 
 
 def run_job(job: Job, stop: StopSignal, progress: Progress, callbacks: Sequence[TrainerCallback] = ()) -> Outcome:
-    """From the first evaluation to `hf/`. Collective."""
+    """Collective."""
     with ExitStack() as stack:
         stack.callback(job.close)
         stack.push(job.run.note_failure)

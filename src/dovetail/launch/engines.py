@@ -1,4 +1,4 @@
-"""Inference servers as children of the supervisor: started before the ranks, ended with the run. Imports no torch."""
+"""Inference servers as children of the supervisor. Imports no torch."""
 
 import http.client
 import os
@@ -6,7 +6,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,13 +17,13 @@ from dovetail.launch.process import complain, without_secrets
 
 URLS, KEY = "DOVETAIL_ENGINES", "DOVETAIL_ENGINE_KEY"
 LOOK_SECONDS, END_SECONDS, ASK_SECONDS = 0.5, 15.0, 5.0
-LAST_LINES = 15  # of the log of a server that did not start
+LAST_LINES = 15  # of a failed server's log
 HOST = "127.0.0.1"
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineStart:
-    """commands: of each server; the word PORT stands for a free port. logs: the folder of engine-N.log."""
+    """In commands the word PORT stands for a free port. logs: folder of engine-N.log."""
 
     commands: Sequence[Sequence[str]]
     gpus_each: int  # behind those of the ranks
@@ -34,12 +34,10 @@ class EngineStart:
 
 
 def engine_key() -> str | None:
-    """Of the servers. It is read here and written nowhere."""
     return os.environ.get(KEY)
 
 
 def started_engines() -> tuple[str, ...]:
-    """URLs of the servers that the supervisor started."""
     return tuple(filter(None, os.environ.get(URLS, "").split(",")))
 
 
@@ -47,7 +45,7 @@ def started_engines() -> tuple[str, ...]:
 def running(
     start: EngineStart, ranks: int, free_port: Callable[[], int], stopped: Callable[[], bool]
 ) -> Iterator[dict[str, str]]:
-    """Variables for the ranks. ConfigError if a server ends, or does not answer in time; waiting ends when `stopped`."""
+    """Yields variables for the ranks. ConfigError if a server ends or does not answer in time."""
     gpus = _gpus(start, ranks if start.ranks_on_gpus else 0)
     start.logs.mkdir(parents=True, exist_ok=True)
     processes, urls = list[subprocess.Popen[bytes]](), list[str]()
@@ -69,19 +67,12 @@ def _started(words: Sequence[str], environment: Mapping[str, str], log: Path) ->
     try:
         with open(log, "wb") as output:
             return subprocess.Popen(
-                words,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                preexec_fn=partial(system.die_with_parent, signal.SIGTERM),
-            )
+                words, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+                start_new_session=True, preexec_fn=partial(system.die_with_parent, signal.SIGTERM),
+            )  # fmt: skip
     except FileNotFoundError as error:
-        raise ConfigError(
-            f"rollout.start: {words[0]} is no program here; name the one of the engine's environment in "
-            "rollout.start.command"
-        ) from error
+        edit = "name the one of the engine's environment in rollout.start.command"
+        raise ConfigError(f"rollout.start: {words[0]} is no program here; {edit}") from error
 
 
 def _wait(
@@ -96,22 +87,17 @@ def _wait(
                 del waiting[i]
         if waiting and time.monotonic() > deadline:
             i = next(iter(waiting))
-            raise ConfigError(
-                f"rollout.start: engine {i} did not answer within rollout.start.timeout={start.timeout:g} s; its last lines:\n"
-                f"{_tail(start, i)}"
-            )
+            limit = f"rollout.start.timeout={start.timeout:g} s; its last lines:\n{_tail(start, i)}"
+            raise ConfigError(f"rollout.start: engine {i} did not answer within {limit}")
         time.sleep(LOOK_SECONDS if waiting else 0)
 
 
 def _is_healthy(url: str) -> bool:
-    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=ASK_SECONDS)
-    try:
-        connection.request("GET", "/health")
-        return connection.getresponse().status == 200
-    except (OSError, http.client.HTTPException):
-        return False
-    finally:
-        connection.close()
+    with suppress(OSError, http.client.HTTPException):
+        with closing(http.client.HTTPConnection(url.removeprefix("http://"), timeout=ASK_SECONDS)) as connection:
+            connection.request("GET", "/health")
+            return connection.getresponse().status == 200
+    return False
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
@@ -128,17 +114,16 @@ def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def _gpus(start: EngineStart, ranks: int) -> list[list[str]] | None:
-    """Of each server, behind those of the ranks; None: not chosen."""
+    """Behind those of the ranks; None: not chosen."""
     if not start.gpus_each:
         return None
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     all_gpus = [str(i) for i in range(len(system.gpu_memory()))] if named is None else named.split(",")
     needed = ranks + start.gpus_each * len(start.commands)
     if needed > len(all_gpus):
-        raise ConfigError(
-            f"rollout.start: {len(start.commands)} engines of {start.gpus_each} GPUs and {ranks} ranks need {needed} GPUs, "
-            f"there are {len(all_gpus)}; start fewer, or set rollout.start.gpus_each=0 for CPUs"
-        )
+        wants = f"{len(start.commands)} engines of {start.gpus_each} GPUs and {ranks} ranks need {needed} GPUs"
+        edit = "start fewer, or set rollout.start.gpus_each=0 for CPUs"
+        raise ConfigError(f"rollout.start: {wants}, there are {len(all_gpus)}; {edit}")
     free = all_gpus[ranks:]
     return [free[i * start.gpus_each : (i + 1) * start.gpus_each] for i in range(len(start.commands))]
 

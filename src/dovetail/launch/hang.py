@@ -1,4 +1,4 @@
-"""Hang detection: the stacks of ranks, written by faulthandler even inside a collective, and which rank is at fault."""
+"""Stacks of hung ranks by faulthandler, and which rank is at fault."""
 
 import faulthandler
 import re
@@ -13,10 +13,10 @@ from typing import IO, NamedTuple
 from dovetail.launch.progress import State
 
 DUMP_SIGNAL = signal.SIGURG  # ignored by a rank that does not write stacks yet
-PROFILE_SIGNAL = signal.SIGUSR2  # from users; batch systems send USR1 before they end a job
+PROFILE_SIGNAL = signal.SIGUSR2  # batch systems use USR1
 WAITING_IN = ("/torch/distributed/", "/dovetail/parallel/", "/dovetail/pipeline/executor.py")
 STOPPED_STATES = ("T", "t")
-SILENT_SECONDS = 5.0  # without a heartbeat, of which there are two a second
+SILENT_SECONDS = 5.0  # without a heartbeat
 MAX_FRAMES = 4  # in the short form of a stack
 _FRAME = re.compile(r'  File "(?P<file>[^"]*)", line (?P<line>\d+|\?\?\?) in (?P<name>.*)')
 
@@ -31,13 +31,13 @@ class Frame(NamedTuple):
 
 
 class Stack(NamedTuple):
-    """A main thread, newest frame first; empty without an answer."""
+    """Of the main thread, newest frame first; empty: no answer."""
 
     frames: tuple[Frame, ...] = ()
 
     @property
     def waits(self) -> bool:
-        """Whether it is in a collective or a transfer between pipeline stages."""
+        """In a collective or pipeline transfer."""
         return bool(self.frames) and any(part in self.frames[0].file for part in WAITING_IN)
 
     def __str__(self) -> str:
@@ -47,7 +47,7 @@ class Stack(NamedTuple):
 
 
 def dump_stacks_to(path: Path) -> IO[str]:
-    """Write stacks on `DUMP_SIGNAL` and in a crash. The caller keeps the file open."""
+    """On `DUMP_SIGNAL` and in a crash. Keep the file open."""
     file = path.open("w")
     faulthandler.register(DUMP_SIGNAL, file=file, all_threads=True)
     faulthandler.enable(file=file)
@@ -65,8 +65,6 @@ def main_stack(text: str) -> Stack:
 
 @dataclass(frozen=True, kw_only=True)
 class Incident:
-    """A row of events.jsonl."""
-
     kind: str
     rank: int | None  # None: no rank stands out
     phase: str
@@ -76,8 +74,6 @@ class Incident:
 
 
 class RankStatus(NamedTuple):
-    """A living rank in a hang. kernel: its `system.kernel_state`."""
-
     rank: int
     pid: int
     state: State
@@ -97,10 +93,7 @@ class RankStatus(NamedTuple):
 
 
 def suspects(ranks: Sequence[RankStatus]) -> tuple[list[int], str]:
-    """The ranks that the others wait for, if any stand out, and why.
-
-    The last case: the smallest group of equal stacks and phases; of two, the one ahead, which has left a collective.
-    """
+    """Ranks at fault, if any, and why. Last case: the smallest group of equal stacks; of two, the one ahead."""
     if stopped := [r.rank for r in ranks if r.kernel in STOPPED_STATES]:
         return stopped, "stopped (SIGSTOP or a debugger)"
     silent = [r.rank for r in ranks if not r.stack.frames]

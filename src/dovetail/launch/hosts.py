@@ -1,6 +1,6 @@
-"""Detects lost hosts: each rank's monitor process exchanges heartbeats with rank 0's, and ends its rank with all others.
+"""Detects lost hosts: monitor processes of all ranks exchange heartbeats with rank 0's. Imports no torch.
 
-Not a thread: a compiler may hold Python's lock for longer than a host may be silent. Imports no torch.
+Not threads: a compiler may hold Python's lock for too long.
 """
 
 import contextlib
@@ -18,11 +18,11 @@ from typing import Any, NamedTuple, Protocol
 
 from dovetail import system
 from dovetail.launch.hang import STOPPED_STATES
-from dovetail.launch.process import start_worker
+from dovetail.launch.process import start_worker, tell
 
 BEAT_SECONDS = 2.0
 SILENT_SECONDS = 35.0
-GONE_SECONDS = 20.0  # after a rank's process ended: its job may be ending with a message
+GONE_SECONDS = 20.0  # after a process ended: its job may be ending
 LOST_SECONDS = 1.0  # until all hosts know that a process ended
 KILL_SECONDS = 3.0
 KEY = "dovetail/hosts"  # in the store
@@ -30,21 +30,21 @@ MAX_LINE = 1 << 12
 
 
 class Store(Protocol):
-    """torch's. `get` waits for the value."""
-
     def set(self, key: str, value: str) -> object: ...
 
     def get(self, key: str) -> bytes: ...
 
 
 class HostWatch:
-    """A rank's monitor. master: where the ranks met; launcher: a process whose end ends the rank."""
+    """master: where ranks meet. launcher: its end ends the rank."""
 
     def __init__(self, store: Store, rank: int, master: str, launcher: int | None = None) -> None:
         setup = {"rank": rank, "host": socket.gethostname(), "parent": os.getpid(), "launcher": launcher}
         setup |= {"beat": BEAT_SECONDS, "limit": SILENT_SECONDS, "gone": GONE_SECONDS}
         if rank == 0:
-            with _listener() as listener:
+            dual = socket.has_dualstack_ipv6()
+            family = socket.AF_INET6 if dual else socket.AF_INET
+            with socket.create_server(("", 0), family=family, backlog=4096, dualstack_ipv6=dual) as listener:
                 hub = {"address": _own_address(master), "port": listener.getsockname()[1], "host": setup["host"]}
                 hub["token"] = secrets.token_hex(16)
                 store.set(KEY, json.dumps(hub))
@@ -58,7 +58,7 @@ class HostWatch:
         self._send(json.dumps(setup))
 
     def wait(self, warn: Callable[[str], object]) -> str:
-        """Why this rank has to end; empty if it need not."""
+        """Why this rank must end; "": it need not."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             kind, _, text = line.decode().rstrip("\n").partition(" ")
@@ -71,7 +71,7 @@ class HostWatch:
         return ""
 
     def lost(self) -> str:
-        """Which rank's process ended a moment ago, if any."""
+        """A rank whose process has just ended, or ""."""
         deadline = time.monotonic() + LOST_SECONDS
         while not self._lost and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -97,7 +97,7 @@ class Heartbeat(NamedTuple):
 
 
 class Heartbeats:
-    """The last one of each rank. limit: seconds of silence; gone: after the end of a process."""
+    """limit, gone: seconds of silence, and after the end of a process."""
 
     def __init__(self, limit: float, gone: float) -> None:
         self.limit, self.gone = limit, gone
@@ -107,15 +107,14 @@ class Heartbeats:
         self.last[rank] = Heartbeat(host, now, now + self.limit)
 
     def end(self, rank: int, now: float) -> None:
-        if rank in self.last:
-            last = self.last[rank]
+        if (last := self.last.get(rank)) is not None:
             self.last[rank] = last._replace(deadline=min(last.deadline, now + self.gone), ended=True)
 
     def verdict(self, now: float) -> str:
-        """Which hosts have been silent for too long, or empty."""
+        """Hosts that are lost, or ""."""
         silent: dict[tuple[str, bool], list[int]] = {}
         if any(now > last.deadline for last in self.last.values()):
-            near = min(3 * BEAT_SECONDS, self.limit / 2)  # ranks of one host fall silent shortly after each other
+            near = min(3 * BEAT_SECONDS, self.limit / 2)  # ranks of a host fall silent one by one
             for rank, last in sorted(self.last.items()):
                 if now > last.deadline - near:
                     silent.setdefault((last.host, last.ended), []).append(rank)
@@ -128,7 +127,7 @@ class Heartbeats:
 
 
 class _Peer:
-    """A connection to another rank's monitor. rank: -1 before its hello."""
+    """rank -1: before its hello."""
 
     def __init__(self, connection: socket.socket, rank: int = -1, host: str = "") -> None:
         connection.setblocking(False)
@@ -137,7 +136,7 @@ class _Peer:
         self._rest = b""
 
     def lines(self) -> list[str] | None:
-        """New lines; None at the end of the connection."""
+        """None: the connection has ended."""
         try:
             data = self.connection.recv(MAX_LINE)
         except BlockingIOError:
@@ -163,7 +162,7 @@ class _Monitor:
             self.selector.register(self.listener, selectors.EVENT_READ)
 
     def run(self) -> str:
-        """Why the rank has to end; empty once it has ended by itself."""
+        """Why the rank must end; "": it has ended by itself."""
         due, reason = time.monotonic(), ""
         while not reason:
             for key, _ in self.selector.select(max(due - time.monotonic(), 0.0)):
@@ -204,8 +203,9 @@ class _Monitor:
                 continue
             self._add(_Peer(connection, 0, hub["host"]))
             self.heartbeats.note(0, hub["host"], time.monotonic())
-            return self._send(f"hello {hub['token']} {rank} {self.setup['host']}")
-        return _say(f"warn rank {rank} cannot reach {problem}: the loss of a host will be noticed late")
+            self._send(f"hello {hub['token']} {rank} {self.setup['host']}")
+            return
+        tell(f"warn rank {rank} cannot reach {problem}: the loss of a host will be noticed late\n")
 
     def _receive(self, peer: _Peer) -> str:
         lines, now = peer.lines(), time.monotonic()
@@ -214,7 +214,7 @@ class _Monitor:
             self._drop(peer)
             if peer.rank >= 0:
                 lost = f"lost host {peer.host} (rank {peer.rank}): the process ended"
-                _say(lost)
+                tell(f"{lost}\n")
                 if self.listener is not None:
                     self._send(lost)
             return ""
@@ -227,12 +227,12 @@ class _Monitor:
             if word == "end":
                 return text
             if word == "lost":
-                _say(line)
+                tell(f"{line}\n")
             self.heartbeats.note(peer.rank, peer.host, now)
         return ""
 
     def _greets(self, peer: _Peer, line: str) -> bool:
-        """Whether a new connection is of this job: anybody on the network can open one."""
+        """Anybody on the network can connect."""
         words, token = line.split(" ", 3), self.setup["token"]
         if len(words) != 4 or words[0] != "hello" or not secrets.compare_digest(words[1].encode(), token.encode()):
             return False
@@ -256,35 +256,23 @@ class _Monitor:
 
 
 def main() -> None:
-    """The monitor process. It kills a rank that has to end and does not."""
+    """Kills a rank that must end and does not."""
     system.die_with_parent()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):  # for the rank: it may have a checkpoint to write
         signal.signal(number, signal.SIG_IGN)
     line = b""
-    while not line.endswith(b"\n"):  # and no byte of the next line, which `select` would not see
+    while not line.endswith(b"\n"):  # `select` would not see buffered bytes
         line += os.read(0, 1) or sys.exit()
     setup = json.loads(line)
     if reason := _Monitor(setup).run():
-        _say(f"end {reason}")
+        tell(f"end {reason}\n")
         time.sleep(KILL_SECONDS)
         if os.getppid() == setup["parent"]:
             os.kill(setup["parent"], signal.SIGKILL)
 
 
-def _say(line: str) -> None:
-    with contextlib.suppress(OSError):
-        sys.stdout.write(f"{line}\n")
-        sys.stdout.flush()
-
-
-def _listener() -> socket.socket:
-    dual = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if dual else socket.AF_INET
-    return socket.create_server(("", 0), family=family, backlog=4096, dualstack_ipv6=dual)
-
-
 def _own_address(master: str) -> str:
-    """Where other hosts reach this one; empty if that is `master`."""
+    """As other hosts reach it; "": `master`."""
     try:
         family, _, _, _, place = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:

@@ -1,4 +1,4 @@
-"""Closed, full or unread standard streams; resource limits behind an error; worker processes."""
+"""Standard streams, resource limits, worker processes."""
 
 import contextlib
 import json
@@ -27,20 +27,20 @@ MAX_CAUSE = 200
 
 
 def open_closed_streams() -> None:
-    """Open those of descriptors 0 to 2 that are closed, else files would get their numbers, and restart the program."""
+    """Opens closed descriptors 0 to 2, which files would take, and restarts the program."""
     opened = False
     for number, mode in CLOSED:
         try:
             os.fstat(number)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, mode), True)  # the lowest free number, which is this one
+            os.set_inheritable(os.open(os.devnull, mode), True)  # takes this number
             opened = True
     if opened:
         os.execv(sys.executable, sys.orig_argv)
 
 
 def put(text: str) -> None:
-    """Write to standard output; exits quietly without a reader."""
+    """Write to stdout; exit quietly without a reader."""
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
@@ -55,7 +55,6 @@ def from_environment(name: str) -> str | None:
 
 
 def without_secrets(text: str) -> str:
-    """Without the values of variables that hold keys."""
     for name, value in os.environ.items():
         if name.upper().endswith(SECRETS) and len(value) >= MIN_SECRET:
             text = text.replace(value, "***")
@@ -63,7 +62,7 @@ def without_secrets(text: str) -> str:
 
 
 def tell(text: str) -> None:
-    """Write to standard output, which nobody has to read."""
+    """Write to stdout, if anybody reads it."""
     with contextlib.suppress(OSError):
         sys.stdout.write(text)
         sys.stdout.flush()
@@ -76,13 +75,13 @@ def complain(text: str) -> None:
 
 
 def python_module(name: str) -> list[str]:
-    """The words that start a module of ours: -m alone would let it import from the working directory, which may be a model's."""
+    """Plain -m would import from the working directory, which may be a model's."""
     safe_path = [] if os.getcwd() in map(os.path.abspath, sys.path) else ["-P"]
     return [sys.executable, *safe_path, "-m", name]
 
 
 def start_worker(module: str, *arguments: str, files: Sequence[int] = ()) -> subprocess.Popen[bytes]:
-    """A Python process for `module.main` with this one's modules, pipes, and a session of its own, without Ctrl-C."""
+    """A process of `module.main` in its own session, with pipes and this sys.path."""
     boot = f"import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {module} import main; main()"
     command = [sys.executable, "-P", "-c", boot, json.dumps(sys.path), *arguments]
     pipe = subprocess.PIPE
@@ -90,18 +89,18 @@ def start_worker(module: str, *arguments: str, files: Sequence[int] = ()) -> sub
 
 
 def limit_behind(error: BaseException | None) -> str | None:
-    """The message for an error that a ulimit on open files or memory, or a full device, caused; else None."""
+    """The message for an error caused by a ulimit or a full device."""
     limits, cause = _memory_limits(), error
     while cause is not None:
-        text = one_line(cause)
+        text, message = one_line(cause), ""
         if isinstance(cause, RuntimeError) and type(cause).__name__ == "OutOfMemoryError":  # torch's
-            return f"{DEVICE_FULL} ({text[:MAX_CAUSE]})"
-        if OPEN_FILES in text.lower():
+            message = DEVICE_FULL
+        elif OPEN_FILES in text.lower():
             files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
             message = f"{OPEN_FILES}: this process may have {files} (ulimit -n); raise that limit, to 4096 for example"
-            return f"{message} ({text[:MAX_CAUSE]})"
-        if limits and any(sign in text.lower() for sign in OUT_OF_MEMORY):
+        elif limits and any(sign in text.lower() for sign in OUT_OF_MEMORY):
             message = f"memory ran out: this process is limited to {limits}; raise that limit or remove it (unlimited)"
+        if message:
             return f"{message} ({text[:MAX_CAUSE]})"
         cause = cause.__cause__ or cause.__context__
     return None
@@ -114,7 +113,6 @@ def _memory_limits() -> str:
 
 
 def narrow_limits() -> str:
-    """For messages on a process that a library aborted."""
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     few = f"{files} open files (ulimit -n)" if 0 <= files < FEW_FILES else ""
     limits = " and ".join(filter(None, (few, _memory_limits())))

@@ -1,7 +1,4 @@
-"""A rank's phase and step in a small shared file, read by its supervisor. Imports no torch.
-
-The main thread enters phases; heartbeats come from another, even while a collective hangs.
-"""
+"""A rank's phase and step in a shared file, with heartbeats from a thread. Imports no torch."""
 
 import os
 import struct
@@ -19,7 +16,7 @@ Phase = Literal[
     "profile",
 ]  # fmt: skip
 PHASES: tuple[Phase, ...] = get_args(Phase)
-# Seconds until a phase counts as hung; `run` is the whole of a score or generate.
+# Seconds until a phase counts as hung. `run`: score or generate.
 LIMITS: Mapping[Phase, float] = {
     "init": 600.0, "load": 1800.0, "run": float("inf"), "push": 900.0, "rollout": 3600.0, "reward": 1800.0,
     "score": 1200.0, "update": 1200.0, "optimizer": 600.0, "save": 1800.0, "eval": 3600.0, "wait": 1800.0,
@@ -28,11 +25,11 @@ LIMITS: Mapping[Phase, float] = {
 
 COLLECTIVE_SLACK, MAX_COLLECTIVE_SECONDS = 120.0, 30 * 86400.0
 READ_ATTEMPTS = 5
-_RECORD = struct.Struct("<qqqddq")  # a State, step -1 for none; `entries` again, unequal in a half-read record
+_RECORD = struct.Struct("<qqqddq")  # a State; step -1: none; `entries` again, to detect torn reads
 
 
 class State(NamedTuple):
-    """Times are of the monotonic clock, the same in all processes of a machine."""
+    """Monotonic times, comparable between processes of a machine."""
 
     entries: int  # phases entered so far
     phase: Phase
@@ -45,8 +42,6 @@ class State(NamedTuple):
 
 
 class Progress:
-    """The writing side; without a path, of no file."""
-
     def __init__(self, path: Path | None = None) -> None:
         self._file = None if path is None else path.open("wb", buffering=0)
         self._lock = threading.Lock()
@@ -61,11 +56,10 @@ class Progress:
 
     @property
     def is_watched(self) -> bool:
-        """By a supervisor, who reads the file."""
         return self._file is not None
 
     def phase(self, name: Phase, step: int | None = None) -> None:
-        """The main thread begins a phase. step: from 1; None: as before."""
+        """step: from 1; None: as before."""
         with self._lock:
             entries, _, last, _, beat = self.state
             now = self._count()
@@ -75,16 +69,16 @@ class Progress:
         self.advance(0, 0)
 
     def want_profile(self, *_: object) -> None:
-        """A handler of signals."""
+        """A signal handler."""
         self.profile_wanted = True
 
     def advance(self, done: int, total: int, tokens: int = 0) -> None:
-        """For who shows it. total 0: unknown; tokens: made so far in this phase."""
+        """total 0: unknown. tokens: so far in this phase."""
         if self.listener is not None:
             self.listener(self.state.phase, done, total, tokens)
 
     def take_seconds(self) -> Mapping[Phase, float]:
-        """Spent in each phase since the last call."""
+        """By phase, since the last call."""
         with self._lock:
             self._count()
             taken, self._seconds = self._seconds, defaultdict(float)
@@ -110,7 +104,7 @@ class Progress:
 
 @contextmanager
 def calling_every(seconds: float, function: Callable[[], object]) -> Iterator[None]:
-    """Call a function from a thread during the block."""
+    """From a thread."""
     done = threading.Event()
 
     def run() -> None:
@@ -127,13 +121,13 @@ def calling_every(seconds: float, function: Callable[[], object]) -> Iterator[No
 
 
 def collective_timeout(limits: Mapping[Phase, float]) -> timedelta:
-    """Longer than any phase: phase limits name the hung rank. limits: those that differ from `LIMITS`."""
+    """Longer than any phase, as phase limits name the hung rank."""
     longest = max(seconds for phase, seconds in {**LIMITS, **limits}.items() if phase != "run")
     return timedelta(seconds=min(longest + COLLECTIVE_SLACK, MAX_COLLECTIVE_SECONDS))
 
 
 def read_state(path: Path) -> State | None:
-    """None before the rank's first write."""
+    """None: not written yet."""
     for _ in range(READ_ATTEMPTS):
         with suppress(FileNotFoundError, struct.error):
             entries, phase, step, since, beat, same = _RECORD.unpack(path.read_bytes())

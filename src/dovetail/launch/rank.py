@@ -1,7 +1,4 @@
-"""This process as a rank: its progress, its report of a failure, and its end. Imports no torch.
-
-A supervised rank ends with its supervisor, by a pipe between them. Others watch themselves.
-"""
+"""This process as a rank: progress, report of a failure, end. Imports no torch."""
 
 import faulthandler
 import os
@@ -29,13 +26,11 @@ PIPE, FOLDER = "DOVETAIL_PARENT_PIPE", "DOVETAIL_WATCH"  # environment of a supe
 DEFECT, USER_ERROR, INTERRUPTED, STOPPED = 1, 2, 130, 143  # exit codes
 STOP_CODES: Mapping[int, int] = {signal.SIGTERM: STOPPED, signal.SIGINT: INTERRUPTED}
 UNWINDING_SECONDS, SECOND_UNWINDING_SECONDS = 30.0, 1.5  # after the first and the second signal
-SAME_SIGNAL_SECONDS = 1.0  # a rank may get a signal directly and by its launcher
+SAME_SIGNAL_SECONDS = 1.0  # the launcher may repeat a signal
 BEAT_SECONDS = LOOK_SECONDS = 0.5
 
 
 class RankFiles:
-    """Written by a rank for its supervisor."""
-
     def __init__(self, folder: Path | str, rank: int | str) -> None:
         self.state, self.stacks, self.report = (Path(folder, f"rank_{rank}.{x}") for x in ("state", "stacks", "report"))
 
@@ -43,7 +38,7 @@ class RankFiles:
 class RankProcess:
     def __init__(self, folder: str | None = None, pipe: str | None = None) -> None:
         self.files = RankFiles(folder, os.environ["RANK"]) if folder is not None else None
-        self.silent = False  # whatever fails after a signal is a consequence
+        self.silent = False  # after a signal
         self.progress = Progress(self.files.state if self.files else None)
         self._hosts: HostWatch | None = None
         self._stacks: IO[str] | None = dump_stacks_to(self.files.stacks) if self.files else None
@@ -56,20 +51,19 @@ class RankProcess:
         return cls(os.environ.pop(FOLDER, None), os.environ.pop(PIPE, None))
 
     def report(self, text: str) -> None:
-        """To the supervisor, who knows which rank failed first, or to standard error."""
+        """To the supervisor, else to stderr."""
         if self.files is not None and not self.silent:
             self.files.report.write_text(text, encoding="utf-8", errors=ODD_LETTERS)
         elif not self.silent:
             complain(text)
 
     def watched(self, limits: Mapping[Phase, float]) -> AbstractContextManager[None]:
-        """Heartbeats for the supervisor; without one, end when a phase lasts too long."""
+        """Heartbeats for the supervisor; without one, end a phase that lasts too long."""
         if self.files is not None:
             return calling_every(BEAT_SECONDS, self.progress.beat)
         return calling_every(LOOK_SECONDS, lambda: _end_if_hung(self.progress, limits))
 
     def watch_hosts(self, store: Store, rank: int, world: int) -> None:
-        """In a job of several hosts, end this process when one is lost."""
         if self.files is not None or world == 1 or os.environ.get("LOCAL_WORLD_SIZE") == str(world):
             return
         launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
@@ -78,7 +72,7 @@ class RankProcess:
 
     @contextmanager
     def among_hosts(self) -> Iterator[None]:
-        """Raises MachineError for a collective that fails because another host's rank is gone."""
+        """MachineError if a collective fails because another host is gone."""
         try:
             yield
         except RuntimeError as error:
@@ -105,8 +99,7 @@ class RankProcess:
 class StopHandler:
     """The first SIGTERM or SIGINT unwinds the main thread, a second one ends the process soon.
 
-    Handlers run in the main thread, which may never return from a collective: so a thread reads Python's wakeup pipe, and
-    ends the process after the first one, too, unless a training loop handles it.
+    The main thread may never return from a collective: a thread reads Python's wakeup pipe, and ends the process.
     """
 
     def __init__(self, rank: RankProcess) -> None:
@@ -121,7 +114,6 @@ class StopHandler:
         threading.Thread(target=self._count, args=(reader,), daemon=True).start()
 
     def unwind(self, number: int, _: FrameType | None) -> NoReturn:
-        """Raise SystemExit, for half-written files to be removed. Errors that this causes are not reported."""
         self.code, self.rank.silent = STOP_CODES[number], True
         signal.signal(number, _ignore)
         sys.exit(self.code)
@@ -148,7 +140,7 @@ def _ignore(number: int, frame: FrameType | None) -> None:
 
 
 def ranks_given() -> int | None:
-    """The number of ranks that a launcher started, or None."""
+    """By a launcher."""
     rank, world = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
     if rank is None or world is None:
         return None
@@ -158,7 +150,7 @@ def ranks_given() -> int | None:
 
 
 def is_first_rank() -> bool:
-    """Whether this process reports for its host. One with an odd RANK reports for itself."""
+    """Whether this process reports for its host."""
     rank, world = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE")
     if world is None or not rank.isdecimal():
         return True
@@ -167,7 +159,6 @@ def is_first_rank() -> bool:
 
 
 def _may_be_lost(error: RuntimeError) -> bool:
-    """An error of a collective, or of the store, which one rank a host reports."""
     if isinstance(error, LostStore):
         return is_first_rank()
     frames = [frame.f_code.co_filename for frame, _ in walk_tb(error.__traceback__)]

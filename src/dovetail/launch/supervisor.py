@@ -1,7 +1,4 @@
-"""Starts a command's ranks on this machine; all end when one dies or hangs. Imports no torch.
-
-Each rank has torchrun's environment, and a session of its own: a Ctrl-C reaches this process alone.
-"""
+"""Starts local ranks with torchrun's environment; all end when one dies or hangs. Imports no torch."""
 
 import contextlib
 import os
@@ -13,7 +10,6 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,21 +20,12 @@ from dovetail import system
 from dovetail.errors import MachineError
 from dovetail.jsonl import append
 from dovetail.launch.engines import EngineStart, running
-from dovetail.launch.hang import (
-    DUMP_SIGNAL,
-    PROFILE_SIGNAL,
-    STOPPED_STATES,
-    Incident,
-    RankStatus,
-    Stack,
-    main_stack,
-    suspects,
-)
+from dovetail.launch.hang import DUMP_SIGNAL, PROFILE_SIGNAL, STOPPED_STATES, Incident, RankStatus, main_stack, suspects
 from dovetail.launch.process import complain, narrow_limits
 from dovetail.launch.progress import LIMITS, Phase, State, read_state
 from dovetail.launch.rank import DEFECT, FOLDER, INTERRUPTED, PIPE, STOP_CODES, STOPPED, USER_ERROR, RankFiles
 
-GRACE_SECONDS, STOP_SECONDS = 3.0, 10.0  # for the other ranks to end, after a failure and after a signal
+GRACE_SECONDS, STOP_SECONDS = 3.0, 10.0  # for other ranks to end after a failure, a signal
 POLL_SECONDS, LOOK_SECONDS = 0.02, 0.5  # between checks for ends, and for hangs
 KILLED_SECONDS = 60.0  # memory may have to be unpinned first
 STACK_SECONDS, WRITING_SECONDS = 5.0, 0.5  # for all stacks to begin, and to end
@@ -53,8 +40,8 @@ class Supervision:
     limits: Mapping[Phase, float] = field(default_factory=lambda: LIMITS)
     run_dir: Path | None = None  # of events.jsonl
     restarts: int = 0
-    resume: tuple[str, ...] = ()  # arguments from a restart on, once work had begun
-    engines: EngineStart | None = None  # live as long as all starts of the ranks together
+    resume: tuple[str, ...] = ()  # arguments after a restart
+    engines: EngineStart | None = None  # outlive restarts
 
 
 class ExitReport(NamedTuple):
@@ -64,24 +51,21 @@ class ExitReport(NamedTuple):
 
 
 def run_ranks(command: Sequence[str], ranks: int, supervision: Supervision) -> int:
-    """Run `command` as that many local ranks; returns one exit code."""
+    """Returns one exit code."""
     system.adopt_orphans()
     stop = _Stop()
     for number in STOP_CODES:
         signal.signal(number, stop.receive)
     signal.signal(PROFILE_SIGNAL, stop.pass_on)
-    with ExitStack() as stack:
-        variables: Mapping[str, str] = {}
-        if supervision.engines is not None:
-            started = running(supervision.engines, ranks, _free_port, lambda: stop.signal != 0)
-            variables = stack.enter_context(started)
+    if supervision.engines is None:
+        return _start_all(command, ranks, supervision, stop, {})
+    with running(supervision.engines, ranks, _free_port, lambda: stop.signal != 0) as variables:
         return _start_all(command, ranks, supervision, stop, variables)
 
 
 def _start_all(
     command: Sequence[str], ranks: int, supervision: Supervision, stop: "_Stop", variables: Mapping[str, str]
 ) -> int:
-    """As often as restarts allow. variables: of the ranks' environment."""
     incidents = list[Incident]()
     while True:
         end = _start_once(command, ranks, supervision, stop, variables)
@@ -117,7 +101,7 @@ def _start_once(
             shared = {**os.environ, **variables, "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
             shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), PIPE: str(reader), FOLDER: folder}
             shared.setdefault("OMP_NUM_THREADS", str(max(1, system.cores() // ranks)))
-            shared.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # else every rank reports that a failed one disconnected
+            shared.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # else every rank reports a disconnect
             for rank in map(str, range(ranks)):
                 env = {**shared, "RANK": rank, "LOCAL_RANK": rank}
                 job.add(subprocess.Popen(command, env=env, pass_fds=(reader,), start_new_session=True))
@@ -130,7 +114,6 @@ def _start_once(
 
 
 def _record(supervision: Supervision, kind: str, incident: Incident) -> None:
-    """In events.jsonl, once the run has claimed its run_dir."""
     if supervision.run_dir is not None and (supervision.run_dir / "config.yaml").exists():
         row = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), **asdict(incident), "kind": kind}
         with contextlib.suppress(OSError):  # a full disk prevents no restart
@@ -138,7 +121,7 @@ def _record(supervision: Supervision, kind: str, incident: Incident) -> None:
 
 
 class _Stop:
-    """Passes the first SIGTERM or SIGINT on to the ranks; the second one kills them."""
+    """Passes the first stop signal to the ranks; the second kills them."""
 
     signal: int = 0
     second: bool = False
@@ -151,7 +134,6 @@ class _Stop:
             process.send_signal(signal.SIGKILL if self.second else number)
 
     def pass_on(self, number: int, _: FrameType | None) -> None:
-        """To the first rank, once it handles signals."""
         if self.job is not None and self.job.files and self.job.state(0).phase != "init":
             self.job.processes[0].send_signal(number)
 
@@ -169,7 +151,7 @@ class _Job:
         self.processes: list[subprocess.Popen[bytes]] = []
         self.files: list[RankFiles] = []
         self.ended: dict[int, int] = {}  # exit codes, in the order of the ends
-        self.first: list[int] = []  # the ranks seen failing first
+        self.first: list[int] = []  # ranks that failed first
         self.spared = system.children_of([os.getpid()])  # not of this job
         self.begun = time.monotonic()
         self.kills_before = system.out_of_memory_kills()
@@ -181,7 +163,7 @@ class _Job:
             process.send_signal(self.stop.signal)
 
     def wait(self) -> ExitReport:
-        """Until all ranks have ended, one hangs, or shortly after a failure or a stop."""
+        """Until all ranks end, one hangs, or soon after a failure or stop."""
         deadline, look = float("inf"), 0.0
         while len(self.ended) < len(self.processes) and time.monotonic() < deadline:
             self._collect()
@@ -197,7 +179,7 @@ class _Job:
         return self._report()
 
     def kill(self) -> None:
-        """Kill the ranks and all that they started."""
+        """With all their descendants."""
         for process in self.processes:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
@@ -206,13 +188,10 @@ class _Job:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(until - time.monotonic(), 0.0))
         if left := system.end_children(self.spared, max(until - time.monotonic(), 1.0)):
-            complain(
-                f"dovetail: killed, but not gone after {KILLED_SECONDS:g} s: pid {', '.join(map(str, sorted(left)))}; such a "
-                "process waits inside the kernel, for a driver or a file system, and keeps its device\n"
-            )
+            pids, why = ", ".join(map(str, sorted(left))), "they wait inside the kernel, and keep their devices"
+            complain(f"dovetail: killed, but not gone after {KILLED_SECONDS:g} s: pid {pids}; {why}\n")
 
     def _collect(self) -> None:
-        """Note ended ranks. One that stops on a signal stops the others."""
         codes = {rank: p.poll() for rank, p in enumerate(self.processes) if rank not in self.ended}
         fresh = {rank: code for rank, code in codes.items() if code is not None}
         self.ended |= fresh
@@ -229,7 +208,7 @@ class _Job:
             return ExitReport(0)
         if self.stop.signal and (self.stop.second or not self.first or any(code in STOP_ENDS for code in codes)):
             return ExitReport(STOPPED if STOPPED in codes else STOP_CODES[self.stop.signal])
-        # of the ranks seen failing first: one that was killed, else one with a report
+        # first a killed rank, then one with a report
         killed = [rank for rank in self.first if self.ended[rank] < 0]
         failed = [rank for rank, code in self.ended.items() if code not in (0, *STOP_ENDS)]
         rank = [*killed, *(rank for rank in failed if _read(self.files[rank].report)), *self.first][0]
@@ -252,9 +231,6 @@ class _Job:
         if system.out_of_memory_kills() > self.kills_before:
             return f"{name}: the kernel ended it because memory ran out; use more ranks or lower tokens per batch"
         return f"{name}: by a user or a batch system (the kernel has counted no kill for want of memory)"
-
-    def _stack(self, rank: int) -> Stack:
-        return main_stack(_read(self.files[rank].stacks))
 
     def state(self, rank: int) -> State:
         return read_state(self.files[rank].state) or State(0, "init", None, self.begun, self.begun)
@@ -291,12 +267,13 @@ class _Job:
         kernel = {rank: system.kernel_state(pids[rank]) for rank in alive}
         for rank in alive:
             self.processes[rank].send_signal(DUMP_SIGNAL)
-        awaited = [rank for rank in alive if kernel[rank] not in STOPPED_STATES]
+        files = {rank: self.files[rank].stacks for rank in alive}
+        awaited = [files[rank] for rank in alive if kernel[rank] not in STOPPED_STATES]
         deadline = time.monotonic() + STACK_SECONDS
-        while time.monotonic() < deadline and not all(self._stack(rank).frames for rank in awaited):
+        while time.monotonic() < deadline and not all(main_stack(_read(file)).frames for file in awaited):
             time.sleep(POLL_SECONDS)
         time.sleep(WRITING_SECONDS)
-        return [RankStatus(r, pids[r], state, kernel[r], self._stack(r)) for r, state in alive.items()]
+        return [RankStatus(r, pids[r], alive[r], kernel[r], main_stack(_read(files[r]))) for r in alive]
 
 
 def _read(path: Path) -> str:

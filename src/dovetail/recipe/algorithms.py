@@ -3,12 +3,40 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, NonNegativeInt, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, model_validator
 
 from dovetail.bounds import MAX_FLOAT
-from dovetail.recipe.correction import CorrectionSection
 from dovetail.recipe.functions import LossSection, OwnFunction, PolicyTerm
-from dovetail.recipe.types import Estimator, NonNegativeFloat, PositiveFloat, Share, Updates, key
+from dovetail.recipe.types import Estimator, NotStrict, Section, Share, Updates, key
+
+HighRatio = Annotated[float, Field(gt=0, le=MAX_FLOAT)]
+
+
+class CorrectionSection(Section):
+    """Weights of the policy-gradient term by the ratio of the old policy's probabilities to the sampler's."""
+
+    ratio: Literal["token", "sequence", "geometric", "none"] = key(
+        "token", "of each token; sequence: the product over a response; geometric: its geometric mean; none: no weights"
+    )
+    bounds: Annotated[tuple[NonNegativeFloat, HighRatio], NotStrict] = key((0.0, 2.0), "lowest and highest ratio")
+    outside: Literal["clamp", "mask", "drop"] = key(
+        "clamp", "a ratio beyond the bounds: the nearest bound; weight 0, still counted; its whole response left out"
+    )
+    old: Literal["recomputed", "sampler"] = key(
+        "recomputed", "old log-probs: from a pass before the updates; sampler: the sampler's, without pass and weights"
+    )
+
+    @model_validator(mode="after")
+    def _possible(self) -> "CorrectionSection":
+        low, high = self.bounds
+        if not low <= 1 <= high:
+            raise ValueError(f"bounds is [{low:g}, {high:g}]; expected a range around 1, as in [0.5, 5]")
+        defaults = {name: field.default for name, field in type(self).model_fields.items()}
+        idle = [name for name, value in self if name != "old" and value not in (defaults[name], "none")]
+        if self.old == "sampler" and idle:
+            why = "the clipped ratio of the loss is to the sampler itself, and there are no weights"
+            raise ValueError(f"with old: sampler {why}; leave out {', '.join(idle)}, or set old: recomputed")
+        return self
 
 
 class Algorithm(Updates):
@@ -25,18 +53,14 @@ class SFT(Algorithm):
     """Supervised fine-tuning: the negative log-likelihood of the completions."""
 
     name: Literal["sft"] = "sft"
-    loss: OwnFunction = key(
-        None, "ppo, cispo, gmpo, sapo, or a function of yours {import, options}; of sft a function alone"
-    )
+    loss: OwnFunction = key(None, "ppo, cispo, gmpo, sapo, or a function {import, options}; of sft a function alone")
 
 
 class PolicyGradient(Algorithm):
     """Keys of every RL algorithm."""
 
     samples: ClassVar[bool] = True
-    loss: PolicyTerm = key(
-        LossSection(), "ppo, cispo, gmpo, sapo, or a function of yours {import, options}; of sft a function alone"
-    )
+    loss: PolicyTerm = key(LossSection(), "ppo, cispo, gmpo, sapo, or a function {import, options}")
     clip_low: Share = key(0.2, "the ratio is clipped below 1 - clip_low")
     clip_high: Annotated[float, Field(ge=0, le=MAX_FLOAT)] = key(0.2, "the ratio is clipped above 1 + clip_high")
     dual_clip: Annotated[float, Field(gt=1)] | None = key(None, "bound of the loss for negative advantages")
@@ -58,7 +82,6 @@ class PolicyGradient(Algorithm):
 
     @property
     def needs_old_logprobs(self) -> bool:
-        """False if they are the update's own."""
         return (self.kl_in == "reward" and self.kl_coef > 0) or self.epochs * self.num_mini_batches > 1
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""What other projects count otherwise or spread over several names: sizes of batches, KL terms, rewards, sets."""
+"""Keys that other projects count otherwise or spread over several names."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -8,14 +8,14 @@ from dovetail.errors import ConfigError
 from dovetail.recipe.draft import Draft
 
 ACTOR, VALIDATION = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.val_kwargs."
-ASSUMED_PROMPT = 512  # tokens of a prompt, where theirs is not limited; for the size of micro-batches alone
+ASSUMED_PROMPT = 512  # tokens, for micro-batch sizes
 VERL_LOSSES: Mapping[Any, str] = {"cispo": "cispo", "geo_mean": "gmpo", "sapo": "sapo"}
 OWN_REWARD = "reward: write one (docs/rewards.md) for {}; exact_match stands here"
 PACKED = "{}: a row there has {} tokens of several; set trainer.prompts_per_step to the rows of a step"
 
 
 def verl(draft: Draft) -> None:
-    """Sizes of verl count prompts; a micro-batch, rows of a replica or tokens of a GPU."""
+    """Batches count prompts."""
     ranks = draft.take("trainer.nnodes"), draft.take("trainer.n_gpus_per_node")
     draft.decide.append(f"ranks: {ranks[0]} x {ranks[1]} GPUs there; start as many as you have, such as --layout dp=8")
     if draft.look("trainer.total_training_steps"):
@@ -54,11 +54,10 @@ def verl(draft: Draft) -> None:
     if draft.look(f"{ACTOR}optim.lr_warmup_steps") not in (None, -1):
         draft.taken.add(f"{ACTOR}optim.lr_warmup_steps_ratio")
     path, name = (draft.take(f"reward.custom_reward_function.{part}") for part in ("path", "name"))
+    model = "reward.reward_model.model_path"
     if not draft.take("reward.reward_model.enable"):
-        draft.taken.add("reward.reward_model.model_path")
-    _own_reward(
-        draft, path, name or "compute_score", "reward.reward_model.model_path", "what verl chooses by data_source"
-    )
+        draft.taken.add(model)
+    _own_reward(draft, path, name or "compute_score", model, "what verl chooses by data_source")
     sampled, samples, temperature = (draft.take(VALIDATION + part) for part in ("do_sample", "n", "temperature"))
     if sampled:
         _eval_sets(draft, {"val": draft.take("data.val_files")}, samples, temperature)
@@ -68,7 +67,7 @@ def verl(draft: Draft) -> None:
 
 
 def trl(draft: Draft) -> None:
-    """Sizes of TRL count rows of one process, of GRPO completions; a step is an update."""
+    """Batches count rows of one process, in GRPO completions. A step is an update."""
     draft.put("algorithm.name", draft.kind)
     updates = _batch_of_processes(draft, "per_device_train_batch_size", "")
     is_half, was_given = draft.take("bf16"), "bf16" in draft.given
@@ -123,7 +122,7 @@ def _clip_of_trl(draft: Draft, loss: str) -> None:
 
 
 def _batch_of_processes(draft: Draft, size: str, prefix: str) -> float:
-    """Sizes of transformers' trainer, which axolotl has, too. Returns the updates of a step."""
+    """Sizes of transformers' Trainer. Returns updates per step."""
     rows, accumulated = draft.number(size, 1), draft.number("gradient_accumulation_steps", 1)
     processes = next(filter(None, (draft.take(name) for name in ("num_processes", "nproc_per_node", "num_gpus"))), None)
     if not isinstance(processes, int):
@@ -153,15 +152,14 @@ def _hub_rows(draft: Draft) -> None:
     if isinstance(mixture, list):
         draft.put("data.train", [_part(row) for row in mixture])
     elif name:
-        draft.put(
-            "data.train", name if part == {"path": name} and splits[0] == "train" else [{**part, "split": splits[0]}]
-        )
+        is_plain = part == {"path": name} and splits[0] == "train"
+        draft.put("data.train", name if is_plain else [{**part, "split": splits[0]}])
         if draft.recipe.get("trainer.eval_every"):
             draft.put("data.eval", [{**part, "split": splits[1]}])
 
 
 def openrlhf(draft: Draft) -> None:
-    """A train batch of OpenRLHF counts completions, a rollout batch prompts."""
+    """train.batch_size counts completions, rollout.batch_size prompts."""
     if draft.kind == "sft":
         draft.put("algorithm.name", "sft")
         draft.taken |= {"train.micro_batch_size", "train.max_tokens_per_gpu"}
@@ -198,7 +196,6 @@ def openrlhf(draft: Draft) -> None:
 
 
 def axolotl(draft: Draft) -> None:
-    """Sizes of axolotl are those of transformers' trainer."""
     wanted = draft.take("rl") or "sft"
     if wanted not in ("sft", "grpo"):
         raise ConfigError(f"rl: {wanted} is not supported yet; sft, grpo, rloo and ppo are")
@@ -242,7 +239,7 @@ def _axolotl_rows(draft: Draft) -> None:
 
 
 def slime(draft: Draft) -> None:
-    """A global batch of slime counts completions, a rollout batch prompts."""
+    """global_batch_size counts completions, rollout_batch_size prompts."""
     tokens = draft.number("max_tokens_per_gpu") * draft.number("context_parallel_size", 1, keep=True)
     if draft.take("loss_type") == "sft_loss":
         draft.put("algorithm.name", "sft")
@@ -314,7 +311,6 @@ def _kl(draft: Draft, where: str, coef: Any) -> None:
 
 
 def _cut_rows(draft: Draft, name: str, *, cut: bool = True) -> None:
-    """A row of sft is as long as a micro-batch at most."""
     if isinstance(longest := draft.take(name), int):
         draft.put("trainer.tokens_per_batch", longest, f"{name}: longer rows are {'cut' if cut else 'not taken'}")
         if cut:

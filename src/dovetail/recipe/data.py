@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PositiveInt, ValidationError
+from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, ValidationError
 
 from dovetail.errors import quoted
-from dovetail.recipe.types import Options, PathText, PositiveFloat, RowFormat, Section
+from dovetail.recipe.types import Options, PathText, RowFormat, Section, key
 
 
 class SourceSection(Section):
@@ -21,7 +21,7 @@ class SourceSection(Section):
 
 
 def _checked(given: Any) -> Any:
-    """One message for a mistake: a union would give one for each of its kinds."""
+    """One message; a union would give one per kind."""
     if isinstance(given, str):
         return given
     if not isinstance(given, list | tuple) or not given:
@@ -52,26 +52,19 @@ class DataSection(Section):
         description="file, directory, glob, hub name (name@revision), a list of them, or a mixture: a list of "
         "{path, weight, subset, split, format, columns}"
     )
-    eval: Sources | None = Field(None, description="held-out rows, named as those of data.train")
-    format: RowFormat = Field("auto", description="whose rows they are; auto: by their columns")
-    columns: Mapping[str, str] = Field(
-        default_factory=dict, description="names of columns: {prompt: theirs, answer: theirs.inner}"
+    eval: Sources | None = key(None, "held-out rows, named as those of data.train")
+    format: RowFormat = key("auto", "whose rows they are; auto: by their columns")
+    columns: Mapping[str, str] = key({}, "names of columns: {prompt: theirs, answer: theirs.inner}")
+    apply_chat_template: bool = key(False, "a prompt that is a string becomes a user's message")
+    chat_template: PathText | None = key(None, "Jinja file that replaces the model's chat template")
+    chat_template_kwargs: Options = key({}, "arguments of the chat template, such as enable_thinking")
+    max_prompt_length: PositiveInt | None = key(None, "most tokens of a prompt; null: what fits a step")
+    max_length: PositiveInt | None = key(None, "most tokens of a row of sft and preferences; null: what fits a step")
+    truncate: Literal["left", "right"] | None = key(
+        None, "side to cut rows that are too long; null: overlong_rows decides"
     )
-    apply_chat_template: bool = Field(False, description="a prompt that is a string becomes a user's message")
-    chat_template: PathText | None = Field(None, description="Jinja file that replaces the model's chat template")
-    chat_template_kwargs: Options = Field(
-        default_factory=dict, description="arguments of the chat template, such as enable_thinking"
+    overlong_rows: Literal["error", "drop"] = key(
+        "error", "what to do with rows over trainer.tokens_per_batch, data.max_length or data.max_prompt_length"
     )
-    max_prompt_length: PositiveInt | None = Field(None, description="most tokens of a prompt; null: what fits a step")
-    max_length: PositiveInt | None = Field(
-        None, description="most tokens of a prompt with its completion, of sft and preferences; null: what fits a step"
-    )
-    truncate: Literal["left", "right"] | None = Field(
-        None, description="the side that rows lose which are too long; null: data.overlong_rows decides"
-    )
-    overlong_rows: Literal["error", "drop"] = Field(
-        "error",
-        description="what to do with rows over trainer.tokens_per_batch, data.max_length or data.max_prompt_length",
-    )
-    epochs: PositiveInt | None = Field(None, description="passes over the rows, instead of trainer.steps")
-    shuffle: bool = Field(True, description="new order every pass, from trainer.seed; false: the file's order")
+    epochs: PositiveInt | None = key(None, "passes over the rows, instead of trainer.steps")
+    shuffle: bool = key(True, "new order every pass, from trainer.seed; false: the file's order")

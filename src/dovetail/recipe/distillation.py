@@ -1,12 +1,12 @@
-"""Distillation: the algorithm and the section `teacher`. Names are those of GKD (Agarwal et al. 2024) and TRL's trainer."""
+"""Distillation. Names of GKD (Agarwal et al. 2024) and TRL's trainer."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import NonNegativeInt, model_validator
+from pydantic import NonNegativeInt, PositiveFloat, model_validator
 
 from dovetail.recipe.algorithms import Algorithm
-from dovetail.recipe.types import OwnLayout, PathText, PositiveFloat, Section, Share, key
+from dovetail.recipe.types import OwnLayout, PathText, Section, Share, key
 
 SAMPLED = "sampled_reverse_kl"
 

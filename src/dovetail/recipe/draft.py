@@ -1,4 +1,4 @@
-"""A recipe in the making from a config of another project."""
+"""A recipe made from another project's config."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ OWNERS: Mapping[str, tuple[str, ...]] = {  # sections of some algorithms
 
 @dataclass
 class Draft:
-    """given: theirs by name; taken: names that are done with; recipe, comments: by our keys; the rest: for the user."""
+    """given: theirs. taken: names done with. recipe, comments: ours. The rest: for the user."""
 
     table: Table
     kind: str
@@ -35,16 +35,16 @@ class Draft:
         return str(self.recipe.get("algorithm.name", "grpo"))
 
     def look(self, name: str, default: Any = None) -> Any:
-        """Their value, else their default."""
+        """Their value or default."""
         return self.given.get(name, self.table.defaults.get(name, default))
 
     def take(self, name: str, default: Any = None) -> Any:
-        """The same, which is then done with."""
+        """`look`, and done with."""
         self.taken.add(name)
         return self.look(name, default)
 
     def number(self, name: str, default: float = 0, *, keep: bool = False) -> Any:
-        """`take`, or with `keep` `look`, but what is no number is left to the user."""
+        """keep: not done with. The user decides on other values."""
         value = self.look(name, default) if keep else self.take(name, default)
         if isinstance(value, int | float) and not isinstance(value, bool):
             return value
@@ -56,13 +56,13 @@ class Draft:
         self.lost.setdefault(reason, []).extend(what)
 
     def put(self, key: str, value: Any, comment: str = "") -> None:
-        """Unless the recipe has the key already. comment: where the value comes from."""
+        """The first value of a key counts."""
         if key not in self.recipe:
             self.recipe[key] = self.whole(key, value)
             self.comments[key] = comment
 
     def put_item(self, key: str, item: Any, value: Any) -> None:
-        """Of a mapping of columns, the betas, or the fields of loggers."""
+        """Of data.columns, optim.betas or trainer.loggers."""
         items = self.items.setdefault(key, {})
         if item == "name":
             names = value if isinstance(value, list) else [value]
@@ -76,8 +76,7 @@ class Draft:
     def put_items(self) -> None:
         for key, items in self.items.items():
             if key == "optim.betas":
-                betas = [items[n] for n in sorted(items)]
-                if betas != list(self.default_of(key)):
+                if (betas := [items[n] for n in sorted(items)]) != list(self.default_of(key)):
                     self.put(key, betas)
             elif key == "trainer.loggers":
                 if names := dict.fromkeys(items.pop("name", [])):
@@ -95,7 +94,6 @@ class Draft:
         return int(value) if counts and isinstance(value, float) and value.is_integer() else value
 
     def without_effect(self, key: str | None) -> bool:
-        """Of a key that belongs to other algorithms."""
         name = key or ""
         known = self.keys.get(name)
         owners = OWNERS.get(name.partition(".")[0]) or tuple(known.defaults if known else ())

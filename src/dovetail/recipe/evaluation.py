@@ -4,12 +4,12 @@ import re
 from collections.abc import Sequence
 from typing import Annotated
 
-from pydantic import Field, model_validator
+from pydantic import Field, NonNegativeFloat, model_validator
 
 from dovetail.bounds import MAX_SAMPLES
 from dovetail.errors import quoted
 from dovetail.recipe.data import Sources
-from dovetail.recipe.types import Listed, NonNegativeFloat, NotStrict, OneOrMore, Section, key
+from dovetail.recipe.types import Listed, NotStrict, OneOrMore, Section, key
 
 NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,63}", re.ASCII)  # of a folder, and in names of metrics
 BUILT_IN = re.compile(r"(?:avg|pass|maj)@([1-9]\d{0,5})", re.ASCII)
@@ -30,21 +30,17 @@ class EvalSetSection(Section):
     @model_validator(mode="after")
     def _possible(self) -> "EvalSetSection":
         if not NAME.fullmatch(self.name):
-            raise ValueError(
-                f"name is {quoted(self.name)}; expected letters, digits, '_', '-' and '.' (at most 64), of which the first "
-                "is a letter or a digit: it names a folder"
-            )
+            expected = "letters, digits, '_', '-' and '.' (at most 64), of which the first is a letter or a digit"
+            raise ValueError(f"name is {quoted(self.name)}; expected {expected}: it names a folder")
         check_metrics(self.metrics, self.samples, self.temperature)
         return self
 
 
 def check_metrics(metrics: Sequence[str], samples: int, temperature: float) -> None:
-    """ValueError for what cannot be measured."""
+    """Raises ValueError."""
     if samples > 1 and temperature == 0:
-        raise ValueError(
-            f"samples is {samples} and temperature 0, at which all samples of a prompt are the same; set temperature above "
-            "0, or samples to 1"
-        )
+        same = "at which all samples of a prompt are the same"
+        raise ValueError(f"samples is {samples} and temperature 0, {same}; set temperature above 0, or samples to 1")
     labels = [label(metric) for metric in metrics]
     for metric, name in zip(metrics, labels, strict=True):
         built_in = BUILT_IN.fullmatch(metric)
@@ -61,7 +57,6 @@ def default_metrics(samples: int) -> tuple[str, ...]:
 
 
 def label(metric: str) -> str:
-    """In names of metrics; of an own one its function."""
     return metric.rpartition(":")[2]
 
 

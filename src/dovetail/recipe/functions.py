@@ -1,8 +1,8 @@
 """Losses and advantages by name or import."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from dovetail.errors import quoted
 from dovetail.recipe.types import Options, Section, key
@@ -20,16 +20,12 @@ FunctionName = Annotated[str, AfterValidator(_valid_function)]
 class FunctionSection(Section):
     """A function of yours."""
 
-    model_config = ConfigDict(populate_by_name=True)
-
     function: FunctionName = Field(alias="import", description="module:function, from the directory of the recipe")
     options: Options = key({}, "keyword arguments for it")
 
 
 class LossSection(Section):
     """The policy-gradient term, without KL penalty and entropy bonus."""
-
-    model_config = ConfigDict(populate_by_name=True)
 
     name: Literal["ppo", "cispo", "gmpo", "sapo"] | None = key(None, "a built-in term; null: ppo, or the import")
     function: FunctionName | None = Field(None, alias="import", description="a function of yours: module:function")
@@ -49,9 +45,5 @@ class LossSection(Section):
         return self
 
 
-def _named(given: Any) -> Any:
-    return {"name": given} if isinstance(given, str) else given
-
-
 OwnFunction = FunctionSection | None
-PolicyTerm = Annotated[LossSection, BeforeValidator(_named)]
+PolicyTerm = Annotated[LossSection, BeforeValidator(lambda given: {"name": given} if isinstance(given, str) else given)]

@@ -1,4 +1,4 @@
-"""Recipes from configs of other projects: what is carried over, and lists of what is not."""
+"""Recipes from configs of other projects."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -17,11 +17,11 @@ from dovetail.recipe.shell import PROGRAM, read_command
 from dovetail.recipe.yaml import dump_value, flat, merge, parse_value, read_mapping, read_text
 
 IMPORTED = ("verl", "trl", "openrlhf", "axolotl", "slime")
-SAID = 5  # names that a command with the trainer's name is worth
+SAID = 5  # weight of the trainer's name in the command
 OFF = (None, False, 0, -1, 1, "", "none", "no", "disabled", "null")  # values that ask for nothing
 UNSET = ("${", "???")  # values that OmegaConf leaves open
-SECRET = re.compile(r"(wandb|hub|api|auth|access).*(key|token)|password|secret")  # whose value is not shown
-REFERENCE = re.compile(r"\$\{(?:oc\.select:)?([\w.]+)(?:, ?([^{}]*))?\}")  # to another key, as OmegaConf has them
+SECRET = re.compile(r"(wandb|hub|api|auth|access).*(key|token)|password|secret")
+REFERENCE = re.compile(r"\$\{(?:oc\.select:)?([\w.]+)(?:, ?([^{}]*))?\}")  # of OmegaConf
 OTHERS = re.compile(r"(?<![a-z])(dpo|kto|rm|reward|gkd|kd|orpo|cpo|rloo|prm|bco|nash_md|xpo)(?![a-z])")  # trainers
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 NAMES_A_PATH = ("model.path", "critic.path", "reference.path", "reward.model.path", "data.train", "data.eval")
@@ -29,7 +29,7 @@ REQUIRED: Mapping[str, str] = {"model.path": "MODEL", "data.train": "ROWS.jsonl"
 
 
 def import_config(path: Path, project: str = "") -> Draft:
-    """project: whose it is, `verl` or `trl-sft`; empty: by its names. Raises ConfigError."""
+    """project: such as `verl` or `trl-sft`; "": recognized."""
     words, given = _read(path)
     name, _, kind = project.partition("-")
     table, kind = _recognized(words, given, name, kind, path)
@@ -71,7 +71,7 @@ def _resolved(value: Any, references: Mapping[str, Any]) -> Any:
 def _recognized(
     words: Sequence[str], given: Mapping[str, Any], project: str, kind: str, path: Path
 ) -> tuple[Table, str]:
-    """The table that knows most of the names."""
+    """The table that knows most names."""
     command = " ".join([*words[:2], *[word for word in words if PROGRAM.fullmatch(word)][:1]])
     if project and project not in IMPORTED:
         raise ConfigError(f"--from {project}: expected one of {', '.join(IMPORTED)}")
@@ -98,7 +98,7 @@ def _recognized(
 
 
 def _copy(draft: Draft) -> None:
-    """Everything that conversions left: theirs as given, then their defaults."""
+    """What conversions left: given values, then defaults."""
     defaults = {name: value for name, value in draft.table.defaults.items() if name not in draft.given}
     for is_default, values in ((False, draft.given), (True, defaults)):
         for name, value in values.items():
@@ -158,11 +158,8 @@ def _require(draft: Draft, path: Path) -> None:
                 unset.append(f"{key}={text}")
             elif isinstance(text, str) and key in NAMES_A_PATH and HUB_NAME.fullmatch(text) and not Path(text).exists():
                 named.append(f"{key}={text}")
-    for names, what in (
-        (unset, "write what the variable stands for"),
-        (named, "a local path, or NAME@COMMIT on the hub"),
-    ):
-        draft.decide += [f"{', '.join(names)}: {what}"] if names else []
+    hints = {"write what the variable stands for": unset, "a local path, or NAME@COMMIT on the hub": named}
+    draft.decide += [f"{', '.join(names)}: {what}" for what, names in hints.items() if names]
 
 
 def _drop_impossible(draft: Draft) -> None:
@@ -191,7 +188,6 @@ def nested(recipe: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_yaml(draft: Draft, source: str) -> str:
-    """The recipe with comments on where its values come from."""
     lines = [f"# From {source}, of {draft.table.title} ({draft.table.version}), by dovetail import-config."]
 
     def write(section: Mapping[str, Any], prefix: str, indent: str) -> None:

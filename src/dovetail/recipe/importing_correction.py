@@ -1,6 +1,6 @@
-"""What other projects call importance sampling of the sampler's log-probs, as `algorithm.correction`."""
+"""Importance sampling of other projects as `algorithm.correction`."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from dovetail.recipe.draft import Draft
@@ -16,9 +16,7 @@ REJECTED: Mapping[str, tuple[str, str]] = {  # of verl's rollout_rs, those that 
 
 
 def put_correction(draft: Draft) -> None:
-    projects: Mapping[str, Callable[[Draft], None]] = {
-        "verl": _verl, "TRL": _trl, "OpenRLHF": _openrlhf, "slime": _slime,
-    }  # fmt: skip
+    projects = {"verl": _verl, "TRL": _trl, "OpenRLHF": _openrlhf, "slime": _slime}
     if draft.table.title in projects and draft.algorithm in ("grpo", "rloo", "ppo", "reinforce_plus_plus"):
         try:
             projects[draft.table.title](draft)

@@ -1,4 +1,4 @@
-"""Dotted keys of a recipe, their other names, and the message for invalid recipes."""
+"""Dotted keys, old names, and the message for invalid recipes."""
 
 import difflib
 import json
@@ -15,7 +15,7 @@ from dovetail.errors import listing, quoted, shortened
 from dovetail.recipe.names import Meaning, all_meanings, hint, leaf_of, meant
 from dovetail.recipe.yaml import flat
 
-# The section `algorithm` of algorithms by their papers' names.
+# `algorithm` of published methods.
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "grpo": {"name": "grpo"},
     "dapo": {
@@ -42,14 +42,11 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
 }  # fmt: skip
 
 
-# Keys by their old names: the first three are accepted for good (contract.md), the others for one release.
-LASTING: Mapping[str, str] = {
+LASTING = ("data.overlong", "algorithm.minibatches", "trainer.keep")  # for good (contract.md); others for one release
+RENAMED: Mapping[str, str] = {
     "data.overlong": "data.overlong_rows",
     "algorithm.minibatches": "algorithm.num_mini_batches",
     "trainer.keep": "trainer.keep_last",
-}
-RENAMED: Mapping[str, str] = {
-    **LASTING,
     "algorithm.skip_equal_groups": "algorithm.drop_zero_std_groups",
     "rollout.replay": "rollout.router_replay",
     "rollout.monitor": "rollout.mismatch_metrics",
@@ -58,14 +55,14 @@ RENAMED: Mapping[str, str] = {
 MOST_SHOWN = 20  # problems of one recipe
 KEYS_OF = " (keys of "
 UNKNOWN = "extra_forbidden"  # pydantic's name
-# similarity of 1 that a key of the same section must have, one that goes before names of others, and a section
+# least similarity: to a sibling key, to one that beats other projects' names, to a section
 CLOSE, CLOSER, SIMILAR = 0.75, 0.85, 0.7
-MANY = 4  # unknown keys that make a recipe look like a config of another project
+MANY = 4  # unknown keys of a foreign config
 
 
 @dataclass(frozen=True)
 class Key:
-    """A dotted key; `defaults` by algorithm, or by "" for all."""
+    """defaults: by algorithm, or "" for all."""
 
     name: str
     text: str
@@ -74,7 +71,7 @@ class Key:
 
 
 def rename_keys(recipe: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """A recipe with the new names of RENAMED keys, and notes on them."""
+    """The recipe with current names, and notes."""
     renamed, notes = dict(recipe), []
     for old, new in RENAMED.items():
         section, _, leaf = old.partition(".")
@@ -91,7 +88,7 @@ def renamed_note(old: str) -> str:
 
 
 def keys_of(recipe: type[BaseModel]) -> dict[str, Key]:
-    """Every dotted key, in order. A union is the section `algorithm` with tag `name`."""
+    """A union is the section `algorithm`."""
     keys: dict[str, Key] = {}
     for name, field in recipe.model_fields.items():
         if kinds := get_args(field.annotation):
@@ -135,7 +132,6 @@ def _is_section(kind: Any) -> bool:
 
 
 def explain(error: ValidationError, known: Mapping[str, Key], source: str) -> str:
-    """One message for all problems."""
     problems: dict[str, list[ErrorDetails]] = {}
     names = {*known, *(name.rpartition(".")[0] for name in known), *(name.split(".")[0] for name in known)}
     for detail in error.errors(include_url=False):
@@ -147,8 +143,7 @@ def explain(error: ValidationError, known: Mapping[str, Key], source: str) -> st
         problems.setdefault(dotted[-1] if detail["type"] == "extra_forbidden" else key, []).append(detail)
     meanings = all_meanings() if any(details[0]["type"] == UNKNOWN for details in problems.values()) else []
     first = list(problems.items())[:MOST_SHOWN]
-    lines = [line for key, details in first for line in _lines(key, details, known, meanings)]
-    lines = _without_repeats(lines)
+    lines = _without_repeats([line for key, details in first for line in _lines(key, details, known, meanings)])
     shown, more = lines[:MOST_SHOWN], max(len(lines), len(problems)) - MOST_SHOWN
     text = f"{source}: {lines[0]}" if len(lines) == 1 else f"{source}:\n{listing(shown)}"
     text += f"\n  ... and {more} more" if more > 0 else ""
@@ -158,7 +153,7 @@ def explain(error: ValidationError, known: Mapping[str, Key], source: str) -> st
 
 
 def nearest(key: str, known: Mapping[str, Key], meanings: Sequence[Meaning]) -> str:
-    """What an unknown key most likely means; empty if nothing is near."""
+    """Hint for an unknown key, or ""."""
     section, _, leaf = key.rpartition(".")
     siblings = {leaf_of(other): other for other in known if other.rpartition(".")[0] == section}
     close = difflib.get_close_matches(leaf, siblings, n=1, cutoff=CLOSE) if section else []
@@ -180,9 +175,8 @@ def nearest(key: str, known: Mapping[str, Key], meanings: Sequence[Meaning]) -> 
 
 
 def _without_repeats(lines: Sequence[str]) -> list[str]:
-    """A list of keys stands behind the first line that has it."""
-    seen: set[str] = set()
-    short = []
+    """Each list of keys is shown once."""
+    seen, short = set[str](), list[str]()
     for line in lines:
         words, listed, keys = line.rpartition(KEYS_OF)
         short.append(words if listed and keys in seen else line)
@@ -240,5 +234,4 @@ def _unknown_key(name: str, algorithm: str, known: Mapping[str, Key], meanings: 
 
 
 def scalar(value: object) -> str:
-    """A value as written in a recipe."""
     return "null" if value is None else value if isinstance(value, str) else json.dumps(value)

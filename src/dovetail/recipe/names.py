@@ -1,4 +1,4 @@
-"""Names of other projects: the files of `projects/` map each to a key of a recipe, or say why there is none."""
+"""Names of other projects, from projects/*.yaml."""
 
 import difflib
 import json
@@ -20,16 +20,16 @@ WITHOUT_KEY: Mapping[str, str] = {  # groups of a file, and what they say
     "later": "not supported yet: {}",
 }
 CLOSE = 0.85  # similarity of 1 to a name of another project
-COPIED = frozenset({"values", "item", "share", "gives", "decide"})  # ways to copy a value that has a note
+COPIED = frozenset({"values", "item", "share", "gives", "decide"})
 MOST_VALUES = 6  # of a name, in a message
 
 
 @dataclass(frozen=True)
 class Meaning:
-    """What a name of another project is here. key: ours, or None. text: what differs, or why there is none.
+    """A name of another project. key: ours. text: what differs, or why there is no key.
 
-    entry, for `dovetail import-config`: values (theirs to ours; others: more mean the same), item (of a list or mapping),
-    share (of all steps), gives (this, whatever it is), decide (the value is ours, but the user has to know the text).
+    entry: values (theirs to ours; others: more are equal), item (of a list or mapping), share (of all steps), gives (a
+    constant), decide (tell the user the text).
     """
 
     title: str | None
@@ -37,14 +37,14 @@ class Meaning:
     key: str | None
     text: str
     entry: Mapping[str, Any]
-    kind: str = ""  # the trainer of theirs whose name it is; "": all
+    kind: str = ""  # their trainer; "": all
 
     @property
     def copied(self) -> bool:
         return self.key is not None and (not self.entry.get("note") or not COPIED.isdisjoint(self.entry))
 
     def ours(self, value: Any) -> Any:
-        """ValueError for a value without a counterpart."""
+        """Raises ValueError."""
         values, hashable = self.entry.get("values", {}), isinstance(value, str | int | float | None)
         if hashable and value in values:
             return values[value]
@@ -61,17 +61,17 @@ class Meaning:
 
 @dataclass(frozen=True)
 class Table:
-    """The names of one project, or of one of its trainers."""
+    """Of a project, or one of its trainers."""
 
     title: str
     version: str
     meanings: Sequence[Meaning]  # of one name, the first one counts
     older: Mapping[str, str]  # names of earlier releases
     defaults: Mapping[str, Any]
-    same: Mapping[str, Sequence[Any]]  # values of names without a key that ask for nothing else than is done here
+    same: Mapping[str, Sequence[Any]]  # values that change nothing here
 
     def find(self, name: str) -> Meaning | None:
-        """That of the name, else of a mapping that holds it and has no key."""
+        """By name, else the enclosing mapping's if that has no key here."""
         by_name = next((meaning for meaning in self.meanings if meaning.name == name), None)
         patterns = [meaning for meaning in self.meanings if meaning.matches(name)]
         own = by_name or max(patterns, key=lambda meaning: meaning.name.count("."), default=None)
@@ -79,14 +79,13 @@ class Table:
         return outside if outside and not outside.key else own
 
     def current(self, name: str) -> str:
-        """Of an earlier release's name that of this one."""
         own = any(meaning.name == name for meaning in self.meanings)
         return name if own else self.older.get(name, name)
 
 
 @cache
 def read_tables(project: str) -> dict[str, Table]:
-    """By trainer of theirs; "" has the names of all."""
+    """By trainer; "": all."""
     content = read_mapping(FOLDER / f"{project}.yaml")
     title, tables = content["title"], {}
     for kind, part in {"": {}, **content.get("kinds", {})}.items():
@@ -99,7 +98,6 @@ def read_tables(project: str) -> dict[str, Table]:
 
 @cache
 def all_meanings() -> list[Meaning]:
-    """Those of every project, with its names of earlier releases."""
     meanings: list[Meaning] = []
     for project in (USUAL, *PROJECTS):
         for table in read_tables(project).values():
@@ -133,10 +131,7 @@ def leaf_of(key: str) -> str:
 
 
 def meant(typed: str, meanings: Sequence[Meaning]) -> list[Meaning]:
-    """What a dotted name that is no key means: one meaning for each that differs, and none where that is not clear.
-
-    First whole names of others that it is or ends with, then names that end with it, then a last part with one meaning.
-    """
+    """Meanings of an unknown key: whole names, then endings, then a unique last part."""
     whole = [m for m in meanings if m.matches(typed) or m.matches(leaf_of(typed)) or typed.endswith(f".{m.name}")]
     if whole:
         best = max(_rank(m, typed) for m in whole)
@@ -153,7 +148,6 @@ def _rank(meaning: Meaning, typed: str) -> tuple[bool, bool, int]:
 
 
 def _different(meanings: Sequence[Meaning]) -> list[Meaning]:
-    """The first of those that say the same. A key with a note is no other than that key without one."""
     by_outcome: dict[str, Meaning] = {}
     for meaning in meanings:
         by_outcome.setdefault(meaning.key or meaning.entry["group"], meaning)
@@ -161,7 +155,6 @@ def _different(meanings: Sequence[Meaning]) -> list[Meaning]:
 
 
 def hint(typed: str, meanings: Sequence[Meaning]) -> str:
-    """For a message about an unknown key; empty if no project's name is meant."""
     if whole := meant(typed, meanings):
         return "; ".join(_sentence(typed, meaning) for meaning in whole)
     leaves = {leaf_of(m.name): m for m in meanings if "*" not in m.name}

@@ -3,22 +3,12 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, NonNegativeInt, PositiveInt, model_validator
+import pydantic
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from dovetail.recipe.functions import FunctionName
 from dovetail.recipe.optimizers import RuleName, refuse_name
-from dovetail.recipe.types import (
-    Listed,
-    Momentum,
-    NonNegativeFloat,
-    NotStrict,
-    OneOrMore,
-    Options,
-    PositiveFloat,
-    Section,
-    Share,
-    key,
-)
+from dovetail.recipe.types import Listed, Momentum, NotStrict, OneOrMore, Options, Section, Share, key
 
 
 class ParamGroupSection(Section):
@@ -26,19 +16,15 @@ class ParamGroupSection(Section):
 
     pattern: str = Field(description="of the group's parameter names: `*.layers.0.*`; the first that matches wins")
     lr: PositiveFloat | None = key(None, "its peak learning rate; null: optim.lr")
-    weight_decay: NonNegativeFloat | None = key(
-        None, "for norms and biases, too; null: optim.weight_decay, not for those"
-    )
+    weight_decay: NonNegativeFloat | None = key(None, "also of norms and biases; null: optim.weight_decay, not theirs")
 
 
 class OptimSection(Section):
     """The optimizer and its learning rate."""
 
-    model_config = ConfigDict(populate_by_name=True)
-
-    name: Annotated[RuleName | None, BeforeValidator(lambda x: refuse_name(x) if isinstance(x, str) else x)] = key(
-        "adamw", "adamw, muon, adamw8bit (needs torchao), or an elementwise class of torch.optim; null: the import"
-    )
+    name: Annotated[
+        RuleName | None, pydantic.BeforeValidator(lambda x: refuse_name(x) if isinstance(x, str) else x)
+    ] = key("adamw", "adamw, muon, adamw8bit (needs torchao), or an elementwise class of torch.optim; null: the import")
     function: FunctionName | None = Field(None, alias="import", description="an optimizer class of yours: module:Class")
     options: Options = key({}, "its other keyword arguments, such as momentum")
     lr: PositiveFloat = key(1.0e-6, "peak learning rate")

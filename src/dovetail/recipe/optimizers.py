@@ -12,12 +12,10 @@ RuleName = Literal[
 
 
 def refuse_name(given: str) -> str:
-    """In lower letters, if it is known. Raises ValueError."""
     name = given.lower().removeprefix("torch.optim.")
     if name not in get_args(RuleName):
-        raise ValueError(
-            f"{quoted(given)}; expected one of {', '.join(get_args(RuleName))}, or a class of yours: {{import: module:Class}}"
-        )
+        names = ", ".join(get_args(RuleName))
+        raise ValueError(f"{quoted(given)}; expected one of {names}, or a class of yours: {{import: module:Class}}")
     return name
 
 

@@ -2,9 +2,9 @@
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 
-from dovetail.recipe.types import NonNegativeFloat, PositiveFloat, Updates, key
+from dovetail.recipe.types import Updates, key
 
 Smoothing = Annotated[float, Field(ge=0, lt=0.5)]
 
@@ -26,9 +26,7 @@ class DPO(Preferences):
     wants_reference: ClassVar[bool] = True
     name: Literal["dpo"] = "dpo"
     loss: Literal["sigmoid", "hinge", "ipo", "robust"] = key("sigmoid", "of a pair's margin")
-    beta: PositiveFloat = key(
-        0.1, "scale of implicit rewards; ipo: its tau; distillation: of jsd, 0 is forward_kl and 1 reverse_kl"
-    )
+    beta: PositiveFloat = key(0.1, "scale of implicit rewards; ipo: its tau; jsd: 0 is forward_kl and 1 reverse_kl")
     label_smoothing: Smoothing = key(0.0, "share of pairs with the wrong order; sigmoid: cDPO")
     precompute_ref_log_probs: bool = key(False, "score the reference once, before training, and free it")
 

@@ -2,9 +2,9 @@
 
 from typing import Literal
 
-from pydantic import PositiveInt
+from pydantic import PositiveFloat, PositiveInt
 
-from dovetail.recipe.types import PathText, PositiveFloat, Section, key
+from dovetail.recipe.types import PathText, Section, key
 
 
 class PushSection(Section):

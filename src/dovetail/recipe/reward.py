@@ -4,13 +4,13 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import pydantic
-from pydantic import ConfigDict, Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from dovetail.errors import quoted
-from dovetail.recipe.types import NonNegativeFloat, Options, OwnLayout, PathText, PositiveFloat, Section, key
+from dovetail.recipe.types import Options, OwnLayout, PathText, Section, key
 
 KINDS = ("name", "import", "judge", "model")
-JUDGE_SECONDS = 300.0  # for a judge or a model behind an address, with its retries
+JUDGE_SECONDS = 300.0  # for a judge or reward server, with retries
 
 
 class AddressSection(Section):
@@ -57,8 +57,6 @@ class RewardModelSection(Section):
 class RewardPart(Section):
     """What a completion is worth."""
 
-    model_config = ConfigDict(populate_by_name=True)
-
     name: str | None = key(None, "a built-in reward; exact_match where nothing else is given")
     function: str | None = Field(None, alias="import", description="a function of yours: module:function")
     judge: JudgeSection | None = key(None, "a language model behind an OpenAI-compatible address")
@@ -66,9 +64,7 @@ class RewardPart(Section):
     options: Options = key({}, "keyword arguments for the reward")
     weight: Annotated[float, Field(ge=-1e6, le=1e6)] = key(1.0, "factor of this reward in the sum")
     batch: Literal["sample", "group", "step"] = key("sample", "completions that one call of a function gets")
-    concurrency: Annotated[int, Field(ge=1, le=256)] = key(
-        16, "calls of an async function or judge at a time, in each process"
-    )
+    concurrency: Annotated[int, Field(ge=1, le=256)] = key(16, "async function or judge calls at a time, per process")
     timeout_seconds: PositiveFloat = key(10.0, "a reward that takes longer drops its sample; for a judge 300")
     workers: Annotated[int, Field(ge=1, le=256)] = key(2, "reward processes, on the host of the first rank")
 
@@ -90,7 +86,6 @@ class RewardPart(Section):
 
     @property
     def label(self) -> str:
-        """In names of metrics."""
         if self.function is not None:
             return self.function.rpartition(":")[2]
         return self.name or ("judge" if self.judge is not None else "model")
@@ -108,7 +103,7 @@ class RewardSection(RewardPart):
         return self
 
     def labelled(self) -> dict[str, RewardPart]:
-        """Every reward by a label of its own."""
+        """Rewards by unique labels."""
         named: dict[str, RewardPart] = {}
         for part in self.parts or (self,):
             number = sum(other.label == part.label for other in named.values())

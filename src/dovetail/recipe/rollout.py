@@ -3,19 +3,11 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from dovetail.bounds import MAX_NEW_TOKENS, MAX_SAMPLES
 from dovetail.recipe.push import PushSection
-from dovetail.recipe.types import (
-    Listed,
-    NotStrict,
-    OwnLayout,
-    PositiveFloat,
-    Section,
-    Share,
-    key,
-)
+from dovetail.recipe.types import Listed, NotStrict, OwnLayout, Section, Share, key
 
 Texts = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Listed, NotStrict]
 EMBEDDED = ("native", "transformers")
@@ -26,10 +18,7 @@ class StartSection(Section):
 
     count: PositiveInt = key(1, "engines")
     gpus_each: NonNegativeInt = key(1, "GPUs of each, which share its model by tensor parallelism; 0: a CPU")
-    command: Texts = key(
-        (),
-        "empty: vllm serve, python -m sglang.launch_server, or dovetail serve; else its words, such as ENV/bin/vllm serve",
-    )
+    command: Texts = key((), "program and its words, such as ENV/bin/vllm serve; empty: that of the backend")
     args: Texts = key((), "more words, such as --gpu-memory-utilization 0.8")
     timeout: PositiveFloat = key(1800.0, "seconds until they answer")
 
@@ -42,15 +31,10 @@ class RolloutSection(Section):
         "the embedded sampler, in the ranks or, with engines or start, as servers; the model's generate per rank; or "
         "engines of their own; vllm if engines are given",
     )
-    engines: Texts = key(
-        (), "URLs of running servers of vLLM, SGLang or `dovetail serve`, such as http://127.0.0.1:8000"
-    )
+    engines: Texts = key((), "URLs of servers of vLLM, SGLang or `dovetail serve`, such as http://127.0.0.1:8000")
     start: StartSection | None = key(None, "servers to start, instead")
     request_timeout: PositiveFloat = key(600.0, "seconds of silence after which an engine counts as lost")
-    max_num_seqs: PositiveInt = key(
-        512,
-        "samples that an engine or a replica of the embedded sampler runs at once; fewer ones end sooner (async.md)",
-    )
+    max_num_seqs: PositiveInt = key(512, "samples that an engine or embedded sampler runs at once (async.md)")
     push: PushSection = key(PushSection(), "weights to engines")
     layout: OwnLayout = key(None, "empty: tp 1, one sampler a rank")
     samples_per_prompt: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = key(8, "completions of each prompt")
@@ -59,9 +43,7 @@ class RolloutSection(Section):
     top_p: Annotated[float, Field(gt=0, le=1)] = key(1.0, "sample from the smallest set with this mass")
     top_k: NonNegativeInt = key(0, "sample from the k likeliest tokens; 0: all")
     min_p: Share = key(0.0, "sample from tokens with this share of the likeliest one's probability; 0: all")
-    repetition_penalty: Annotated[float, Field(gt=0, le=2)] = key(
-        1.0, "of tokens that occurred; vllm and sglang; 1: none"
-    )
+    repetition_penalty: Annotated[float, Field(gt=0, le=2)] = key(1.0, "of seen tokens; vllm and sglang; 1: none")
     stop: Texts = key((), "strings that end a completion, and stay in it; vllm and sglang")
     ignore_eos: bool = key(False, "sample max_new_tokens, whatever is drawn")
     router_replay: Literal["none", "trainer", "rollout"] = key(
@@ -93,9 +75,7 @@ class RolloutSection(Section):
         if embedded and self.start is not None and self.start.gpus_each > 1:
             raise ValueError("start.gpus_each: a server of the embedded sampler runs on one GPU; raise start.count")
         if embedded and self.push.proof == "checker":
-            raise ValueError(
-                "push.proof=checker is of vLLM; a server of the embedded sampler checks sums: leave it out"
-            )
+            raise ValueError("push.proof=checker is of vLLM; servers of the embedded sampler check sums: leave it out")
         alien = {"repetition_penalty": self.repetition_penalty != 1, "stop": bool(self.stop)}
         for name in [name for name, given in alien.items() if given and embedded]:
             raise ValueError(f"{name}: the sampler {backend} has none; leave it out, or set backend to vllm or sglang")

@@ -1,19 +1,25 @@
-"""The recipe: every key, its default and its meaning. Imports no torch.
-
-Precedence: flags, `key.path=value`, the file, defaults. All problems are reported together.
-"""
+"""The recipe. Imports no torch. Flags beat overrides, which beat the file, which beats defaults."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic_core import ValidationError
 
 from dovetail.bounds import MAX_LAG, MAX_TOKENS
 from dovetail.errors import ConfigError
 from dovetail.launch.progress import Phase
-from dovetail.recipe.algorithms import GRPO, RLOO, SFT, AnyRL, CriticFree, PolicyGradient, ReinforcePlusPlus
-from dovetail.recipe.correction import CorrectionSection, check_correction
+from dovetail.recipe.algorithms import (
+    GRPO,
+    RLOO,
+    SFT,
+    AnyRL,
+    CorrectionSection,
+    CriticFree,
+    PolicyGradient,
+    ReinforcePlusPlus,
+)
 from dovetail.recipe.data import DataSection
 from dovetail.recipe.distillation import Distillation, TeacherSection
 from dovetail.recipe.evaluation import EvalSection, EvalSetSection
@@ -24,17 +30,10 @@ from dovetail.recipe.preferences import KTO, AnyPreference
 from dovetail.recipe.reward import Rewards, RewardSection
 from dovetail.recipe.rollout import EMBEDDED, RolloutSection
 from dovetail.recipe.tracking import Loggers, ProfileSection
-from dovetail.recipe.types import (
-    Dtype,
-    LayoutSection,
-    NonNegativeFloat,
-    OwnLayout,
-    PathText,
-    PositiveFloat,
-    Section,
-    key,
-)
+from dovetail.recipe.types import LayoutSection, OwnLayout, PathText, Section, key
 from dovetail.recipe.yaml import dump_mapping, merge, parse_overrides, read_mapping
+
+UNCUT: Mapping[str, float] = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
 class MoeSection(Section):
@@ -50,7 +49,7 @@ class ModelSection(Section):
 
     path: PathText = Field(description="HF directory, sharded checkpoint, or hub name at a commit (name@revision)")
     engine: Literal["auto", "native", "transformers"] = key("auto", "auto: native if it knows family and options")
-    dtype: Dtype = key("float32", "compute type; master weights are always float32")
+    dtype: Literal["float32", "bfloat16"] = key("float32", "compute type; master weights are always float32")
     save_dtype: Literal["float32", "bfloat16", "float16"] | None = key(None, "of saved tensors; null: as in the source")
     trust_remote_code: bool = key(False, "run the code of the model's tokenizer or processor")
     moe: MoeSection = key(MoeSection(), "balance of experts")
@@ -137,25 +136,20 @@ class Recipe(Section):
         samples = self.rollout.samples_per_prompt
         baseline = isinstance(self.algorithm, ReinforcePlusPlus) and self.algorithm.group_baseline
         if (isinstance(self.algorithm, GRPO | RLOO) or baseline) and samples < 2:
-            raise ValueError(
-                f"rollout.samples_per_prompt is {samples}; {self.algorithm.name} compares a prompt's samples with each "
-                "other, so give 2 or more"
-            )
+            name = f"{self.algorithm.name} compares a prompt's samples with each other"
+            raise ValueError(f"rollout.samples_per_prompt is {samples}; {name}, so give 2 or more")
         longest = self.rollout.max_new_tokens
         buffer = self.algorithm.overlong_buffer if isinstance(self.algorithm, PolicyGradient) else 0
         if buffer > longest:
             raise ValueError(f"algorithm.overlong_buffer is {buffer}, more than rollout.max_new_tokens={longest}")
         rows = self.trainer.prompts_per_step * (samples if isinstance(self.algorithm, PolicyGradient) else 1)
         if self.algorithm.num_mini_batches > rows:
-            raise ValueError(
-                f"algorithm.num_mini_batches is {self.algorithm.num_mini_batches}, but a step has only {rows} rows; lower it, or "
-                "raise trainer.prompts_per_step"
-            )
+            most = f"a step has only {rows} rows; lower it, or raise trainer.prompts_per_step"
+            raise ValueError(f"algorithm.num_mini_batches is {self.algorithm.num_mini_batches}, but {most}")
         if isinstance(self.algorithm, KTO) and rows < 2 * self.algorithm.num_mini_batches:
-            raise ValueError(
-                f"trainer.prompts_per_step is {rows}; kto compares the rows of an optimizer step with each other, so give 2 or "
-                "more for each of algorithm.num_mini_batches"
-            )
+            why = "kto compares the rows of an optimizer step with each other"
+            edit = "give 2 or more for each of algorithm.num_mini_batches"
+            raise ValueError(f"trainer.prompts_per_step is {rows}; {why}, so {edit}")
         if self.data.eval and any(each.name == "eval" for each in self.eval.sets):
             raise ValueError("data.eval is the set named eval; give another name to that of eval.sets, or drop one")
         if not isinstance(self.algorithm, PolicyGradient):
@@ -187,34 +181,27 @@ class Recipe(Section):
         if not isinstance(self.algorithm, PolicyGradient):
             raise ValueError(f"{name}, which is of RL, not of algorithm {self.algorithm.name}; leave it out")
         if self.rollout.inside:
-            raise ValueError(
-                f"{name}: engines sample while the trainer trains, but rollout.backend={self.rollout.backend} samples inside the "
-                "trainer; give rollout.engines or rollout.start, or leave max_lag out"
-            )
+            inside = f"rollout.backend={self.rollout.backend} samples inside the trainer"
+            edit = "give rollout.engines or rollout.start, or leave max_lag out"
+            raise ValueError(f"{name}: engines sample while the trainer trains, but {inside}; {edit}")
         if self.rollout.router_replay == "rollout":
-            raise ValueError(
-                f"{name}, but an asynchronous run keeps no routes of the sampler; set rollout.router_replay=trainer or none"
-            )
+            edit = "set rollout.router_replay=trainer or none"
+            raise ValueError(f"{name}, but an asynchronous run keeps no routes of the sampler; {edit}")
         return self
 
     @model_validator(mode="after")
-    def _offloaded(self) -> Self:
+    def _trainer(self) -> Self:
         if self.trainer.offload_optimizer and self.optim.name != "adamw":
-            raise ValueError(
-                "trainer.offload_optimizer moves the moments of adamw, but optim has "
-                f"{self.optim.name or self.optim.function}; leave one of them out"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _profiled(self) -> Self:
+            other = self.optim.name or self.optim.function
+            moves = "trainer.offload_optimizer moves the moments of adamw"
+            raise ValueError(f"{moves}, but optim has {other}; leave one of them out")
         if self.data.epochs is None and (late := [n for n in self.trainer.profile.steps if n > self.trainer.steps]):
             raise ValueError(f"trainer.profile.steps has {late[0]}, but trainer.steps is {self.trainer.steps}")
         return self
 
     @property
     def correction(self) -> CorrectionSection | None:
-        """`algorithm.correction` with its default for the backend and the lag; None where nothing is corrected."""
+        """With its default for backend and lag; None: no correction."""
         if not isinstance(self.algorithm, PolicyGradient):
             return None
         other = self.rollout.backend not in EMBEDDED or bool(self.trainer.max_lag)
@@ -233,16 +220,28 @@ class Recipe(Section):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """On keys given by an old name."""
         return self._notes
 
     def to_yaml(self) -> str:
-        """With every default; `load_recipe` reads it back."""
+        """With every default."""
         return dump_mapping(self.model_dump(mode="json", by_alias=True))
 
 
+def check_correction(correction: CorrectionSection, rollout: RolloutSection) -> None:
+    if correction.old == "sampler" and rollout.router_replay == "trainer":
+        replay = "rollout.router_replay=trainer takes the routes of the pass for old log-probs"
+        edit = "set old: recomputed, or rollout.router_replay=none"
+        raise ValueError(f"algorithm.correction.old is sampler, but {replay}; {edit}")
+    cuts = [f"rollout.{name}={value}" for name, value in rollout if name in UNCUT and value != UNCUT[name]]
+    if rollout.backend not in EMBEDDED and cuts:
+        raise ValueError(
+            f"rollout.backend={rollout.backend} samples from the distribution as changed by {', '.join(cuts)}, which the ratios "
+            "of algorithm.correction leave out of account; leave that out, or set algorithm.correction: {ratio: none}"
+        )
+
+
 def load_recipe(path: Path | str, overrides: Sequence[str] = (), flags: Mapping[str, Any] | None = None) -> Recipe:
-    """overrides: `key.path=value`. flags, by dotted key, beat them."""
+    """Flags, by dotted key, beat overrides `key.path=value`."""
     given, notes = rename_keys(read_mapping(Path(path)))
     for name, value in [*parse_overrides(overrides), *(flags or {}).items()]:
         if name in RENAMED:
@@ -254,7 +253,7 @@ def load_recipe(path: Path | str, overrides: Sequence[str] = (), flags: Mapping[
 
 
 def make_recipe(given: Mapping[str, Any], source: str = "recipe") -> Recipe:
-    """Raises one ConfigError with all problems."""
+    """One ConfigError names all problems."""
     renamed, notes = rename_keys(given)
     try:
         recipe = Recipe.model_validate(renamed)
@@ -265,10 +264,8 @@ def make_recipe(given: Mapping[str, Any], source: str = "recipe") -> Recipe:
 
 
 def hint_of(name: str) -> str:
-    """What a name that is no key most likely means."""
     return nearest(name, known_keys(), all_meanings())
 
 
 def known_keys() -> dict[str, Key]:
-    """Every dotted key of a recipe."""
     return keys_of(Recipe)

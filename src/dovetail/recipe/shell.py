@@ -1,4 +1,4 @@
-"""The settings in a shell script that starts a training: `key=value` overrides and `--name value` flags, nothing is run."""
+"""Settings of a training script: `key=value` and `--name value`. Runs nothing."""
 
 import ast
 import operator
@@ -14,25 +14,18 @@ ASSIGNMENT = re.compile(r"(?:export )?([A-Za-z_]\w*)=(.*)", re.DOTALL)
 OVERRIDE = re.compile(r"(?:\+\+|[+~])?([A-Za-z_][\w.\-@/]*)=(.*)", re.DOTALL)
 FLAG = re.compile(r"--([A-Za-z][\w.-]*)(?:=(.*))?", re.DOTALL)
 PROGRAM = re.compile(r"\S+\.py|(?:verl|openrlhf|trl|axolotl)\.[\w.]+")
-LAUNCHER = ("num_processes", "nproc_per_node", "num_gpus")  # what a launcher's flags say about a training
+LAUNCHER = ("num_processes", "nproc_per_node", "num_gpus")  # flags of launchers
 NUMBER = re.compile(r"-\.?\d")  # a value, not a flag
 SUM = r"\$\(\(((?:[^()]|\([^()]*\))*)\)\)"
 INNERMOST = re.compile(r"\$\(\(((?:[^()$]|\([^()$]*\))*)\)\)|\$\{(\w+)(?:\[[@*]\])?(?::?[-=]([^{}]*))?\}|\$(\w+)")
 OPERATIONS: Mapping[type, Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.floordiv,
-    ast.Mod: operator.mod,
-}
-MOST_ROUNDS, MOST_TEXT = 100, 1 << 16  # of replacing variables in one word, and its characters
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.floordiv, ast.Mod: operator.mod,
+}  # fmt: skip
+MOST_ROUNDS, MOST_TEXT = 100, 1 << 16  # replacements and characters of a word
 
 
 def read_command(text: str) -> tuple[list[str], dict[str, Any]]:
-    """The words and the settings, by name, of the command that has most; a name without a value is true.
-
-    Variables that the script sets, their defaults, and sums of them are replaced; others stay as `$NAME`.
-    """
+    """Words and settings of the longest command. Unset variables stay `$NAME`; a bare flag is true."""
     variables: dict[str, str | list[str]] = {}
     best: tuple[list[str], dict[str, Any]] = ([], {})
     for words in _commands(text):
@@ -115,7 +108,7 @@ def _expanded(word: str, variables: Mapping[str, str | list[str]]) -> list[str]:
 
 
 def _sum(text: str, variables: Mapping[str, str | list[str]]) -> str:
-    """Of whole numbers and variables."""
+    """Integer arithmetic."""
 
     def value(node: ast.expr) -> int:
         if isinstance(node, ast.BinOp) and type(node.op) in OPERATIONS:
@@ -134,7 +127,7 @@ def _settings(words: Sequence[str]) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     flag, program = "", False
     for word in words:
-        if PROGRAM.fullmatch(word) and not program:  # what was before it are a launcher's flags
+        if PROGRAM.fullmatch(word) and not program:  # before it: a launcher's flags
             settings, flag, program = {name: value for name, value in settings.items() if name in LAUNCHER}, "", True
             continue
         override, named = OVERRIDE.fullmatch(word), FLAG.fullmatch(word)

@@ -22,7 +22,6 @@ AsSteps = BeforeValidator(lambda given: (given,) if isinstance(given, int) else 
 
 
 def _as_sections(given: Any) -> Any:
-    """A name stands for {name: NAME}, and one entry for a list of it."""
     entries = given if isinstance(given, list | tuple) else [given]
     return tuple({"name": entry} if isinstance(entry, str) else entry for entry in entries)
 

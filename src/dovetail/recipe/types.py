@@ -16,12 +16,11 @@ def _valid_path(path: str) -> str:
     if path == "~" or path.startswith("~/"):
         raise ValueError(f"{quoted(path)} begins with ~, which only a shell replaces; write the whole path")
     try:
-        named = b"\0" not in os.fsencode(path)
+        if b"\0" not in os.fsencode(path):
+            return path
     except UnicodeEncodeError:
-        named = False
-    if not named:
-        raise ValueError(f"{quoted(path)} holds a character that no name of a file may have; take it out")
-    return path
+        pass
+    raise ValueError(f"{quoted(path)} holds a character that no name of a file may have; take it out")
 
 
 def _valid_options(options: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -32,10 +31,7 @@ def _valid_options(options: Mapping[str, Any]) -> Mapping[str, Any]:
     return options
 
 
-Dtype = Literal["float32", "bfloat16"]
 RowFormat = Literal["auto", "verl", "trl", "openai", "sharegpt", "alpaca", "gsm8k", "slime", "openrlhf"]
-PositiveFloat = Annotated[float, Field(gt=0)]
-NonNegativeFloat = Annotated[float, Field(ge=0)]
 Listed = pydantic.BeforeValidator(lambda given: (given,) if isinstance(given, str) else given)
 OneOrMore = pydantic.BeforeValidator(lambda given: [given] if isinstance(given, Mapping) else given)
 NotStrict = Field(strict=False)  # YAML has lists, no tuples
@@ -53,7 +49,7 @@ def key(default: Any, description: str) -> Any:
 class Section(BaseModel):
     """Frozen, no unknown keys, no silent conversions."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, populate_by_name=True)
 
 
 class Updates(Section):
@@ -83,7 +79,6 @@ class LayoutSection(Section):
     copy_engines: bool | None = key(None, "no effect; accepted so that older runs resume")
 
     def to_layout(self) -> Layout:
-        """`dp: auto` becomes None."""
         return Layout(**self.model_dump(exclude={"copy_engines"}) | {"dp": None if self.dp == "auto" else self.dp})
 
 

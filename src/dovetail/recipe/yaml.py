@@ -1,7 +1,4 @@
-"""YAML recipes and `key.path=value` overrides as plain data.
-
-`1e-6` is a number (`1e3` a whole one); duplicate keys are errors.
-"""
+"""YAML and `key.path=value` as plain data. `1e-6` is a number; duplicate keys are errors."""
 
 import re
 import sys
@@ -17,7 +14,7 @@ KEY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 FLOAT = re.compile(r"[-+]?(\d[\d_]*+\.?+[\d_]*+|\.\d[\d_]*+)[eE][-+]?\d+$")  # possessive: linear time
 MERGED = "tag:yaml.org,2002:merge"  # the key `<<`
 LARGE = 2.0**53  # not every larger integer is a float
-# Limits of a recipe: characters, values (an alias counts as what it repeats), depth, digits of a number
+# Limits: characters, values (an alias counts as its target), depth, digits of an integer
 MOST_TEXT, MOST_VALUES, DEEPEST, MOST_DIGITS = 1 << 18, 10_000, 32, 1000
 
 
@@ -52,7 +49,7 @@ class _Loader(yaml.SafeLoader):
             raise yaml.MarkedYAMLError(None, None, problem, node.start_mark) from None
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """Refuses duplicate keys, before `<<` merges others."""
+        """Refuses duplicate keys, before `<<` merges."""
         node = super().compose_mapping_node(anchor)
         seen: set[Hashable] = set()
         for name, _ in node.value:
@@ -79,8 +76,7 @@ def _number(loader: _Loader, node: yaml.ScalarNode) -> float:
 def _integer(loader: _Loader, node: yaml.ScalarNode) -> int:
     if len(node.value) > MOST_DIGITS:
         raise ValueError(node.value)
-    value: int = loader.construct_yaml_int(node)
-    return value
+    return loader.construct_yaml_int(node)
 
 
 class _Dumper(yaml.SafeDumper):  # quotes text that `_Loader` would read as a number
@@ -131,7 +127,7 @@ def parse_overrides(tokens: Sequence[str]) -> list[tuple[str, Any]]:
 
 
 def parse_value(text: str) -> Any:
-    """As YAML reads it; text that is no YAML as it is."""
+    """Text that is no YAML stays as it is."""
     try:
         return _parse(text, "value")
     except ConfigError:
@@ -145,7 +141,6 @@ def dump_value(value: Any) -> str:
 
 
 def merge(recipe: dict[str, Any], key: str, value: Any) -> None:
-    """Set `recipe[a][b]` for key `a.b`."""
     *sections, leaf = key.split(".")
     inner = recipe
     for depth, name in enumerate(sections, 1):

@@ -1,4 +1,4 @@
-"""One HTML file from the runs' data: numbers and samples as JSON, drawn by report.js."""
+"""One HTML file from the runs' data, drawn by report.js."""
 
 import base64
 import hashlib
@@ -9,18 +9,19 @@ import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from html import escape
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from dovetail.errors import ConfigError
-from dovetail.report.profile import read_profiles
 from dovetail.report.read import Row, Run, number, read_runs, text_of
 from dovetail.report.samples import choose, script_json
+from dovetail.report.trace import read_profiles
 
-MOST_POINTS = 600  # of a curve; more are drawn as means with the range
+MOST_POINTS = 600  # of a curve
 MOST_SAMPLES, SAMPLE_BYTES = 800, 2_500_000  # of all runs
 MOST_SERIES, MOST_EVENTS = 200, 500  # of a run
-GROUPS = (  # title, names of its metrics; the first that matches
+GROUPS = (  # title, pattern of names; the first match counts
     ("Evaluation", r"^eval"),
     ("Reward", r"^rewards?\b|^reward_|^equal_groups|^score"),
     ("Lengths", r"length|truncated|stop_fraction"),
@@ -52,7 +53,7 @@ HELP: Mapping[str, str] = {
 
 
 def write_report(paths: Sequence[Path], out: Path, reload: float = 0) -> bool:
-    """Whether every run is finished; then the page does not reload itself. reload: in seconds, 0 for never."""
+    """Whether all runs are finished. reload: seconds, 0 for never."""
     runs = read_runs(paths)
     finished = all(run.finished for run in runs)
     html = render(page_data(runs, 0 if finished else reload))
@@ -67,7 +68,7 @@ def write_report(paths: Sequence[Path], out: Path, reload: float = 0) -> bool:
 
 
 def render(data: Mapping[str, Any]) -> bytes:
-    """No address of anything outside, and only our script may run."""
+    """Loads nothing from outside; only our script may run."""
     style, script = ((Path(__file__).with_name(f"report.{kind}")).read_text(encoding="utf-8") for kind in ("css", "js"))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
@@ -113,11 +114,8 @@ def _config(source: Mapping[str, Any], key: str) -> str | None:
 def _run_data(run: Run) -> dict[str, Any]:
     columns = _columns(run.rows)
     steps = [row["step"] for row in run.rows]
-    before = {
-        name.removesuffix("_before"): next(value for value in columns.pop(name) if value is not None)
-        for name in list(columns)
-        if name.endswith("_before")
-    }
+    known = {n: columns.pop(n) for n in list(columns) if n.endswith("_before")}
+    before = {n.removesuffix("_before"): next(v for v in values if v is not None) for n, values in known.items()}
     phases = {name.removeprefix("seconds/"): columns.pop(name) for name in list(columns) if name.startswith("seconds/")}
     if before:  # the evaluation before training, at step 0
         steps = [0, *steps]
@@ -152,14 +150,13 @@ def _run_data(run: Run) -> dict[str, Any]:
 
 
 def _columns(rows: Sequence[Row]) -> dict[str, list[float | None]]:
-    """Metrics with any number, as long as the rows."""
     names = dict.fromkeys(name for row in rows for name in row if name not in ("step", "timestamp", "time"))
     columns = {name: [number(row.get(name)) for row in rows] for name in names}
     return {name: values for name, values in columns.items() if any(value is not None for value in values)}
 
 
 def _bands(columns: Mapping[str, object]) -> dict[str, tuple[str, str]]:
-    """Metrics whose range is drawn around them: a mean between its minimum and maximum, a median between percentiles."""
+    """A mean's minimum and maximum, a median's percentiles."""
     bands = {}
     for name in columns:
         middle = re.split(r"[_/]", name)[-1]
@@ -171,12 +168,11 @@ def _bands(columns: Mapping[str, object]) -> dict[str, tuple[str, str]]:
 
 
 def _bucket(count: int) -> int:
-    """Rows that share a point."""
+    """Rows per point."""
     return max(1, -(-count // MOST_POINTS))
 
 
 def _thin(values: Sequence[float | None], low: Sequence[float | None], high: Sequence[float | None]) -> dict[str, Any]:
-    """A point for each bucket: the mean, and where it differs the range."""
     each = _bucket(len(values))
 
     def points(of: Sequence[float | None], how: Any) -> list[float | None]:
@@ -189,16 +185,11 @@ def _thin(values: Sequence[float | None], low: Sequence[float | None], high: Seq
 
 
 def _ends(values: Sequence[float | None], each: int) -> list[float | None]:
-    """The last of each bucket."""
     return [values[min(i + each, len(values)) - 1] for i in range(0, len(values), each)]
 
 
 def _sums(values: Sequence[float | None], count: int) -> list[float]:
-    total, sums = 0.0, []
-    for i in range(count):
-        total += (values[i] if i < len(values) else None) or 0.0
-        sums.append(total)
-    return sums
+    return list(accumulate((value or 0.0 for value in values), initial=0.0))[1:] or [0.0] * count
 
 
 def _state(run: Run) -> str:
@@ -236,7 +227,6 @@ def _facts(run: Run, columns: Mapping[str, Sequence[float | None]]) -> dict[str,
 
 
 def _events(run: Run) -> list[Row]:
-    """Those of events.jsonl, problems of single steps, files that could not be read."""
     steps = [
         {"kind": kind, "step": row["step"], "cause": row[key]}
         for row in run.rows

@@ -1,4 +1,4 @@
-"""Reads the files of a run's directory, also of a run that goes on or was killed: what is missing or torn is left out."""
+"""Files of a run's directory; what is missing or torn is left out."""
 
 import json
 import math
@@ -18,14 +18,14 @@ Row = dict[str, Any]
 CONFIG, METRICS, EVENTS, LOG = "config.yaml", "metrics.jsonl", "events.jsonl", "console.log"
 STEP = re.compile(r"step_(\d+)")
 REQUIRED: Mapping[str, Any] = {"model": {"path": "M"}, "data": {"train": "D"}, "run_dir": "R"}  # keys without default
-ROLLOUT = "rollout"  # the kind of samples that a run trains on; others are of evaluations
+ROLLOUT = "rollout"  # kind of training samples
 MAX_HEAD, MAX_TAIL = 3000, 1000  # characters of a text that are kept
 LOG_BYTES = 16_000
 
 
 @dataclass(frozen=True)
 class Run:
-    """config, defaults: by dotted key. problems: files that could not be read."""
+    """config, defaults: by dotted key. problems: unreadable files."""
 
     path: Path
     name: str
@@ -49,7 +49,6 @@ class SampleFile:
 
 
 def check_runs(paths: Sequence[Path]) -> None:
-    """Refuse what is not the directory of a run."""
     for path in paths:
         if not _is_run(path):
             inside = sorted(str(child) for child in path.iterdir() if _is_run(child)) if path.is_dir() else []
@@ -85,7 +84,7 @@ def _read_run(path: Path, name: str) -> Run:
 
 
 def read_rows(path: Path) -> Iterator[Row]:
-    """Objects of a JSONL file without lines that a kill has cut; numbers that are not finite are None."""
+    """Skips torn lines; numbers that are not finite are None."""
     if not path.is_file():
         return
     with path.open(encoding="utf-8", errors="replace") as lines:
@@ -107,7 +106,6 @@ def _tail(path: Path) -> str:
 
 
 def sample_files(run: Path) -> list[SampleFile]:
-    """By step: samples of rollouts/ and eval/."""
     files = []
     for folder, kind in (("rollouts", ROLLOUT), ("eval", "eval")):
         for path in (run / folder).glob("**/*.jsonl"):
@@ -119,7 +117,7 @@ def sample_files(run: Path) -> list[SampleFile]:
 
 
 def read_samples(file: SampleFile, most_bytes: float = math.inf) -> Iterator[Row]:
-    """Long texts are cut in their middle. most_bytes: of the file, about."""
+    """most_bytes: of the file, about."""
     spent = 0
     for row in read_rows(file.path):
         if "completion" not in row:
@@ -147,7 +145,7 @@ def read_samples(file: SampleFile, most_bytes: float = math.inf) -> Iterator[Row
 
 
 def number(value: object) -> float | None:
-    """None for what is no finite number; six digits are enough to look at."""
+    """None if not finite; rounded to six digits."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
@@ -157,7 +155,7 @@ def number(value: object) -> float | None:
 
 
 def text_of(value: object) -> str:
-    """A prompt or an answer: text as it is, messages by role, anything else as JSON."""
+    """Messages by role; other values as JSON."""
     if isinstance(value, str):
         return value
     if isinstance(value, list) and value and all(isinstance(item, dict) and "content" in item for item in value):

@@ -1,4 +1,4 @@
-"""Which samples of a run a report shows, and samples in the terminal."""
+"""Which samples a report shows, and samples in the terminal."""
 
 import heapq
 import itertools
@@ -10,12 +10,12 @@ from pathlib import Path
 from dovetail.report.read import ROLLOUT, Row, SampleFile, read_samples, sample_files
 
 READ_BYTES = 1 << 27  # of all files
-MOST_FILES = 40  # of each kind that are read if all are larger, spread evenly over the steps
+MOST_FILES = 40  # of each kind, spread over the steps
 ESCAPES: Mapping[int, str] = {ord(letter): f"\\u{ord(letter):04x}" for letter in "<>&\u2028\u2029"}
 
 
 def choose(run: Path, most: int, most_bytes: int) -> list[Row]:
-    """Samples from many steps, within limits: of each step first the prompts that come again most, with best and worst reward."""
+    """From many steps; first the most frequent prompts, best and worst reward."""
     files = sample_files(run)
     if sum(file.path.stat().st_size for file in files) > READ_BYTES:
         kinds = [[file for file in files if file.kind == kind] for kind in dict.fromkeys(file.kind for file in files)]
@@ -39,13 +39,12 @@ def choose(run: Path, most: int, most_bytes: int) -> list[Row]:
 
 
 def script_json(value: object) -> bytes:
-    """JSON that can stand in an HTML element `script`: nothing in it ends the element. Half a surrogate pair becomes U+FFFD."""
+    """JSON that cannot end an HTML `script` element."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.translate(ESCAPES).encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode()
 
 
 def spread(items: Sequence[SampleFile], most: int) -> list[SampleFile]:
-    """Evenly, with the first and the last."""
     if len(items) <= most:
         return list(items)
     return [items[i * (len(items) - 1) // (most - 1)] for i in range(most)]
@@ -75,7 +74,7 @@ def _reward(row: Row) -> float:
 
 
 def select(run: Path, step: int | None, prompt: str | None, search: str | None) -> Iterator[Row]:
-    """Samples of a step; without one, of all steps if a prompt or a text is searched for, else of the last."""
+    """step None: the last, or all with a prompt or search."""
     files = sample_files(run)
     if step is None and not (prompt or search):
         step = max((file.step for file in files if file.kind == ROLLOUT), default=files[-1].step if files else 0)
@@ -89,7 +88,7 @@ def select(run: Path, step: int | None, prompt: str | None, search: str | None) 
 
 
 def sort(rows: Iterable[Row], by: str | None, limit: int) -> list[Row]:
-    """by: best or worst reward first; None: as they are."""
+    """by: best or worst reward first."""
     if by is None:
         return list(itertools.islice(rows, limit))
     rewarded = (row for row in rows if row["reward"] is not None)
@@ -97,7 +96,7 @@ def sort(rows: Iterable[Row], by: str | None, limit: int) -> list[Row]:
 
 
 def describe(row: Row) -> str:
-    """For a terminal: control characters are escaped."""
+    """Escapes control characters."""
     kind = row["kind"] if row["kind"] != ROLLOUT else ""
     facts = [f"step {row['step']}", kind, f"prompt {row['id']}" * bool(row["id"])]
     facts += [f"sample {row['sample']}" if row["sample"] is not None else "", f"reward {_shown(row['reward'])}"]

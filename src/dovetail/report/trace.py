@@ -1,26 +1,53 @@
-"""Sums up a Chrome trace of torch.profiler by phase of the training loop."""
+"""Profiled steps: torch.profiler traces summed up by phase, and these summaries for the page."""
 
 import json
 import math
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import chain, groupby
 from pathlib import Path
 from typing import NamedTuple
 
-from dovetail.launch.progress import PHASES
-from dovetail.report.profile import PhaseSummary, Summary
-from dovetail.report.read import Row
+from pydantic import BaseModel, ValidationError
 
+from dovetail.launch.progress import PHASES
+from dovetail.report.read import Row, number
+
+FOLDER, MOST_SHOWN = "profile", 8  # steps
+Longest = list[tuple[str, float, int]]  # name, seconds of its own, calls
 PARTS = ("forward", "backward")  # of an update
-SHOWN, NAME_LENGTH = 10, 160  # operators and kernels of a phase, and characters of their names
+SHOWN, NAME_LENGTH = 10, 160  # operators and kernels of a phase; characters of a name
 ON_GPU, LAUNCHES = ("kernel", "gpu_memcpy", "gpu_memset"), ("cuda_runtime", "cuda_driver")
 CPU = 0  # type of a device
 
 
+class PhaseSummary(BaseModel):
+    """In seconds. waiting: in collectives while nothing computes. The rest is the host's."""
+
+    seconds: float
+    computing: float
+    collectives: float
+    waiting: float
+    parts: dict[str, float]
+    operators: Longest  # of the host
+    kernels: Longest  # of a GPU, in the phase that launched them
+    peak_bytes: int | None
+
+
+class Summary(BaseModel):
+    """Of one rank. events: of its trace."""
+
+    step: int
+    rank: int
+    device: str
+    events: int
+    phases: dict[str, PhaseSummary]
+
+
 class Event(NamedTuple):
-    """In microseconds. launch: joins what ran on a GPU with the host's call."""
+    """In microseconds. launch: correlation with the host's call."""
 
     start: float
     stop: float
@@ -30,7 +57,6 @@ class Event(NamedTuple):
 
 
 def read_events(path: Path) -> list[Row]:
-    """Of a trace that is not compressed. ValueError if it is cut."""
     with path.open(encoding="utf-8", errors="replace") as file:
         events: list[Row] = json.load(file, strict=False)["traceEvents"]
     return events
@@ -44,7 +70,7 @@ def summarize(events: Iterable[Row], step: int, rank: int, device: str) -> Summa
 
 
 class _Trace:
-    """operators: of the host. kernels: on a GPU. collectives: on a GPU, or by threads of gloo."""
+    """collectives: on a GPU, or gloo's."""
 
     def __init__(self) -> None:
         self.phases, self.parts = list[Event](), list[Event]()
@@ -94,19 +120,14 @@ class _Trace:
                 if self._phase_of(part) == name:
                     parts[part.name] += (part.stop - part.start) / 1e6
             phases[name] = PhaseSummary(
-                seconds=sum(stop - start for start, stop in windows) / 1e6,
-                computing=spent["computing"],
-                collectives=spent["collectives"],
-                waiting=spent["any"] - spent["computing"],
-                parts=parts,
-                operators=_longest(own[name]),
-                kernels=_longest(kernels[name]),
-                peak_bytes=peaks.get(name),
-            )
+                seconds=sum(stop - start for start, stop in windows) / 1e6, computing=spent["computing"],
+                collectives=spent["collectives"], waiting=spent["any"] - spent["computing"], parts=parts,
+                operators=_longest(own[name]), kernels=_longest(kernels[name]), peak_bytes=peaks.get(name),
+            )  # fmt: skip
         return phases
 
     def _phase_of(self, event: Event) -> str:
-        """Of the launch of what ran on a GPU."""
+        """GPU work counts where it was launched."""
         return self._phase_at(event.start if event.launch is None else self.launched.get(event.launch, event.start))
 
     def _phase_at(self, time: float) -> str:
@@ -114,7 +135,7 @@ class _Trace:
         return self.phases[before - 1].name if before else ""
 
     def _peaks(self) -> Mapping[str, int]:
-        """Most allocated bytes by phase, of the GPU if there is one; of the host beyond what it had at first."""
+        """Bytes by phase, of the GPU if there is one."""
         types = {kind for _, kind, _ in self.allocated}
         peaks = defaultdict[str, int](int)
         for time, kind, allocated in self.allocated:
@@ -127,7 +148,7 @@ class _Trace:
 def _by(
     key: Callable[[Event], str], times: Iterable[tuple[Event, float]]
 ) -> defaultdict[str, dict[str, tuple[float, int]]]:
-    """By phase and name: seconds and calls."""
+    """Seconds and calls by phase and name."""
     phases = defaultdict[str, dict[str, tuple[float, int]]](dict)
     for event, time in times:
         names = phases[key(event)]
@@ -142,7 +163,7 @@ def _longest(names: Mapping[str, tuple[float, int]]) -> list[tuple[str, float, i
 
 
 def _own_times(events: Iterable[Event]) -> Iterator[tuple[Event, float]]:
-    """Without the time of events within."""
+    """Without events inside."""
     for _, thread in groupby(sorted(events, key=lambda e: (str(e.thread), e.start, -e.stop)), lambda e: e.thread):
         open_events: list[tuple[Event, float]] = []  # and their own time so far
         for event in chain(thread, [Event(math.inf, math.inf, "", 0, None)]):
@@ -155,7 +176,6 @@ def _own_times(events: Iterable[Event]) -> Iterator[tuple[Event, float]]:
 
 
 def _merged(events: Iterable[Event]) -> list[tuple[float, float]]:
-    """Spans in which at least one of them goes on, in order."""
     spans: list[tuple[float, float]] = []
     for start, stop in sorted((event.start, event.stop) for event in events):
         if spans and start <= spans[-1][1]:
@@ -175,3 +195,27 @@ def _overlap(windows: Sequence[tuple[float, float]], spans: Sequence[tuple[float
                 break
             total += min(high, stop) - max(low, start)
     return total
+
+
+def read_profiles(run: Path) -> list[Row]:
+    steps: dict[int, list[Summary]] = {}
+    for path in (run / FOLDER).glob("step-*/rank-*.json"):
+        with suppress(OSError, ValidationError):
+            summary = Summary.model_validate_json(path.read_bytes())
+            steps.setdefault(summary.step, []).append(summary)
+    return [_shown(sorted(steps[step], key=lambda each: each.rank)) for step in sorted(steps)[-MOST_SHOWN:]]
+
+
+def _shown(ranks: list[Summary]) -> Row:
+    """Times of all ranks; longest operators of the first."""
+    first, phases = ranks[0], list[Row]()
+    for name, phase in first.phases.items():
+        all_ranks = [each.phases[name] for each in ranks if name in each.phases]
+        longest = {"kernels": phase.kernels, "operators": phase.operators}
+        row: Row = {"name": name, "peak_gib": number(max(each.peak_bytes or 0 for each in all_ranks) / 2**30)}
+        row |= {time: [number(vars(each)[time]) for each in all_ranks] for time in ("seconds", "computing", "waiting")}
+        row["parts"] = {part: number(seconds) for part, seconds in phase.parts.items()}
+        shown = {kind: [[own, number(s), calls] for own, s, calls in rows] for kind, rows in longest.items()}
+        row["longest"] = {kind: rows for kind, rows in shown.items() if rows}
+        phases.append(row)
+    return {"step": first.step, "device": first.device, "rank": first.rank, "ranks": len(ranks), "phases": phases}

@@ -1,4 +1,4 @@
-"""What users add to the training loop. Names are those of transformers' TrainerCallback, where it has them."""
+"""Callbacks of the training loop, with names of transformers' TrainerCallback."""
 
 import json
 import math
@@ -39,7 +39,7 @@ class TrainerState:
     should_save: bool = False
 
     def takes(self, flag: str) -> bool:
-        """Whether a flag is set; it is not any more."""
+        """Read and clear a flag."""
         is_set = bool(vars(self)[flag])
         setattr(self, flag, False)
         return is_set
@@ -56,7 +56,7 @@ class TrainerCallback:
         """Before the first evaluation, or where a resumed run goes on."""
 
     def on_step_begin(self, state: TrainerState) -> None:
-        """May set `lr` and `weight_decay` in `state.engine.param_groups`, which this step takes."""
+        """May set `lr` and `weight_decay` in `state.engine.param_groups` for this step."""
 
     def on_rollout_end(self, state: TrainerState, samples: list[Any]) -> list[Any] | None:
         """RL: after sampling and rewards. samples: `dt.Sample`s, groups of a prompt together.
@@ -66,20 +66,20 @@ class TrainerCallback:
         """
 
     def on_step_end(self, state: TrainerState, metrics: dict[str, Any]) -> None:
-        """After the update. May add numbers to the step's row of metrics.jsonl; the first rank's are written."""
+        """After the update. May add numbers to the row of metrics.jsonl; rank 0's are written."""
 
     def on_evaluate(self, state: TrainerState, metrics: dict[str, Any]) -> None:
-        """After each evaluation, the one before training too. May add numbers, under names that begin with `eval_`."""
+        """After each evaluation, also before training. May add numbers named `eval_...`."""
 
     def on_save(self, state: TrainerState, path: Path) -> None:
-        """When a checkpoint is whole, so with `trainer.async_save` maybe some steps after it was begun."""
+        """When a checkpoint is whole: with `trainer.async_save` maybe some steps later."""
 
     def on_train_end(self, state: TrainerState) -> None:
-        """After `hf/` is written, or the checkpoint of a run that a signal stopped. Not after an error."""
+        """After `hf/` or the checkpoint of a stopped run is written. Not after an error."""
 
 
 class Callbacks:
-    """Calls each of `callbacks` in order. Collective."""
+    """Collective."""
 
     def __init__(self, state: TrainerState, mesh: Mesh) -> None:
         self.state, self.mesh = state, mesh
@@ -90,8 +90,6 @@ class Callbacks:
             self._together(event, each, lambda method: method(self.state, *given))
 
     def add_columns(self, event: str, row: dict[str, Any], prefix: str = "") -> None:
-        """What they add to a row of metrics, as on the first rank."""
-
         def called(method: Callable[..., object]) -> None:
             method(self.state, mine)
             for name in {**row, **mine}:
@@ -107,42 +105,38 @@ class Callbacks:
             row |= of_first({name: value for name, value in mine.items() if name not in row}, self.mesh)
 
     def replaced(self, samples: list[Any]) -> list[Any]:
-        """What on_rollout_end makes of them."""
         known = {(sample.group, sample.completion.sample) for sample in samples}
 
-        def called(method: Callable[..., list[Any] | None]) -> None:
+        def called(method: Callable[..., list[Any] | None]) -> list[Any]:
             result = method(self.state, list(samples))
             for sample in result or ():
                 if not isinstance(sample, type(samples[0])) or (sample.group, sample.completion.sample) not in known:
                     raise TypeError("expected None, or a list of samples it was given, changed by dataclasses.replace")
                 if not (isinstance(sample.reward, (int, float)) and math.isfinite(sample.reward)):
-                    raise ValueError(
-                        f"the reward {quoted(sample.reward)} of {sample.prompt.id!r}; expected a finite number"
-                    )
-            taken.append(samples if result is None else list(result))
+                    raise ValueError(f"the reward {quoted(sample.reward)} of {sample.prompt.id!r}: not a finite number")
+            return samples if result is None else list(result)
 
         for each in self.callbacks if samples else ():
-            taken: list[list[Any]] = []
-            self._together("on_rollout_end", each, called)
-            (samples,) = taken
+            samples = self._together("on_rollout_end", each, called)
             rewards = json.dumps([[sample.group, sample.completion.sample, float(sample.reward)] for sample in samples])
             if len({*of_all(rewards, self.mesh)}) > 1:
                 name = f"{type(each).__name__}.on_rollout_end"
                 raise CallbackError(f"{name} returned other samples or rewards on other ranks; make them equal")
         return samples
 
-    def _together(self, event: str, callback: TrainerCallback, call: Callable[[Any], object]) -> None:
-        """Raises on all ranks what one raised."""
+    def _together(self, event: str, callback: TrainerCallback, call: Callable[[Any], Any]) -> Any:
+        """An exception on one rank raises on all."""
         name = f"{type(callback).__name__}.{event}"
         try:
-            call(getattr(callback, event))
+            result = call(getattr(callback, event))
         except Exception as error:
             raise CallbackError(self._problems(name, f"{type(error).__name__}: {error}")) from error
         if problems := self._problems(name, ""):
             raise CallbackError(problems)
+        return result
 
     def _problems(self, name: str, own: str) -> str:
-        """Of all ranks, which also agree on the flags."""
+        """Errors of all ranks; also combines the flags."""
         state = self.state
         ranks = of_all([own, *(vars(state)[flag] for flag in FLAGS)], self.mesh)
         for i, flag in enumerate(FLAGS):

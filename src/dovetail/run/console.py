@@ -23,7 +23,7 @@ SHOWN = (  # key of a row, its label, its format
     ("lr", "lr", ".2e"), ("tokens_per_second", "tok/s", ",.0f"), ("step_seconds", "s", ".1f"),
     ("trainer_idle", "idle", ".0%"),
 )  # fmt: skip
-QUIET_SECONDS = 60.0  # without a terminal: after which a line says how far a phase is
+QUIET_SECONDS = 60.0  # between lines on a phase, without a terminal
 UPDATED = ("loss", "grad_norm", "lr", "entropy_mean", "kl_mean", "tokens_per_second")
 
 
@@ -39,7 +39,7 @@ class _Steady(RichConsole):
 
 
 class Console:
-    """Quiet except on the first rank."""
+    """Silent except on rank 0."""
 
     def __init__(self, *, speaks: bool, steps: int) -> None:
         self._console = _Steady(quiet=not speaks, highlight=False, soft_wrap=True)
@@ -54,12 +54,11 @@ class Console:
         self._spoke = time.monotonic()
 
     def plan(self, steps: int) -> None:
-        """Another number of steps."""
         self._steps = steps
         self._progress.update(self._bar, total=steps)
 
     def phase(self, name: str, done: int, total: int, tokens: int) -> None:
-        """What goes on now: on a terminal in place, elsewhere a line after a while without any."""
+        """A bar on a terminal, else a line a minute."""
         now = time.monotonic()
         if self._phase[0] != name or (done == total == 0):
             self._phase = (name, now)
@@ -80,11 +79,9 @@ class Console:
         self._write(f"{text}\n")
 
     def prepend(self, text: str) -> None:
-        """What was shown before the first `say`, for the log."""
         self._early.insert(0, text)
 
     def log_to(self, *paths: Path) -> None:
-        """From now on, and what was said so far."""
         self._logs = paths if self._speaks else ()
         self._write("".join(self._early))
 
@@ -98,7 +95,7 @@ class Console:
     def step(self, row: Mapping[str, Any]) -> None:
         known = {key: row[key] for key, _, _ in SHOWN if row.get(key) is not None}
         notes = [f"UPDATE SKIPPED: {row['fault']}"] if row.get("skipped") else []
-        nothing = row["tokens"] == 0  # was learned: numbers of an update have no meaning
+        nothing = row["tokens"] == 0  # was learned
         if nothing:
             known = {key: value for key, value in known.items() if key not in UPDATED and not math.isnan(value)}
         elif "critic_loss" in known and "loss" in known and math.isnan(known["loss"]) and not notes:
@@ -118,7 +115,7 @@ class Console:
 
 
 def curve(values: Sequence[float], height: int = 6) -> str:
-    """A chart of block characters; "" for fewer than three finite values or equal ones."""
+    """Block characters; "" for fewer than three finite values or equal ones."""
     values = [v for v in values if math.isfinite(v)]
     if len(values) < FEWEST or min(values) == max(values):
         return ""

@@ -1,6 +1,6 @@
-"""The directory of a run: config.yaml, metrics.jsonl, events.jsonl, logs/, rollouts/, eval/, checkpoints/, hf/, superseded/.
+"""The directory of a run. Rank 0 writes small files, all ranks checkpoints/ and hf/.
 
-superseded/ has the files of steps that a resumed run repeats. The first rank writes small files, all ranks checkpoints and hf/.
+superseded/ has files of steps that a resumed run repeats.
 """
 
 import json
@@ -50,14 +50,14 @@ from dovetail.weights.stream import Export
 
 POLICY, CRITIC = MODEL_ROLE, "critic"
 ROLLOUTS, EVAL, PROFILE, SUPERSEDED, LOG = "rollouts", "eval", "profile", "superseded", "console.log"
-ROOM_FOR = 2  # checkpoints: the old one stays until the new one is complete
+ROOM_FOR = 2  # checkpoints: old and new
 OF_STEP = re.compile(r"step_(\d+)\.|step-(\d+)$")
 MOST_FAILED_SAVES = 3  # in a row
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contents:
-    """What a run saves. model, data: fingerprints."""
+    """model, data: fingerprints."""
 
     engines: Mapping[str, Engine]
     sides: SideFiles
@@ -66,7 +66,7 @@ class Contents:
 
 
 class RunDirectory:
-    """resume: auto, never or step=N. stop_signal: of this rank, or 0. quiet: what ranks print is in their logs alone."""
+    """resume: auto, never or step=N. stop_signal: of this rank; 0: none."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class RunDirectory:
         self._quiet = progress is not None and progress.is_watched
         self._rank_log = log_path(self.path, mesh["world"].rank)
         self.on = Callbacks(TrainerState(recipe, self.lead), mesh)
-        self.after_save: Callable[[int], None] | None = None  # on the first rank: the step of the oldest of keep_last
+        self.after_save: Callable[[int], None] | None = None  # takes the oldest kept step
         self._records = Records(self.say)
         self._lock = RunLock(self.path)
         self._notes = LearningNotes(recipe)
@@ -107,26 +107,25 @@ class RunDirectory:
 
     @property
     def first_row(self) -> int:
-        """Stream position of the rows at step 0."""
+        """Row of the data stream at step 0."""
         state = None if self.resumed is None else self.resumed.state
         return 0 if state is None else state.cursor - state.step * self.recipe.trainer.prompts_per_step
 
     def claim(self, damaged: Mapping[str, str] = NONE) -> None:
-        """Find the run to resume and lock it; refuse other contents. damaged: steps to skip, and why. Collective."""
-        mode = self._resume
+        """Collective. Lock the directory and find what to resume. damaged: steps to skip, and why."""
         with agreed(self.mesh):
             check_loggers(self.recipe.trainer.loggers)
             if self.lead:
-                self._existed = check_run_dir(self.path, mode)
+                self._existed = check_run_dir(self.path, self._resume)
                 if self._existed:
                     self._lock.acquire()
         refuse_unshared(self.path, self.mesh)
         self._existed = of_first(self._existed, self.mesh)
         if self._existed:
-            self.resumed = find(self.path, self.mesh, mode, self.config, damaged)
+            self.resumed = find(self.path, self.mesh, self._resume, self.config, damaged)
 
     def check_space(self, contents: Contents) -> None:
-        """Refuse a disk without room for two checkpoints, or the final model. Collective."""
+        """Collective."""
         saves, exports = self.recipe.trainer.save_every > 0, _exports(contents)
         needed = sum(spec.num_bytes for e in (exports if saves else exports[:1]) for spec in e.specs.values())
         needed *= ROOM_FOR if saves else 1
@@ -136,12 +135,12 @@ class RunDirectory:
             if self.lead:
                 folder = next(f for f in (self.path.absolute(), *self.path.absolute().parents) if f.exists())
                 total, _, free = shutil.disk_usage(folder)
-                if free < needed and total:  # a total of 0: the system does not know
+                if free < needed and total:  # total 0: unknown
                     room = f"{free / 1e9:.2g} GB are free, but {wanted} {needed / 1e9:.2g} GB"
                     raise ConfigError(f"run_dir {self.path}: {room}; free some, {remedy}")
 
     def open(self, contents: Contents) -> None:
-        """Make the directory, or continue an earlier start. Collective."""
+        """Collective."""
         self.contents, resumed = contents, self.resumed
         self.run_id = of_first(uuid.uuid4().hex, self.mesh)
         if resumed is not None:
@@ -172,11 +171,11 @@ class RunDirectory:
             self._report_resume(resumed)
 
     def earlier(self) -> tuple[int, list[Row], Row] | None:
-        """Of a resumed run: steps, rows, and the evaluation before training."""
+        """Of a resumed run: step, rows, first evaluation."""
         return None if self.resumed is None else (self.resumed.state.step, list(self._earlier), self._before)
 
     def start(self, evaluation: Row) -> None:
-        """evaluation: before training, empty without held-out rows."""
+        """evaluation: before training."""
         self._before = evaluation
         if evaluation and self.resumed is None:
             self.say("before training: " + "  ".join(f"{name} {value:.3f}" for name, value in evaluation.items()))
@@ -185,7 +184,7 @@ class RunDirectory:
         self.console.start()
 
     def record(self, row: Row, samples: Seq[Row]) -> None:
-        """Complete, write and show a row; write samples. Collective."""
+        """Collective."""
         flops = row.pop("flops", 0.0)
         device = self.mesh.device
         row |= {"timestamp": time.time(), "peak_memory_gib": peak_memory_gib(device), **usage(device)}
@@ -206,14 +205,14 @@ class RunDirectory:
             self.say(f"note: {note}")
 
     def write_eval(self, name: str, step: int, samples: Seq[Row]) -> None:
-        """Of a set; "" is data.eval. Collective."""
+        """Collective. name "": data.eval."""
         with agreed(self.mesh):
             if self._metrics is not None:
                 make_directory(self.path / EVAL / name)
                 self._records.write(partial(write_samples, self.path / EVAL / name / f"step_{step:06}.jsonl", samples))
 
     def add_evaluation(self, evaluation: Row) -> None:
-        """To the last row that an earlier start has written. Collective."""
+        """Collective. Adds to the last row of an earlier start."""
         with agreed(self.mesh):
             if self._metrics is not None and self._earlier:
                 rows = [*self._earlier[:-1], {**self._earlier[-1], **evaluation}]
@@ -228,7 +227,7 @@ class RunDirectory:
             self._finish_save()
 
     def stopping(self) -> bool:
-        """Whether any rank got a signal to stop; also ends finished saves. Collective."""
+        """Collective. Whether any rank got a stop signal; also ends finished saves."""
         own = [self._stop_signal(), self._saver.done, self.profiler.take_request()]
         ranks = stack_over(torch.tensor(own, dtype=torch.int64, device=self.mesh.device), self.mesh["world"])
         if ranks[:, 1].all():
@@ -238,7 +237,7 @@ class RunDirectory:
         return self.stop_signal != 0
 
     def shared(self, seconds: float) -> float:
-        """The first rank's value. Collective."""
+        """Collective. Rank 0's value."""
         own = torch.tensor(seconds, dtype=torch.float64, device=self.mesh.device)
         return float(stack_over(own, self.mesh["world"])[0])
 
@@ -249,11 +248,11 @@ class RunDirectory:
                 self._records.write(partial(append, self.path / EVENTS, row))
 
     def finish(self, outcome: Outcome) -> None:
-        """Write hf/ unless stopped, and print a summary. Collective."""
+        """Collective."""
         try:
             if not outcome.stopped:
                 self.contents.engines[POLICY].save_pretrained(self.path / HF)
-        finally:  # neither is lost for the other's failure
+        finally:
             self._finish_save(last=True)
         with agreed(self.mesh):
             self._records.flush()
@@ -261,12 +260,11 @@ class RunDirectory:
         self._print_summary(outcome)
 
     def close(self) -> None:
-        """Waits for the save under way; may be called twice."""
+        """Waits for the save under way. May be called twice."""
         self._at_close.close()
         self._metrics = None
 
     def note_failure(self, _: object, error: BaseException | None, __: object) -> None:
-        """As `__exit__` of a block: what ended it stands in this rank's log."""
         note_failure(self._rank_log, error)
 
     def _print_summary(self, outcome: Outcome) -> None:
@@ -294,7 +292,6 @@ class RunDirectory:
             self.say(f"{'checkpoint':<18} {self.path / CHECKPOINTS / f'step_{self._saved:06}'}")
 
     def _finish_save(self, *, last: bool = False) -> None:
-        """Raises if it failed and is the last, or one of too many."""
         try:
             if self._saver.finish():
                 self._failed_saves, self._saved = 0, self._saving
@@ -312,18 +309,12 @@ class RunDirectory:
 
     def _state(self, step: int) -> RunState:
         return RunState(
-            run_id=self.run_id,
-            order=self._order,
-            step=step,
-            score=self._score,
-            recipe=self.config,
-            model=self.contents.model,
-            data=self.contents.data,
+            run_id=self.run_id, order=self._order, step=step, score=self._score, recipe=self.config, before=self._before,
+            model=self.contents.model, data=self.contents.data,
             cursor=self.first_row + step * self.recipe.trainer.prompts_per_step,
             updates={role: engine.updates for role, engine in self.contents.engines.items()},
-            before=self._before,
             rng=of_all(random_state(self.mesh.device), self.mesh),
-        )
+        )  # fmt: skip
 
     def _report_resume(self, resumed: Resumed) -> None:
         state, world = resumed.state, self.mesh["world"]
@@ -338,13 +329,13 @@ class RunDirectory:
         self.say(f"resumed after step {state.step} from {resumed.reader.path}")
 
     def _set_later_aside(self) -> None:
-        """Move files of later steps into superseded/, checkpoints first: after a kill a resumed run has the rows of its step."""
+        """Move files of later steps into superseded/, checkpoints first."""
         state = None if self.resumed is None else self.resumed.state
         step, self._order = (0, 0) if state is None else (state.step, state.order)
         clear_debris(self.path)
         clear_debris(self.path / CHECKPOINTS)
         numbers = [int(path.name) for path in (self.path / SUPERSEDED).glob("*") if path.name.isdecimal()]
-        aside = self.path / SUPERSEDED / f"{1 + max(numbers, default=0):03}"  # a user may have removed older ones
+        aside = self.path / SUPERSEDED / f"{1 + max(numbers, default=0):03}"  # numbers may have gaps
         set_aside(self.path / CHECKPOINTS, self._order, aside / CHECKPOINTS)
         self._earlier, kept, rest = _rows(self.path / METRICS, step)
         files = [*(self.path / ROLLOUTS).glob("step_*"), *(self.path / EVAL).glob("**/step_*")]
@@ -359,7 +350,7 @@ class RunDirectory:
                 path.rename(folder / path.name)
         if rest:
             replace_file(aside / METRICS, "".join(rest).encode())
-        if rest or kept:  # a kill may have cut the end of the last line
+        if rest or kept:  # the last line may be torn
             replace_file(self.path / METRICS, "".join(kept).encode())
 
 
@@ -369,7 +360,7 @@ def _exports(contents: Contents) -> list[Export]:
 
 
 def _rows(path: Path, last: int) -> tuple[list[Row], list[str], list[str]]:
-    """Rows up to step `last`, their lines, and later lines (one may be cut by a kill)."""
+    """Rows up to step `last`, their lines, later lines."""
     text = path.read_text(encoding="utf-8", errors="replace").rstrip("\n") if path.exists() else ""
     lines = [f"{line}\n" for line in text.split("\n")] if text else []
     rows: list[Row] = []

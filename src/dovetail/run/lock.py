@@ -1,4 +1,4 @@
-"""The lock of a run directory, and the check that hosts share it."""
+"""The lock of a run directory."""
 
 import contextlib
 import fcntl
@@ -14,22 +14,18 @@ from dovetail.parallel.consensus import agreed, of_all, of_first
 from dovetail.parallel.mesh import Mesh
 from dovetail.run.paths import LOCK
 
-VISIBLE_SECONDS = 15.0  # for another host, which may cache the folder, to see a new file
+VISIBLE_SECONDS = 15.0  # for other hosts to see a new file
 POLL_SECONDS = 0.2
 MOST_SHOWN = 8  # ranks in a message
 
 
 class RunLock:
-    """Released by the operating system when the process ends."""
-
     def __init__(self, folder: Path) -> None:
         self.path = folder / LOCK
         self._fd = -1
 
     def acquire(self) -> None:
-        """ConfigError with the owner if another process holds it."""
         while self._fd < 0:
-            # not through a link: its target would be truncated
             fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -43,7 +39,7 @@ class RunLock:
                 os.ftruncate(fd, 0)
                 os.pwrite(fd, json.dumps(me).encode(), 0)
                 self._fd = fd
-            else:  # its owner removed the file between the two calls
+            else:  # removed by its owner
                 os.close(fd)
 
     def release(self) -> None:
@@ -69,7 +65,7 @@ def _describe(owner: str) -> str:
 
 
 def refuse_unshared(path: Path, mesh: Mesh) -> None:
-    """ConfigError unless all ranks see a file that the first makes in the directory or its nearest parent. Collective."""
+    """Collective. ConfigError unless all ranks see a file that rank 0 makes."""
     world, folders = mesh["world"], [path.absolute(), *path.absolute().parents]
     if world.size == 1:
         return
@@ -87,10 +83,9 @@ def refuse_unshared(path: Path, mesh: Mesh) -> None:
         if world.rank == 0:
             (folder / name).unlink(missing_ok=True)
     if without := [f"{host} (rank {rank})" for rank, (host, same) in enumerate(everyone) if not same]:
-        raise ConfigError(
-            f"run_dir {path} is not the same directory on all hosts: {', '.join(without[:MOST_SHOWN])} cannot see what "
-            f"{everyone[0][0]} (rank 0) writes there; give a directory that all hosts share, such as one on NFS"
-        )
+        unseen = f"{', '.join(without[:MOST_SHOWN])} cannot see what {everyone[0][0]} (rank 0) writes there"
+        edit = "give a directory that all hosts share, such as one on NFS"
+        raise ConfigError(f"run_dir {path} is not the same directory on all hosts: {unseen}; {edit}")
 
 
 def _appears(file: Path) -> bool:

@@ -1,7 +1,4 @@
-"""Experiment trackers. Keys and addresses come from their own environment variables alone.
-
-The interfaces are those of wandb 0.31, mlflow 3.17, tensorboard 2.21, trackio 0.43 and swanlab 0.10.
-"""
+"""Experiment trackers: wandb 0.31, mlflow 3.17, tensorboard 2.21, trackio 0.43, swanlab 0.10. Keys come from their variables."""
 
 import importlib
 import importlib.util
@@ -20,7 +17,7 @@ from dovetail.recipe.tracking import LoggerSection
 PROJECT = "dovetail"
 SHOWN_SAMPLES, SAMPLES_EVERY = 16, 10  # of a step, and steps
 COLUMNS = ("id", "sample", "prompt", "completion", "answer", "reward")
-GROUPS: Seq[tuple[str, str]] = (  # the start of a metric's name, and what trackers have instead
+GROUPS: Seq[tuple[str, str]] = (  # start of a metric's name, its replacement
     ("eval/", "eval/"), ("eval_", "eval/"), ("seconds/", "time/"), ("step_seconds", "time/step"),
     ("tokens_per_second/", "perf/tokens_per_second/"), ("samples_per_second/", "perf/samples_per_second/"),
     ("tokens", "perf/tokens"), ("mfu", "perf/mfu"), ("gpu_utilization", "perf/gpu_utilization"),
@@ -38,7 +35,7 @@ Log = tuple[Callable[[int, Mapping[str, float], Seq[Row]], None], Callable[[], N
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """run_id: the same after a resume. first_step: that this start makes."""
+    """run_id survives a resume. first_step: of this start."""
 
     path: Path
     config: Mapping[str, Any]
@@ -49,12 +46,11 @@ class RunFacts:
 def check_loggers(sections: Seq[LoggerSection]) -> None:
     for name in (section.name for section in sections):
         spec = importlib.util.find_spec(name)
-        if spec is None or spec.origin is None:  # without an origin: a mere folder, such as wandb leaves behind
+        if spec is None or spec.origin is None:  # no origin: a mere folder, as wandb leaves behind
             raise ConfigError(f"trainer.loggers has {name}, which is not installed: pip install 'dovetail-rl[{name}]'")
 
 
 def grouped(row: Row) -> dict[str, float]:
-    """Numbers under the names that trackers show in groups."""
     numbers = {k: v for k, v in row.items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
     grouped = dict[str, float]()
     for name in numbers.keys() - {"step", "timestamp"}:
@@ -64,14 +60,12 @@ def grouped(row: Row) -> dict[str, float]:
 
 
 def start_logger(section: LoggerSection, run: RunFacts) -> Log:
-    starts: Mapping[str, Callable[[LoggerSection, RunFacts], Log]] = {
-        "wandb": _wandb, "mlflow": _mlflow, "tensorboard": _tensorboard, "trackio": _trackio, "swanlab": _swanlab,
-    }  # fmt: skip
+    starts = {"wandb": _wandb, "mlflow": _mlflow, "tensorboard": _tensorboard, "trackio": _trackio, "swanlab": _swanlab}
     return starts[section.name](section, run)
 
 
 def _unless_set(value: Any, default: Any, *variables: str) -> Any:
-    """None lets a library read one of its variables."""
+    """None: the library reads its variable."""
     return value or (None if any(map(from_environment, variables)) else default)
 
 
@@ -98,7 +92,7 @@ def _wandb(section: LoggerSection, run: RunFacts) -> Log:
 
     def log(step: int, row: Mapping[str, float], samples: Seq[Row]) -> None:
         table = {"samples": wandb.Table(columns=list(COLUMNS), data=_cells(samples))} if samples else {}
-        # a run that was killed after its checkpoint repeats steps, which wandb would drop
+        # wandb drops repeated steps of a resumed run
         started.log({"step": step, **row, **table}, step=max(step, started.step))
 
     return log, started.finish
@@ -131,7 +125,7 @@ def _mlflow(section: LoggerSection, run: RunFacts) -> Log:
 
 def _tensorboard(_: LoggerSection, run: RunFacts) -> Log:
     module = importlib.import_module("torch.utils.tensorboard")
-    again = run.first_step if run.first_step > 1 else None  # what an earlier start wrote from there on is hidden
+    again = run.first_step if run.first_step > 1 else None  # hides later steps of an earlier start
     writer = module.SummaryWriter(str(run.path / "tensorboard"), purge_step=again)
     writer.add_text("config", f"```json\n{json.dumps(run.config, indent=2)}\n```")
 
@@ -146,15 +140,10 @@ def _tensorboard(_: LoggerSection, run: RunFacts) -> Log:
 
 
 def _trackio(section: LoggerSection, run: RunFacts) -> Log:
-    """Resumes by name, so that the name holds a part of our id."""
-    started = importlib.import_module("trackio").init(
-        project=section.project or PROJECT,
-        name=f"{section.run_name or run.path.name}-{run.run_id[:8]}",
-        group=section.group,
-        config=dict(run.config),
-        resume="allow",
-        embed=False,
-    )
+    """Resumes by name."""
+    project, name = section.project or PROJECT, f"{section.run_name or run.path.name}-{run.run_id[:8]}"
+    keys = {"group": section.group, "config": dict(run.config), "resume": "allow", "embed": False}
+    started = importlib.import_module("trackio").init(project=project, name=name, **keys)
     return (lambda step, row, _: started.log(dict(row), step=step)), started.finish
 
 

@@ -1,4 +1,4 @@
-"""metrics.jsonl, samples and loggers. Writes wait in memory while the disk is full; loggers run in threads of their own."""
+"""metrics.jsonl, samples and loggers."""
 
 import errno
 import queue
@@ -22,15 +22,15 @@ from dovetail.run.loggers import SAMPLES_EVERY, SHOWN_SAMPLES, RunFacts, grouped
 METRICS = "metrics.jsonl"
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 MOST_WAITING = 64  # writes
-TRIAL_SECONDS = 30.0  # for a logger to answer before the run begins
-LAST_SECONDS = 10.0  # for it to send what it has when the run ends
+TRIAL_SECONDS = 30.0  # for a logger to start
+LAST_SECONDS = 10.0  # to send the rest
 MOST_CAUSE = 500  # characters
 
-Write = Callable[[], object]  # writes everything; if it raises it is called again
+Write = Callable[[], object]  # called again if it raises
 
 
 class Records:
-    """Writes in order, and again those that met a full disk."""
+    """Ordered writes; those that meet a full disk are repeated."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
@@ -38,7 +38,7 @@ class Records:
         self._warned = False
 
     def write(self, write: Write) -> None:
-        """Raises all errors but a full disk, and that if too many writes wait."""
+        """Raises unless the disk is full and few writes wait."""
         self._waiting.append(write)
         try:
             self.flush()
@@ -57,7 +57,6 @@ class Records:
 
 
 def write_samples(path: Path, samples: Seq[Mapping[str, Any]]) -> None:
-    """JSONL, and `routing` in a safetensors file of the same name."""
     with path.open("w", encoding="utf-8", errors=ODD_LETTERS) as out:
         for sample in samples:
             out.write(json_line({name: value for name, value in sample.items() if name != "routing"}))
@@ -65,7 +64,7 @@ def write_samples(path: Path, samples: Seq[Mapping[str, Any]]) -> None:
 
 
 def write_routes(path: Path, traces: Seq[RoutingTrace | None]) -> None:
-    """indices [tokens, layers, K]; valid [tokens]; starts [samples + 1], offsets into tokens; layers: their numbers."""
+    """indices [tokens, layers, K]; valid [tokens]; starts [samples + 1] into tokens; layers: numbers."""
     known = [trace for trace in traces if trace is not None]
     if not known:
         return
@@ -79,7 +78,7 @@ def write_routes(path: Path, traces: Seq[RoutingTrace | None]) -> None:
 
 
 class Metrics:
-    """On the first rank only. Loggers are tried at once; none stops a run."""
+    """Rank 0 only. No logger stops a run."""
 
     def __init__(self, run: RunFacts, loggers: Seq[LoggerSection], say: Callable[[str], None]) -> None:
         self._path, self._say = run.path / METRICS, say
@@ -114,8 +113,6 @@ class Metrics:
 
 
 class LoggerThread(threading.Thread):
-    """Ends at None."""
-
     def __init__(self, section: LoggerSection, run: RunFacts) -> None:
         super().__init__(name=section.name, daemon=True)
         self.section, self.facts = section, run

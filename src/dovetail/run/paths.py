@@ -1,4 +1,4 @@
-"""Names in a run's directory, and whether a run may have it. Imports no torch."""
+"""Names in a run's directory, and who may write there. Imports no torch."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +12,7 @@ from dovetail.weights.safe_paths import LEFTOVERS, refuse_unwritable
 CONFIG, HF, CHECKPOINTS, EVENTS, LOCK = "config.yaml", "hf", "checkpoints", "events.jsonl", ".lock"
 POOL = "pool"  # finished groups of an asynchronous run
 BEFORE_CONFIG = frozenset({LOCK, EVENTS, "rollouts", "logs"})  # older than config.yaml
-# Keys of a recipe, or their beginnings, that change no number of a finished run.
+# Prefixes of keys that change no number.
 WITHOUT_EFFECT = (
     "layout", "critic.layout", "reference.layout", "teacher.layout", "rollout.layout", "rollout.engines", "rollout.start",
     "rollout.request_timeout", "trainer.save_every", "trainer.save_on_stop", "trainer.keep_last", "trainer.async_save",
@@ -23,8 +23,6 @@ OCCUPIED = "run_dir {} is not empty; choose another run_dir, or move that one aw
 
 
 class FinishedError(Exception):
-    """The run is finished: exit code 0."""
-
     def __init__(self, path: Path) -> None:
         saved = any((path / CHECKPOINTS).glob("step_*"))
         further = "raise trainer.steps to train on" if saved else "choose another run_dir to train again"
@@ -32,7 +30,7 @@ class FinishedError(Exception):
 
 
 def is_run(path: Path) -> bool:
-    """ConfigError if `path` holds anything but a run."""
+    """ConfigError for anything else than a run."""
     if not path.exists():
         return False
     entries = path.iterdir() if path.is_dir() else [path]
@@ -43,7 +41,7 @@ def is_run(path: Path) -> bool:
 
 
 def check_run_dir(path: Path, resume: str) -> bool:
-    """Whether a run exists. ConfigError if it or `--resume` does not allow this one."""
+    """Whether a run exists. ConfigError if `--resume` does not allow this one."""
     refuse_unwritable(path / CONFIG if path.is_dir() else path, "run_dir")
     existed = is_run(path)
     if existed and resume == "never":
@@ -54,18 +52,17 @@ def check_run_dir(path: Path, resume: str) -> bool:
 
 
 def check_unfinished(path: Path, recipe: Mapping[str, Any]) -> None:
-    """FinishedError if `path` holds the finished run of this recipe."""
     if (path / HF).exists() and not with_effect(changed(rename_keys(read_mapping(path / CONFIG))[0], recipe)):
         raise FinishedError(path)
 
 
 def with_effect(changes: Mapping[str, tuple[Any, Any]]) -> dict[str, tuple[Any, Any]]:
-    """Those that would have made a finished run another one."""
+    """Changes that would change the numbers of a finished run."""
     return {key: change for key, change in changes.items() if not key.startswith(WITHOUT_EFFECT)}
 
 
 def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Dotted key -> (before, now) of changed keys but run_dir."""
+    """Dotted key -> (before, now), without run_dir."""
     old, new = flat(before), flat(now)
     keys = [key for key in {**old, **new} if key != "run_dir"]
     return {key: (old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)}

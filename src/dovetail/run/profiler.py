@@ -1,4 +1,4 @@
-"""Profiles of single steps: of each rank a trace of torch.profiler, what it sums up to, and a snapshot of GPU memory."""
+"""Profiles of single steps: traces, summaries, and snapshots of GPU memory."""
 
 import gzip
 import shutil
@@ -23,7 +23,7 @@ MOST_CAUSE = 300  # characters
 
 
 class Profiler:
-    """No failure of a profile stops a run."""
+    """Failures never stop a run."""
 
     def __init__(
         self, section: ProfileSection, folder: Path, mesh: Mesh, progress: Progress, say: Callable[[str], None]
@@ -33,13 +33,12 @@ class Profiler:
         self.wanted = False  # by a signal, on all ranks
 
     def take_request(self) -> bool:
-        """Whether this rank got a signal since the last call."""
         asked, self.progress.profile_wanted = self.progress.profile_wanted, False
         return asked
 
     @contextmanager
     def around(self, step: int) -> Iterator[None]:
-        """Records the block if the step is to be profiled. Collective."""
+        """Collective."""
         if not self.wanted and step not in self.steps:
             yield
             return
@@ -72,7 +71,7 @@ class Profiler:
 
 
 class _Recording:
-    """A step of one rank. path: of its files, without suffix."""
+    """path: of its files, without suffix."""
 
     def __init__(self, device: torch.device, progress: Progress, path: Path, *, memory: bool) -> None:
         gpu = [ProfilerActivity.CUDA] if device.type == "cuda" else []
@@ -90,7 +89,7 @@ class _Recording:
         self.progress.mark = record_function
 
     def end(self, attempt: Caught) -> None:
-        """Of a step that failed there is the snapshot, which shows why memory ran out."""
+        """A failed step keeps its memory snapshot."""
         self.progress.mark = nullcontext
         if not self.running:
             return
@@ -104,7 +103,6 @@ class _Recording:
                 torch.cuda.memory._record_memory_history(enabled=None)
 
     def write_trace(self, step: int, rank: int) -> None:
-        """Compressed, and its summary; both or none."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         packed, part = Path(f"{self.path}.trace.json.gz"), Path(f"{self.path}.part")
         with tempfile.TemporaryDirectory(prefix="dovetail-profile-") as folder, ExitStack() as at_end:

@@ -1,4 +1,4 @@
-"""One log a rank: logs/rank-N.log of a run's directory, to which every start appends."""
+"""logs/rank-N.log of a run's directory."""
 
 import io
 import os
@@ -22,10 +22,7 @@ def log_path(run: Path, rank: int) -> Path:
 
 @contextmanager
 def rank_log(path: Path, ranks: str, *, quiet: bool) -> Iterator[None]:
-    """Standard error of this process also goes to a file. quiet: only there, as does standard output.
-
-    ranks: for the line that each start begins with.
-    """
+    """Copies stderr to a file. quiet: stdout and stderr go only there."""
     with ExitStack() as stack:
         with suppress(OSError):  # a run goes on without it
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -40,14 +37,13 @@ def rank_log(path: Path, ranks: str, *, quiet: bool) -> Iterator[None]:
 
 
 def note_failure(path: Path, error: BaseException | None) -> None:
-    """Append the traceback of an error."""
     if isinstance(error, Exception):
         with suppress(OSError), path.open("a", encoding="utf-8", errors=ODD_LETTERS) as log:
             traceback.print_exception(error, file=log)
 
 
 class _Output(io.TextIOBase):
-    """To all `streams`. A full disk, or nobody who reads, ends nothing."""
+    """Writes to all streams; ignores full disks and closed pipes."""
 
     def __init__(self, *streams: TextIO) -> None:
         self.streams = streams

@@ -28,13 +28,12 @@ FIXED: Mapping[str, str] = {  # keys that may not change, and why
     "data.shuffle": "rows would be taken twice, or not at all",
     "critic.path": "the critic goes on from the weights that it has learned, so another's would be ignored",
 }
-ROWS: Mapping[str, str] = {  # by data.overlong_rows: the keys that decide which rows are used
+ROWS: Mapping[str, str] = {  # by data.overlong_rows
     "error": "data.train",
     "drop": "data.train, trainer.tokens_per_batch, rollout.max_new_tokens and layouts, by which rows are dropped,",
 }
-SOURCES = frozenset(
-    {"model.path", "data.train", "critic.path", "reference.path", "teacher.path"}
-)  # of a run without checkpoints
+# of a run without checkpoints
+SOURCES = frozenset({"model.path", "data.train", "critic.path", "reference.path", "teacher.path"})
 EVALUATED = ("data.eval", "eval.sets")
 COUNTED = ("algorithm.epochs", "algorithm.num_mini_batches")  # optimizer steps of a step
 
@@ -45,13 +44,13 @@ class Resumed:
     state: RunState
     changes: tuple[str, ...]
     passed_over: tuple[str, ...]
-    repeats: bool  # without changes of numbers: the steps after it come out as before
+    repeats: bool  # the next steps come out as before
 
 
 def find(
     path: Path, mesh: Mesh, mode: str, recipe: Mapping[str, Any], damaged: Mapping[str, str] = NONE
 ) -> Resumed | None:
-    """What to resume from; None if there is no checkpoint. FinishedError if there is nothing to do. Collective."""
+    """Collective. None: no checkpoint. FinishedError: nothing to do."""
     exact = int(mode.partition("=")[2]) if mode.startswith("step=") else None
     with agreed(mesh):
         begun_with = changed(rename_keys(read_mapping(path / CONFIG))[0], recipe)
@@ -63,9 +62,8 @@ def find(
     reader, passed_over = open_newest(path / CHECKPOINTS, mesh, exact, damaged)
     if reader is None:
         if finished or begun_with.keys() & SOURCES:
-            raise ConfigError(
-                f"{OCCUPIED.format(path)}: it holds a run of another recipe that saved no checkpoint ({differing})"
-            )
+            why = f"it holds a run of another recipe that saved no checkpoint ({differing})"
+            raise ConfigError(f"{OCCUPIED.format(path)}: {why}")
         refuse(begun_with, recipe, 0)
         return None
     state = RunState.parse(reader.manifest.state, reader.path)
@@ -73,17 +71,14 @@ def find(
     if len(state.rng) != ranks:
         raise CheckpointError(f"{reader.path}: rng is of {len(state.rng)} ranks, but {ranks} have saved it")
     changes = changed(rename_keys(state.recipe)[0], recipe)
+    holds = f"run_dir {path} holds a finished run of another recipe ({differing})"
     refuse(changes, recipe, state.step)
     if finished and state.step >= _planned(recipe):
-        raise ConfigError(
-            f"run_dir {path} holds a finished run of another recipe ({differing}); all {state.step} steps of it are done "
-            f"({path / HF}): choose another run_dir, or raise trainer.steps to train on"
-        )
+        edit = "choose another run_dir, or raise trainer.steps to train on"
+        raise ConfigError(f"{holds}; all {state.step} steps of it are done ({path / HF}): {edit}")
     if finished and state.step < (last := _last_step(path / METRICS)):
-        raise ConfigError(
-            f"run_dir {path} holds a finished run of another recipe ({differing}), whose newest checkpoint is of step "
-            f"{state.step} of {last}: choose another run_dir, or go back to it by --resume step={state.step}"
-        )
+        edit = f"choose another run_dir, or go back to it by --resume step={state.step}"
+        raise ConfigError(f"{holds}, whose newest checkpoint is of step {state.step} of {last}: {edit}")
     if any(any(changes.get(key, ())) for key in EVALUATED):
         state = state.model_copy(update={"before": {}})  # of other rows: not comparable
     was, now = _ranks(reader.manifest.layout), _ranks(vars(mesh.layout))
@@ -105,7 +100,6 @@ def _described(key: str, change: tuple[Any, Any]) -> str:
 
 
 def _planned(recipe: Mapping[str, Any]) -> float:
-    """Steps; with data.epochs they are known once rows are read."""
     steps: float = recipe["trainer"]["steps"]
     return math.inf if recipe.get("data", {}).get("epochs") else steps
 
@@ -115,7 +109,6 @@ def _ranks(degrees: Mapping[str, Any]) -> str:
 
 
 def refuse(changes: Mapping[str, tuple[Any, Any]], recipe: Mapping[str, Any], step: int) -> None:
-    """ConfigError for changes that a run may not have after `step` steps."""
     descriptions = {key: _described(key, change) for key, change in changes.items()}
     problems = [f"{descriptions[key]}: {why}" for key, why in FIXED.items() if key in changes]
     optim, steps = recipe["optim"], _planned(recipe)
@@ -129,7 +122,6 @@ def refuse(changes: Mapping[str, tuple[Any, Any]], recipe: Mapping[str, Any], st
 
 
 def refuse_other(what: str, before: str, now: str, keys: str) -> None:
-    """ConfigError if a fingerprint differs."""
     if before != now:
         changed_inputs = f"{what} changed since it was saved; restore what {keys} named then"
         raise ConfigError(f"the run cannot go on: {changed_inputs}, or {ANEW}")

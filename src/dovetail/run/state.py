@@ -1,7 +1,4 @@
-"""Training state besides tensors, stored in a checkpoint's manifest, and fingerprints of inputs.
-
-Data order and sampling depend on seed and step only; random generators are saved for rewards and models that draw.
-"""
+"""Training state in a checkpoint's manifest, and fingerprints of inputs. Data order depends on seed and step only."""
 
 import base64
 import hashlib
@@ -17,7 +14,7 @@ from typing import Annotated, Any, NotRequired
 import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from typing_extensions import TypedDict  # pydantic takes the one of typing from Python 3.12 on
+from typing_extensions import TypedDict  # pydantic needs it before Python 3.12
 
 from dovetail.errors import CheckpointError
 from dovetail.parallel.consensus import agreed, of_all, refuse_different
@@ -26,11 +23,9 @@ from dovetail.weights.hf_directory import Pretrained
 from dovetail.weights.safe_paths import SideFiles
 
 CHUNK, READERS = 1 << 24, 4  # bytes of a checksum, and threads of a rank
-SAMPLED, BLOCK = 64, 1 << 12  # blocks of a weight file that hosts compare, and their bytes
+SAMPLED, BLOCK = 64, 1 << 12  # blocks of a weight file, and their bytes
 VOLATILE = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache")  # not part of the model
 TEXT_FILES = ("tokenizer", "vocab", "merges", "chat_template", "special_tokens", "added_tokens", "spiece")
-
-
 Count = Annotated[int, Field(ge=0, lt=1 << 48)]  # of steps, rows, updates
 
 
@@ -42,10 +37,7 @@ class RandomState(TypedDict):
 
 
 class RunState(BaseModel):
-    """order: number of this save. score: higher is better. cursor: rows used. updates: optimizer steps by role.
-
-    before: the first evaluation. rng: by rank. model, data: fingerprints.
-    """
+    """order: of saves. score: higher is better. cursor: rows used. updates: by role. before: first evaluation. rng: by rank."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -63,7 +55,7 @@ class RunState(BaseModel):
 
     @classmethod
     def parse(cls, state: Mapping[str, Any] | None, path: Path) -> "RunState":
-        """CheckpointError names every missing, unknown or invalid field."""
+        """CheckpointError names every bad field."""
         if state is None:
             raise CheckpointError(f"{path} has weights without training state; start a new run with model.path={path}")
         try:
@@ -75,7 +67,7 @@ class RunState(BaseModel):
 
 
 def model_fingerprint(config: Mapping[str, Any], sides: SideFiles, directory: Path, mesh: Mesh) -> str:
-    """Of config, tokenizer and every byte of the weights, for any number of ranks. Collective."""
+    """Collective. Config, tokenizer and every byte of the weights, for any number of ranks."""
     digest = _text_digest(config, sides)
     world, own, chunks = mesh["world"], list[str](), list[tuple[Path, int]]()
     with agreed(mesh, directory):
@@ -97,7 +89,7 @@ def _checksum(chunk: tuple[Path, int]) -> str:
 
 
 def refuse_other_models(key: str, source: Pretrained, mesh: Mesh) -> None:
-    """ConfigError if config, tokenizer or sampled weights differ between ranks. Collective."""
+    """Collective."""
     sample = ""
     with agreed(mesh, source.path):
         sample = sampled_fingerprint(source)
@@ -105,7 +97,7 @@ def refuse_other_models(key: str, source: Pretrained, mesh: Mesh) -> None:
 
 
 def sampled_fingerprint(source: Pretrained) -> str:
-    """Of config, tokenizer and a sample of the weights."""
+    """Config, tokenizer and a sample of the weights."""
     digest = _text_digest(source.config, source.sides)
     for path, size in _weight_files(source.path, digest):
         with open(path, "rb") as file:
@@ -116,7 +108,6 @@ def sampled_fingerprint(source: Pretrained) -> str:
 
 
 def _weight_files(directory: Path, digest: Any) -> Iterator[tuple[Path, int]]:
-    """Files and sizes, which `digest` takes too."""
     for path in sorted(directory.glob("*.safetensors")):
         size = path.stat().st_size
         digest.update(f"{path.name} {size}".encode())

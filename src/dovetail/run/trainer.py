@@ -19,13 +19,12 @@ TIMED: Seq[Phase] = ("push", "rollout", "reward", "score", "update", "save", "ev
 
 
 def evaluation_of(row: Mapping[str, Any]) -> Row:
-    """Of a row of metrics.jsonl."""
     own = (name for name in row if name.startswith(("eval_", "eval/")) and not name.endswith("_before"))
     return {name: row[name] for name in own}
 
 
 class Task(Protocol):
-    """Steps (from 0) and evaluations of an algorithm, as metrics. step: None if `stopping()` before anything changed."""
+    """step (from 0) returns None if `stopping()` before anything changed."""
 
     @property
     def trained(self) -> Seq[Engine]: ...
@@ -39,7 +38,7 @@ class Task(Protocol):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run came to. before, after: evaluations. rows: metrics of each step, earlier starts too. stopped: by a signal."""
+    """rows: of all steps, with earlier starts. stopped: by a signal."""
 
     before: Row
     after: Row
@@ -48,7 +47,7 @@ class Outcome:
 
 
 class TimeBudget:
-    """From construction on. shared: the first rank's number (collective)."""
+    """shared: rank 0's number (collective)."""
 
     def __init__(self, seconds: float | None, shared: Callable[[float], float], say: Callable[[str], None]) -> None:
         self.seconds, self.shared, self.say = seconds, shared, say
@@ -60,13 +59,11 @@ class TimeBudget:
         self._steps, self._trained_from = steps, time.monotonic()
         evaluation = self._trained_from - self._begun
         if self.seconds is not None and steps and 2 * evaluation >= self.seconds:
-            self.say(
-                f"the first evaluation took {evaluation:.0f} s of trainer.time_budget_seconds={self.seconds:g}: one step "
-                "follows, and the last evaluation"
-            )
+            spent = f"{evaluation:.0f} s of trainer.time_budget_seconds={self.seconds:g}"
+            self.say(f"the first evaluation took {spent}: one step follows, and the last evaluation")
 
     def has_room(self) -> bool:
-        """Whether another step and an evaluation fit. Collective."""
+        """Collective. Whether another step and an evaluation fit."""
         self._done += 1
         if self.seconds is None or self._done == self._steps:
             return True
@@ -93,7 +90,7 @@ class Guard:
         self.max_skipped, self.check_replicas_every, self.skipped = max_skipped, check_replicas_every, 0
 
     def check(self, row: Mapping[str, Any], trained: Seq[Engine]) -> None:
-        """Raises NumericsError or MachineError. Collective."""
+        """Collective."""
         step = row["step"]
         self.skipped = self.skipped + 1 if row.get("skipped") else 0
         if self.skipped == self.max_skipped:
@@ -108,7 +105,7 @@ class Guard:
 
 
 def phase_metrics(seconds: Mapping[Phase, float], work: Mapping[str, tuple[int, int]]) -> Row:
-    """`seconds/PHASE`, and tokens and samples per second of the phases with `work` (tokens, samples)."""
+    """work: tokens and samples of a phase."""
     row = {f"seconds/{phase}": seconds[phase] for phase in TIMED if phase in seconds}
     if "optimizer" in seconds:
         row["seconds/update"] = row.get("seconds/update", 0.0) + seconds["optimizer"]
@@ -119,7 +116,6 @@ def phase_metrics(seconds: Mapping[Phase, float], work: Mapping[str, tuple[int, 
 
 
 def train(task: Task, run: "RunDirectory", trainer: "TrainerSection", progress: Progress | None = None) -> Outcome:
-    """Until the last step, the reward target, the time budget, a stop, or a callback's flag."""
     progress, on, state = progress or Progress(), run.on, run.on.state
 
     def evaluate(step: int) -> Row:
@@ -164,7 +160,7 @@ def train(task: Task, run: "RunDirectory", trainer: "TrainerSection", progress: 
             after = evaluate(step) if due or (last and not run.stopping()) else {}
             last |= bool(after) and state.should_training_stop
             progress.phase("wait")
-            if trainer.max_lag is not None:  # the phase is a wait for samples that engines draw all the time
+            if trainer.max_lag is not None:  # engines sample all the time
                 work.pop("rollout", None)
             row |= after | unwritten | phase_metrics(progress.take_seconds(), work)
             if trainer.max_lag is not None:
