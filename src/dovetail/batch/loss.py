@@ -1,11 +1,13 @@
-"""The interface of losses: per-token statistics in, sums and a count out."""
+"""The interface of losses."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from dovetail.batch.packed import PackedBatch
+from dovetail.kernels.reference import widened
 
 
 class Sum(NamedTuple):
@@ -13,6 +15,11 @@ class Sum(NamedTuple):
 
     total: Tensor
     count: Tensor  # type: ignore[assignment]  # hides tuple.count
+
+    @classmethod
+    def of(cls, x: Tensor) -> "Sum":
+        x = widened(x.detach())
+        return cls(x.sum(), torch.ones_like(x).sum())
 
 
 class Loss(NamedTuple):
@@ -24,16 +31,13 @@ class Loss(NamedTuple):
 
 
 class LossFn(Protocol):
-    """A loss of `TokenStats`, or values [n], of a batch's counted tokens.
-
-    With `separable = True` it may get a sequence in pieces; whole sequences cost a second pass of the head.
-    """
+    """A loss of `TokenStats`, or of values [n], of counted tokens. With `separable = True` it may get a sequence in pieces."""
 
     def __call__(self, stats: Any, batch: PackedBatch, /) -> Loss: ...
 
 
 class TokenStats(NamedTuple):
-    """Log-probability of the target and entropy in nats, [T], both differentiable."""
+    """[T], in nats, differentiable."""
 
     logprob: Tensor
     entropy: Tensor
