@@ -192,7 +192,7 @@ def messages_of(row: JsonRow, key: str) -> list[Message]:
         message.setdefault("content", None)
         if isinstance(calls := message.get("tool_calls"), list):
             message["tool_calls"] = [_parsed_call(call) for call in calls]
-    return known
+    return [*known]
 
 
 def _parsed_call(call: Any) -> Any:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from dovetail.batch.balancing import split_units
-from dovetail.batch.packed import PackedBatch, Sequence, kind_of
+from dovetail.batch.packed import PackedBatch, Sequence
+from dovetail.batch.packing import kind_of
 from dovetail.data.examples import Prompt
 from dovetail.engine.base import Engine
 from dovetail.errors import DataError

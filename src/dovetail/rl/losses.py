@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from dovetail.batch.loss import Loss, Sum, TokenStats
-from dovetail.batch.packed import PackedBatch, kind_of
+from dovetail.batch.packed import PackedBatch
+from dovetail.batch.packing import kind_of
 from dovetail.errors import ConfigError
 from dovetail.kernels.reference import count_rows, sum_rows, widened
 from dovetail.nn.heads import is_separable

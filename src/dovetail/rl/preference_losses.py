@@ -45,7 +45,8 @@ class DPOLoss:
         own = pairs.means if self.kind == "ipo" else pairs.sums
         chosen, rejected = own(ratio)
         losses = margin_losses(self.kind, chosen - rejected, self.beta, self.label_smoothing)
-        metrics = reward_metrics(*(self.beta * x for x in pairs.sums(ratio)), logps=pairs.sums(logprob))
+        chosen, rejected = pairs.sums(ratio)
+        metrics = reward_metrics(self.beta * chosen, self.beta * rejected, logps=pairs.sums(logprob))
         return Loss(losses.sum(), pairs.count, {**metrics, "entropy_mean": _mean_over(stats.entropy, pairs.response)})
 
 

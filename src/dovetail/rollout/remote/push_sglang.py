@@ -1,7 +1,4 @@
-"""One SGLang server as the target of pushes: a checkpoint in a directory that it sees, by `/update_weights_from_disk`.
-
-Written to SGLang's published messages (srt/managers/io_struct.py); it was never run against a real server.
-"""
+"""Pushes to an SGLang server, through a directory that it sees; by srt/managers/io_struct.py, never run against a real one."""
 
 import json
 import shutil
@@ -35,7 +32,7 @@ class SglangReplica:
         self._version()
 
     def pause(self) -> None:
-        """in_place keeps requests and their KV; retract frees the KV, which is computed again."""
+        """retract frees the KV cache of requests, in_place keeps it."""
         self._post("/pause_generation", {"mode": "retract" if self.clear_cache else "in_place"})
 
     def start(self) -> None:
@@ -54,13 +51,12 @@ class SglangReplica:
         self._post("/update_weights_from_disk", {**body, "flush_cache": self.clear_cache, "abort_all_requests": False})
         found = self._version()
         if found != version:
-            raise EngineError(
-                self.client.url, "/model_info", None, f"its weights are version {found}, pushed was {version}"
-            )
+            problem = f"its weights are version {found}, pushed was {version}"
+            raise EngineError(self.client.url, "/model_info", None, problem)
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def digests(self) -> Mapping[str, str]:
-        """The server's own sums of all its ranks as one text; nothing where it has none."""
+        """The server's own sums as one text, if it has any."""
         try:
             return {"all ranks": json.dumps(self._post("/weights_checker", {"action": "checksum"}), sort_keys=True)}
         except EngineError as error:
