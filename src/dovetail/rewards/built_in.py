@@ -23,7 +23,7 @@ _MOST_DIGITS = 400  # Python refuses thousands of digits
 
 
 def exact_match(completion: str, answer: Any, _finish: str) -> float:
-    """1 if the completion is the answer, without surrounding white space."""
+    """1 if the completion is the answer, apart from white space around either."""
     return float(completion.strip() == str(answer).strip())
 
 
@@ -36,12 +36,13 @@ def numeric_match(completion: str, answer: Any, _finish: str, *, tolerance: floa
 def format_match(
     completion: str, _answer: Any, _finish: str, *, pattern: str = r"\s*<think>.*</think>\s*<answer>.*</answer>\s*"
 ) -> float:
-    """1 if the whole completion matches `pattern`, with DOTALL."""
+    """1 if the whole completion matches the regular expression `pattern`; a dot matches line ends too."""
     return float(re.fullmatch(pattern, completion, re.DOTALL) is not None)
 
 
 def number_only(completion: str, answer: Any, finish: str) -> float:
-    """1 for the number alone and the stop token; 0.3 if the last number is right and the model stopped; 0.1 if it occurs."""
+    """1 for exactly the number, optionally with a full stop, and then the stop token; 0.3 if the last number is right and
+    the model stopped; 0.1 if the number occurs at all; else 0."""
     expected, given = expected_number(answer), numbers(completion)
     if expected not in given:
         return 0.0
@@ -58,7 +59,7 @@ def expected_number(answer: Any) -> Fraction:
 
 
 def final_number(text: str) -> Fraction | None:
-    r"""The last number of the last \boxed{...}, else the first after the last "####", else the last of all."""
+    r"""The last number of the last \boxed{...}, else the first after the last "####", else the last of all, or None."""
     boxed = [number for inside in _BOXED.findall(text) for number in numbers(inside)[-1:]]
     _, marker, tail = text.rpartition("####")
     marked = numbers(tail)[:1] if marker else []

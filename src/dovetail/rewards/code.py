@@ -24,11 +24,12 @@ END_SECONDS = 5.0
 def code(
     completion: str, answer: Any, _finish: str, *, seconds: float = 5.0, memory_mib: int = 512, partial: bool = False
 ) -> float:
-    """1 if the last ```python block passes all tests of the answer; partial: the share of them.
+    """1 if the last ```python block of the completion passes all tests of the answer; partial: the share that it passes.
 
-    Answers, or their JSON text: {"inputs": [...], "outputs": [...]}: standard output by line, or with "fn_name" what that
-    function or method of Solution returns; assert statements, as a string or a list; {"test", "entry_point"}: check(candidate).
-    A test has `seconds`, `memory_mib`, an empty directory, and no network where the kernel allows it.
+    The answer, or its JSON text: {"inputs": [...], "outputs": [...]} compares standard output by line (with "fn_name": what
+    that function, or that method of a class Solution, returns); a string or list of assert statements;
+    {"test": ..., "entry_point": ...} defines check(candidate).
+    A test has `seconds` and `memory_mib`, no network where the kernel allows it, and an empty directory.
     """
     program = _BLOCK.findall(completion)[-1:] or [completion]
     adopt_orphans()

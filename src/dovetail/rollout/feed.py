@@ -4,6 +4,7 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 
 from dovetail.errors import Caught, MachineError
 from dovetail.rollout.journal import Answer, FinishedGroup, Journal
@@ -51,7 +52,7 @@ class Feed:
             self._running |= {group: [] for group in admitted}
             samples = [(group, sample) for group in admitted for sample in range(self.pool.samples)]
             for (group, _), future in zip(samples, self.submit(samples), strict=True):
-                future.add_done_callback(lambda future, group=group: self._done.put((group, future)))
+                future.add_done_callback(partial(self._hand_over, group))
 
     def take(self) -> list[FinishedGroup]:
         """Begin a step: its groups, once finished. Raises what an engine raised; MachineError for wrong versions."""
@@ -93,6 +94,9 @@ class Feed:
 
     def close(self) -> None:
         self._done.put(None)
+
+    def _hand_over(self, group: int, future: "Future[Answer]") -> None:
+        self._done.put((group, future))
 
     def _save_finished(self) -> None:
         caught = Caught(BaseException)

@@ -1,10 +1,11 @@
 """Verified pushes of weights to inference servers (docs/pushes.md). A server that fails stays paused and is reported."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
+from operator import methodcaller
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -20,7 +21,6 @@ from dovetail.rollout.remote.transports import Entry, Transport, fill, make_tran
 if TYPE_CHECKING:  # pydantic is not needed to push
     from dovetail.recipe.push import PushSection
 
-T = TypeVar("T")
 Replica = VllmReplica | SglangReplica
 GRACE = 10.0  # seconds for a thread that has a deadline of its own
 
@@ -81,7 +81,7 @@ class Pusher:
             replica.close()
 
     def _push(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
-        self._each("connect", lambda replica: replica.connect())
+        self._each("connect")
         if not self._live():
             return
         expected = None
@@ -94,25 +94,25 @@ class Pusher:
         for bucket in fill(weights, self._transport, self.options.bucket_mb << 20, alignment=alignment):
             self._transport.publish(bucket)
             if sending is None:  # the first is gathered before generation stops
-                self._each("pause", lambda replica: replica.pause())
-                self._each("start", lambda replica: replica.start())
+                self._each("pause")
+                self._each("start")
             else:
                 self._settle("send", sending)
             if not self._live():
                 return
             entries += bucket.entries
-            sending = self._begin(lambda replica, bucket=bucket: replica.send(bucket))
+            sending = self._begin("send", bucket)
         if sending is None:
             raise ValueError("a push without weights")
         self._settle("send", sending)
-        self._each("finish", lambda replica: replica.finish(entries, str(version)))
+        self._each("finish", entries, str(version))
         if expected is not None or self._kind == "sglang":
             self._compare(expected, version)
-        self._each("resume", lambda replica: replica.resume(str(version)))
+        self._each("resume", str(version))
 
     def _compare(self, expected: ExpectedDigests | None, version: int) -> None:
         """Unknown digests are compared between servers, and with the last push of the version."""
-        futures: dict[int, Future[Mapping[str, str]]] = self._begin(lambda replica: replica.digests())
+        futures: dict[int, Future[Mapping[str, str]]] = self._begin("digests")
         self._settle("digests", futures)
         answers = {i: futures[i].result() for i in self._live()}
         path, unknown = "/weight_checker", set[str]()
@@ -136,11 +136,12 @@ class Pusher:
     def _live(self) -> list[int]:
         return [i for i in range(len(self._replicas)) if i not in self._errors]
 
-    def _each(self, step: str, action: Callable[[Replica], None]) -> None:
-        self._settle(step, self._begin(action))
+    def _each(self, step: str, *args: Any) -> None:
+        self._settle(step, self._begin(step, *args))
 
-    def _begin(self, action: Callable[[Replica], T]) -> dict[int, Future[T]]:
-        return {i: in_background(partial(action, self._replicas[i])) for i in self._live()}
+    def _begin(self, step: str, *args: Any) -> dict[int, Future[Any]]:
+        """A method of all replicas."""
+        return {i: in_background(partial(methodcaller(step, *args), self._replicas[i])) for i in self._live()}
 
     def _settle(self, step: str, futures: Mapping[int, Future[Any]]) -> None:
         for i, future in futures.items():
