@@ -15,12 +15,12 @@ from dovetail.parallel.mesh import Mesh
 
 Item = TypeVar("Item")
 
-MIN_HALF_TOKENS = 2048  # products of fewer lose more than their collectives cost
+MIN_HALF_TOKENS = 2048  # fewer do not pay
 
 
 @dataclass(frozen=True)
 class ContextShard:
-    """The i-th group of `ulysses` neighbors holds the i-th and the i-th last chunk of the tokens, each neighbor a slice."""
+    """The i-th group of `ulysses` neighbors holds the i-th and i-th last chunk of tokens, each neighbor a slice."""
 
     rank: int = 0
     size: int = 1
@@ -50,7 +50,7 @@ WHOLE = ContextShard()
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """A padded batch and this rank's tokens of it. halves: none or two; between blocks their tokens alternate by tp rank."""
+    """halves: none or two; between blocks their tokens alternate by tp rank."""
 
     batch: PackedBatch
     order: Tensor  # [t], this rank's tokens
@@ -148,7 +148,7 @@ class DualBatch:
         return cls(1 if enabled and supported else None)
 
     def should_split(self, lengths: Seq[Seq[int]], multiple: int = 1, budget: int | None = None) -> bool:
-        """lengths: of a micro-batch's sequences in every replica: ranks of ep exchange tokens for each half."""
+        """lengths: of a micro-batch's sequences in every replica."""
         if self.min_tokens is None or min(map(len, lengths)) < 2:
             return False
         for replica in lengths:

@@ -26,9 +26,9 @@ class LazyMedia(Mapping[str, Tensor]):
 
 @dataclass(frozen=True)
 class Sequence:
-    """Entry j of `mask` and fields belongs to predicting ids[j]; a number as a field holds for all tokens.
+    """Entry j of `mask` and fields belongs to predicting ids[j]; a number as a field holds for all.
 
-    Sequences of one `group` (0 or more) reach the loss in one micro-batch, in order.
+    Sequences of a `group` (0 or more) reach the loss in one micro-batch, in order.
     """
 
     ids: Seq[int]
@@ -99,7 +99,7 @@ class Padding:
 
 
 def padding_of(input_ids: Tensor, attention_mask: Tensor) -> tuple[Padding, list[slice]]:
-    """And the tokens of each row. DataError for a mask with a hole, or a row of padding alone."""
+    """And where the tokens of each row are. DataError for a mask with a hole, or of padding alone."""
     if not isinstance(input_ids, Tensor) or input_ids.dim() != 2 or input_ids.is_floating_point():
         raise DataError(f"input_ids is {kind_of(input_ids)}; expected whole ids [sequences, tokens], with padding")
     _check_shape("attention_mask", attention_mask, input_ids)

@@ -1,4 +1,4 @@
-"""Routing traces, to record and replay, and the routes of a micro-batch."""
+"""Routing traces, and the routes of a micro-batch."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace

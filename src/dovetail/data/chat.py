@@ -1,7 +1,4 @@
-"""Messages -> token ids by the chat template, and the mask of trained ones.
-
-Templates are untrusted: a process with limits renders them (`chat_worker`), unless the tokenizer's trusted class does.
-"""
+"""Messages -> token ids by the chat template, and the mask of trained ones. A process with limits renders (`chat_worker`)."""
 
 import contextlib
 import importlib
@@ -158,7 +155,7 @@ class Chat:
         return encoded["input_ids"], _trained(row, mask)
 
     def _opening(self, row: JsonRow, earlier: list[Message], message: Message, through: list[int]) -> list[int]:
-        """The ids of `through` before an assistant's text. Of a first message: those that do not depend on its text."""
+        """The ids of `through` before an assistant's text."""
         if earlier:
             return self.encode(row, earlier, add_generation_prompt=True)
         parts = isinstance(message["content"], list)
@@ -208,7 +205,7 @@ def _parsed_call(call: Any) -> Any:
 
 
 def _template_options(row: JsonRow) -> dict[str, Any]:
-    """Of TRL's and verl's columns."""
+    """From columns of TRL and verl."""
     options, thinking = row.values.get("chat_template_kwargs"), row.values.get("enable_thinking")
     if options is not None and not isinstance(options, dict):
         raise row.error(f"chat_template_kwargs is {quoted(options)}; expected a mapping, as {{enable_thinking: false}}")

@@ -49,7 +49,7 @@ class Encoder:
         return self.chat.encode(row, prompt, continue_final_message=continued, add_generation_prompt=not continued)
 
     def pair(self, row: JsonRow, key: str, *, ends: bool = True) -> Sequence:
-        """The prompt, and the trained completion under `key`, with one EOS if it `ends`."""
+        """The prompt and the trained completion under `key`, with one EOS if it `ends`."""
         text, shown = self.read(row, "prompt")
         prompt = self.prompt(row, text)
         if isinstance(row.values[key], list) and isinstance(text, list):
@@ -63,7 +63,7 @@ class Encoder:
         return Sequence(ids, mask=all_mask, media=media)
 
     def text(self, row: JsonRow) -> tuple[list[int], list[bool]]:
-        """With one EOS; all are trained."""
+        """Ids with one EOS; all are trained."""
         text = row.values["text"]
         if not isinstance(text, str):
             raise row.error(f"text must be a string, not {json.dumps(text, default=str):.80}")
@@ -87,7 +87,7 @@ class Encoder:
         return whole[len(start) :]
 
     def _completion(self, row: JsonRow, prompt: str | list[Message], key: str) -> list[int]:
-        """Tokenized behind a prompt of text, since some tokenizers put a space in front of every text."""
+        """Tokenized after the prompt, since some tokenizers put a space in front of every text."""
         completion, tokenizer = row.values[key], self.chat.tokenizer
         if not isinstance(completion, str):
             alike = " (messages need a prompt of messages)" if isinstance(completion, list) else ""
@@ -147,7 +147,7 @@ def _encode_text(text: str, tokenizer: Tokenizer) -> list[int]:
 
 
 def labelled(row: JsonRow, ids: list[int]) -> tuple[list[int], list[bool]]:
-    """Ids without padding, and a mask of those that the row's labels and masks train."""
+    """Ids without padding, and a mask by the row's labels and masks."""
     columns = {
         name: row.values.get(name) for name in ("attention_mask", "labels", "completion_mask", "assistant_masks")
     }

@@ -1,4 +1,4 @@
-"""Files of rows: JSON lines, JSON arrays, CSV, parquet, Arrow, compressed or not, and data sets of the hub."""
+"""Files of rows: JSON lines, JSON arrays, CSV, parquet, Arrow, also compressed, and the hub."""
 
 import codecs
 import csv

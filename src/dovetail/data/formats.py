@@ -1,4 +1,4 @@
-"""Rows of other projects to our columns: prompt, answer, completion, messages, text, input_ids, labels, chosen, rejected."""
+"""Rows of other projects to our columns."""
 
 import json
 import re
@@ -119,7 +119,6 @@ FORMATS: Mapping[str, tuple[str, Callable[[JsonRow], Values]]] = {
     "sharegpt": ("ShareGPT's", _sharegpt), "alpaca": ("Alpaca's", _alpaca), "gsm8k": ("GSM8K's", _gsm8k),
     "slime": ("slime's", lambda row: {"answer": row.values["label"]}), "openrlhf": ("OpenRLHF's", _openrlhf),
 }  # fmt: skip
-# The format of rows that have all of these columns; the first that fits.
 COLUMNS: tuple[tuple[str, str], ...] = (
     ("prompt reward_model", "verl"), ("prompt answer", "trl"), ("conversations", "sharegpt"),
     ("instruction output", "alpaca"), ("instruction chosen rejected", "alpaca"), ("chosen rejected", "trl"),
@@ -152,7 +151,7 @@ def rows_of(source: Source | Path | str, say: Callable[[str], None]) -> Iterator
 
 
 def _renamed(row: JsonRow, columns: Mapping[str, str]) -> JsonRow:
-    """columns: our name -> theirs, which may be inside another: `reward_model.ground_truth`."""
+    """columns: our name -> theirs, such as `reward_model.ground_truth`."""
     if not columns:
         return row
     named = {ours: _column(row, theirs) for ours, theirs in columns.items()}
@@ -182,7 +181,7 @@ def _recognized(row: JsonRow) -> str:
 
 
 def _conversation(values: Mapping[str, Any], messages: list[Any]) -> Values:
-    """Messages to train on; a last turn of the assistant is also the completion of a prompt."""
+    """A last turn of the assistant is also a completion."""
     ends = messages and messages[-1].get("role") == "assistant"
     prompt, last = (messages[:-1], messages[-1:]) if ends else (messages, [])
     given = {"messages": messages, "prompt": prompt if values.get("prompt") is None else values["prompt"]}
@@ -229,7 +228,7 @@ def _sharegpt_message(row: JsonRow, number: int, turn: Mapping[str, Any]) -> Val
 
 
 def _with_media(messages: Any, values: Mapping[str, Any]) -> Any:
-    """Messages with content parts for <image> and <video>, as of verl and LLaMA-Factory."""
+    """Content parts for <image> and <video>, as verl and LLaMA-Factory."""
     if not (values.get("images") or values.get("videos")) or not isinstance(messages, list):
         return messages
     made = []

@@ -1,4 +1,4 @@
-"""transformers' processors of images and videos: lengths when rows are loaded, pixels when a step needs them."""
+"""transformers' processors of images and videos."""
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -45,15 +45,11 @@ class FileMedia(LazyMedia):
     def __deepcopy__(self, _: object) -> "FileMedia":
         return self
 
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
-    def __hash__(self) -> int:
-        return id(self)
+    __eq__, __hash__ = object.__eq__, object.__hash__
 
 
 class MediaCache:
-    """Reads in the background; keeps the most recent within `capacity` bytes."""
+    """Keeps the most recent within `capacity` bytes."""
 
     def __init__(self, read: Callable[[FileMedia], Media], capacity: int = CACHE_BYTES) -> None:
         self._read, self._capacity = read, capacity
@@ -85,8 +81,6 @@ class MediaCache:
 
 
 class Processor:
-    """Templates write one `image_token` or `video_token`; the model reads one for each row of features."""
-
     def __init__(
         self, image_token: int, video_token: int, load_images: Callable[[], Any], load_videos: Callable[[], Any]
     ) -> None:
@@ -109,7 +103,7 @@ class Processor:
     def expand(
         self, ids: Sequence[int], mask: Sequence[bool] | None, shown: MediaRef, where: str
     ) -> tuple[list[int], list[bool], Media | None]:
-        """With as many placeholders as the model reads."""
+        """With a placeholder for each row of features."""
         rows = tuple(self._feature_rows(picture) for picture in shown.images)
         kinds = (("image", self.image_token, shown.images), ("video", self.video_token, shown.videos))
         for kind, token, sources in kinds:

@@ -98,7 +98,7 @@ def batch_rows(num_rows: int, count: int, seed: int | None, start: int) -> list[
 
 
 def mixed_rows(parts: Sequence[tuple[int, float]], count: int, seed: int | None, start: int) -> list[int]:
-    """As `batch_rows`, of parts one behind the other: number of rows, and share of the stream."""
+    """As `batch_rows`, of concatenated parts: number of rows, and share of the stream."""
     firsts = [0, *accumulate(rows for rows, _ in parts)]
     shares = _block_shares(tuple(weight for _, weight in parts))
     rows = []
@@ -122,7 +122,7 @@ def _block_shares(weights: tuple[float, ...]) -> tuple[int, ...]:
 
 @lru_cache(maxsize=2)
 def _block_order(shares: tuple[int, ...], seed: int, block: int) -> tuple[Sequence[int], Sequence[Sequence[int]]]:
-    """The part at each place of a block, and the places of each part."""
+    """The part at each place of a block; the places of each part."""
     order = [part for part, share in enumerate(shares) for _ in range(share)]
     random.Random(f"{seed}/mixture/{block}").shuffle(order)
     return order, [[place for place, other in enumerate(order) if other == part] for part in range(len(shares))]

@@ -25,7 +25,7 @@ MOST_THREADS = 256
 
 @dataclass(kw_only=True)
 class Address:
-    """A server; failures that may pass are tried again. The key is sent to `url` and written nowhere."""
+    """A server. The key is sent to `url` and written nowhere."""
 
     url: str
     key_env: str | None  # the environment variable with the key
@@ -79,8 +79,7 @@ class Address:
 class Judge:
     """A model at an address that ends in /v1; the reward is the number in its reply over `scale`.
 
-    prompt: as `fill`. pattern: its first group is the number; None: the last number of the reply. cache: a file of replies by
-    request. request: model, max_tokens and temperature.
+    prompt: as `fill`. pattern: its first group is the number (None: the last one). request: model, max_tokens, temperature.
     """
 
     def __init__(
@@ -152,7 +151,7 @@ def fill(template: str, sample: Mapping[str, Any]) -> str:
 
 
 class _Cache:
-    """Shared by worker processes. The first request makes the file, in a directory that the run has claimed."""
+    """Shared by worker processes. The first request makes the file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -30,7 +30,7 @@ def search_path(folder: Path | str) -> list[str]:
 
 
 def refuse_names(folder: Path | str, module: str) -> None:
-    """ConfigError where a file of `folder` would replace a package that ours needs, or as `module` one of Python's."""
+    """ConfigError where `folder` would replace a package that ours needs, or one of Python's by `module`."""
     top, entry = module.partition(".")[0], str(Path(folder).resolve())
     others = [path for path in sys.path if path != entry]
     for name in {*OURS, top} & {*OURS, *sys.stdlib_module_names}:

@@ -19,10 +19,10 @@ from dovetail.launch.process import start_worker
 from dovetail.rewards.built_in import BUILT_IN
 from dovetail.rewards.worker import END_SECONDS, LONGER
 
-_START_SECONDS = 120.0  # a user's module may import large packages
-_MOST_BYTES, _MOST_BYTES_EACH = 1 << 20, 1 << 12  # of an answer, and more for each sample
-_ASYNC_GRACE = 5.0  # seconds in which a worker reports async calls that took too long
-LONGEST = 1e6  # seconds; system calls take about twice as many
+_START_SECONDS = 120.0
+_MOST_BYTES, _MOST_BYTES_EACH = 1 << 20, 1 << 12  # of an answer, and for each sample
+_ASYNC_GRACE = 5.0  # seconds to report async calls that took too long
+LONGEST = 1e6  # seconds, for system calls
 FIRST_SAMPLES = 8
 MOST_REWARD_ERRORS = 0.05  # of a step's samples
 
@@ -60,10 +60,9 @@ def refuse_unknown(name: str | None, key: str) -> None:
 
 
 class RewardRunner:
-    """Workers of one reward; ConfigError if it cannot be loaded.
+    """Workers of one reward, replaced if they die or exceed `timeout` seconds. ConfigError if it cannot be loaded.
 
-    function: module:function of `directory`. address: arguments of `Judge` or `RemoteModel`. A worker that dies, or takes more
-    than `timeout` seconds over a call, is replaced.
+    function: module:function of `directory`. address: arguments of `Judge` or `RemoteModel`.
     """
 
     def __init__(
@@ -105,7 +104,7 @@ class RewardRunner:
     def score(
         self, samples: Seq[RewardInput], most_errors: float | None = None, groups: Seq[int] | None = None
     ) -> list[RewardResult]:
-        """In order. most_errors: give up and close if more than this share, or all of the first `FIRST_SAMPLES`, failed."""
+        """In order. most_errors: close after a larger share, or if all of the first `FIRST_SAMPLES` failed."""
         results: list[RewardResult | None] = [None] * len(samples)
         waiting = self._calls(len(samples), groups)
         running: dict[_Worker, tuple[list[int], float]] = {}
@@ -206,7 +205,7 @@ class _Worker:
             self.alive = False
 
     def answer(self) -> list[RewardResult] | None:
-        """To the last message, or None; does not wait. Other output is one error."""
+        """The answer to the last message, or None; does not wait."""
         try:
             chunk = os.read(self.answers.fileno(), 1 << 16)
         except BlockingIOError:
@@ -246,7 +245,7 @@ def _parsed(line: bytes, request_id: str) -> list[RewardResult] | None:
 
 
 def count_errors(results: Seq[RewardResult], ids: Seq[Any], where: str) -> tuple[int, str | None]:
-    """And the first cause; DataError if they are too many."""
+    """Failed samples and the first cause; DataError if too many."""
     failed = [(result.error, row) for result, row in zip(results, ids, strict=True) if result.error is not None]
     errors, total, scored = len(failed), len(results), sum(result.scored for result in results)
     if not failed:

@@ -1,6 +1,6 @@
-"""The process of one reward, and its keeper, which forks it and ends it with all descendants.
+"""The process of a reward, and its keeper, which forks it and ends it with all descendants.
 
-Requests and answers are JSON lines. The first request says what to load; the others hold calls, lists of samples.
+Messages are JSON lines. The first says what to load, others hold calls: lists of samples.
 """
 
 import asyncio
@@ -64,7 +64,7 @@ def main() -> NoReturn:
     if child:
         _keep(child)
     die_with_parent()
-    os.setsid()  # signals to the reward's process group do not reach the keeper
+    os.setsid()  # signals to its group do not reach the keeper
     requests, answers = os.fdopen(os.dup(0), encoding="utf-8"), os.fdopen(os.dup(1), "w", buffering=1)
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)  # user code must not read requests or write answers
@@ -116,7 +116,7 @@ def _end(child: int) -> NoReturn:
 
 
 def run_calls(scorer: Scorer, asynchronous: bool, calls: Seq[Seq[Sample]], timeout: float) -> list[Result]:
-    """Results in order. Asynchronous calls run at the same time, each with its own `timeout`."""
+    """In order. Asynchronous calls run at the same time, each with its own `timeout`."""
 
     async def gathered() -> list[list[Result]]:
         return await asyncio.gather(*[_await_call(scorer, call, timeout) for call in calls])
@@ -163,7 +163,7 @@ def _result(value: Any) -> Result:
 
 
 def load(setup: Mapping[str, Any]) -> tuple[Scorer, bool]:
-    """And whether it is asynchronous."""
+    """The scorer, and whether it is asynchronous."""
     name, function, options = setup["name"], setup["function"], setup["options"]
     if (address := setup["address"]) is not None:
         servers = importlib.import_module("dovetail.rewards.judge")  # other rewards need no HTTP

@@ -40,7 +40,7 @@ class DPOLoss:
         _check_smoothing(self.kind, self.label_smoothing)
 
     def __call__(self, stats: TokenStats, batch: PackedBatch, /) -> Loss:
-        logprob, pairs = widened(stats.logprob), _Pairs.of(batch)
+        logprob, pairs = widened(stats.logprob), _Pairs(batch)
         ratio = logprob - reference_of(batch)
         own = pairs.means if self.kind == "ipo" else pairs.sums
         chosen, rejected = own(ratio)
@@ -52,7 +52,7 @@ class DPOLoss:
 
 @dataclass(frozen=True, kw_only=True)
 class CPOLoss:
-    """As DPO with log p for r, plus the chosen completions' negative log-likelihood by `nll_fields`.
+    """As DPO with log p for r, plus the negative log-likelihood by `nll_fields`.
 
     sigmoid  contrastive preference optimization: Xu et al. 2024, eq. 3
     simpo    -log s(beta log p(w) / |w| - beta log p(l) / |l| - gamma): Meng et al. 2024, eq. 6
@@ -68,7 +68,7 @@ class CPOLoss:
         _check_smoothing(self.kind, self.label_smoothing)
 
     def __call__(self, stats: TokenStats, batch: PackedBatch, /) -> Loss:
-        logprob, pairs = widened(stats.logprob), _Pairs.of(batch)
+        logprob, pairs = widened(stats.logprob), _Pairs(batch)
         chosen, rejected = (pairs.means if self.kind in ("ipo", "simpo") else pairs.sums)(logprob)
         kind: Margin = "sigmoid" if self.kind == "simpo" else self.kind
         margin = chosen - rejected - (self.gamma / self.beta if self.kind == "simpo" else 0.0)
@@ -87,7 +87,7 @@ class ORPOLoss:
     separable: ClassVar[bool] = False
 
     def __call__(self, stats: TokenStats, batch: PackedBatch, /) -> Loss:
-        logprob, pairs = widened(stats.logprob), _Pairs.of(batch)
+        logprob, pairs = widened(stats.logprob), _Pairs(batch)
         chosen, rejected = pairs.means(logprob)
         log_odds = (chosen - rejected) - (_log1mexp(chosen) - _log1mexp(rejected))
         nll, nll_metrics = _nll(logprob, batch)
@@ -149,28 +149,20 @@ class RewardLoss:
     separable: ClassVar[bool] = False
 
     def __call__(self, values: Tensor, batch: PackedBatch, /) -> Loss:
-        pairs = _Pairs.of(batch)
+        pairs = _Pairs(batch)
         chosen, rejected = pairs.sums(widened(values))
         losses = -F.logsigmoid(chosen - rejected) + self.center * (chosen + rejected) ** 2
         return Loss(losses.sum(), pairs.count, reward_metrics(chosen, rejected))
 
 
-@dataclass(frozen=True)
 class _Pairs:
-    """chosen, rejected: numbers of sequences [P]. owner: sequence [T]. response: 1 on completions [T]."""
+    """chosen, rejected: numbers of sequences [P]. response: 1 on completions [T]."""
 
-    chosen: Tensor
-    rejected: Tensor
-    owner: Tensor
-    response: Tensor
-    num_sequences: int
-
-    @classmethod
-    def of(cls, batch: PackedBatch) -> "_Pairs":
-        numbers = pair_numbers(batch.groups)
-        chosen, rejected = to_device(torch.tensor(numbers, dtype=torch.int64).view(-1, 2).T, batch.tokens.device)
-        response = batch.fields.get("completion", torch.ones(len(batch), device=batch.tokens.device))
-        return cls(chosen, rejected, batch.sequence_ids, response, batch.num_sequences)
+    def __init__(self, batch: PackedBatch) -> None:
+        numbers = torch.tensor(pair_numbers(batch.groups), dtype=torch.int64).view(-1, 2).T
+        self.chosen, self.rejected = to_device(numbers, batch.tokens.device)
+        self.response = batch.fields.get("completion", torch.ones(len(batch), device=batch.tokens.device))
+        self.owner, self.num_sequences = batch.sequence_ids, batch.num_sequences
 
     @property
     def count(self) -> Tensor:

@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Protocol
 
 from dovetail.batch.packed import PackedBatch
 from dovetail.data.examples import Prompt
@@ -19,16 +18,9 @@ def reward_input(p: Prompt, c: Completion, text: str) -> RewardInput:
     return RewardInput(completion=text, answer=p.answer, finish=c.finish, prompt=p.prompt, columns=p.columns)
 
 
-class Reward(Protocol):
-    """Collective."""
-
-    def score(self, prompts: Seq[Prompt], completions: Seq[Completion], texts: Seq[str]) -> list[RewardResult]: ...
-    def close(self) -> None: ...
-
-
 @dataclass(frozen=True)
 class FunctionReward:
-    """runner: of the first rank."""
+    """runner: of the first rank. Collective."""
 
     runner: RewardRunner | None
     mesh: Mesh
@@ -49,7 +41,7 @@ class FunctionReward:
 
 @dataclass(frozen=True)
 class ModelReward:
-    """A reward model's value at the last token. encode: prompt and completion, by the model's tokenizer."""
+    """A reward model's value at the last token. Collective."""
 
     engine: Engine
     encode: Callable[[Prompt, str], list[int]]
@@ -65,6 +57,9 @@ class ModelReward:
 
     def close(self) -> None:
         self.end()
+
+
+Reward = FunctionReward | ModelReward
 
 
 class RewardManager:

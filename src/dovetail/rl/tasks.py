@@ -32,7 +32,7 @@ from dovetail.rl.reward_manager import RewardManager
 from dovetail.rl.step_metrics import EMPTY_UPDATE, Row, Work, length_metrics, mean, sample_metrics, update_metrics
 from dovetail.rollout.base import Prompt as SamplerPrompt, Sampler, SamplingParams
 
-if TYPE_CHECKING:  # pydantic is not needed to run a task
+if TYPE_CHECKING:
     from dovetail.recipe.algorithms import AnyRL
     from dovetail.recipe.schema import Recipe
 
@@ -70,7 +70,7 @@ def never() -> bool:
 
 @dataclass(kw_only=True)
 class Task:
-    """What `run.trainer.Task` needs of all algorithms. first_row, parts: as `step_rows`."""
+    """first_row, parts: as `step_rows`."""
 
     recipe: "Recipe"
     policy: Engine
@@ -125,7 +125,7 @@ class SupervisedTask(Task):
 
 
 def _added(before: Row, more: Row) -> Row:
-    """Work and errors of two batches of samples, and the first cause."""
+    """Work, errors and the first cause of two batches."""
     if not before:
         return more
     work = {}
@@ -185,7 +185,7 @@ class RLTask(Task):
         return {**row, **EMPTY_UPDATE, **update, **distances, "work": work}
 
     def _rollout(self, step: int, stopping: Callable[[], bool] = never) -> tuple[list[Sample], Row] | None:
-        """Samples to train on, and metrics of all. Resampling (DAPO) takes rows of steps after the run's last one."""
+        """Samples to train on, and metrics. Resampling (DAPO) takes rows of steps after the run's last."""
         recipe, wanted = self.recipe, self.recipe.trainer.prompts_per_step
         algorithm = cast("AnyRL", recipe.algorithm)
         drops = algorithm.name == "grpo" and algorithm.drop_zero_std_groups
@@ -244,7 +244,7 @@ class RLTask(Task):
         return row
 
     def evaluate(self, step: int) -> Row:
-        """Rewards of greedy completions of data.eval, and metrics of other sets; noise is the same at every step."""
+        """Metrics of data.eval (greedy) and of other sets; noise is the same at every step."""
         row: Row = {}
         sets = [*([EvalSet(name="", prompts=self.held_out)] if self.held_out else []), *self.eval_sets]
         if sets:

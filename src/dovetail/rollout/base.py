@@ -119,7 +119,7 @@ class SampleBuffer:
         return {i: len(self.prompts[i].ids) for batch in plan for i in batch}
 
     def store(self, slots: Numbers, drawn: Numbers, taken: Numbers, outputs: NDArray[np.float64], _: object) -> None:
-        """Append `taken` [n] of ids and log-probs [steps, 2, n] to those drawn [n]. For a buffer on the host."""
+        """Append `taken` [n] of ids and log-probs [steps, 2, n] to those drawn [n], on the host."""
         step, row = np.nonzero(np.arange(len(outputs))[:, None] < taken)
         self.ids.numpy()[slots[row], drawn[row] + step] = outputs[step, 0, row]
         self.log_probs.numpy()[slots[row], drawn[row] + step] = outputs[step, 1, row]

@@ -16,7 +16,7 @@ Watch = Callable[[int, int, int], None]  # samples of the step: complete, all; 0
 
 
 class Feed:
-    """submit: begin samples (group, number). keeps: trained groups stay saved until `forget`. A thread saves groups."""
+    """submit: begin samples (group, number). keeps: trained groups until `forget`. A thread saves them."""
 
     def __init__(self, pool: Pool, journal: Journal, submit: Submit, *, keeps: bool = True) -> None:
         self.pool, self.journal, self.submit, self.keeps = pool, journal, submit, keeps
@@ -31,7 +31,7 @@ class Feed:
     def resume(self, step: int, *, repeats: bool = True) -> list[str]:
         """After a checkpoint of `step`. Returns problems of finished groups that run again.
 
-        repeats: later versions are the same policies again; else groups with their tokens are lost.
+        repeats: later versions are the same policies again.
         """
         first = step * self.pool.groups_per_step
         saved, problems = self.journal.load(first)

@@ -21,8 +21,6 @@ class Group:
 
 
 class Pool:
-    """samples: of a group. steps: of the run."""
-
     def __init__(self, groups_per_step: int, samples: int, max_lag: int, steps: int) -> None:
         self.groups_per_step, self.samples, self.max_lag, self.steps = groups_per_step, samples, max_lag, steps
         self.version = self.step = 0
@@ -43,7 +41,7 @@ class Pool:
         return admitted
 
     def finish(self, group: int) -> bool:
-        """Of a sample; whether it was the group's last."""
+        """A sample is complete; returns whether it was the group's last."""
         self.alive[group].left -= 1
         return self.alive[group].left == 0
 
@@ -52,7 +50,7 @@ class Pool:
         self.alive[group].ready = True
 
     def take(self) -> list[int] | None:
-        """Begin a step: its groups, or None if they are not ready."""
+        """Begin a step: its groups, if they are ready."""
         chosen = list(range(self.first, self.first + self.groups_per_step))
         if not all(group in self.alive and self.alive[group].ready for group in chosen):
             return None
@@ -62,15 +60,13 @@ class Pool:
         return chosen
 
     def pushed(self, version: int) -> None:
-        """Engines hold `version`."""
         assert self.version <= version <= self.step, f"version {version} after {self.version}, of {self.step} steps"
         self.version = version
 
     def restore(self, step: int, finished: Mapping[int, tuple[int, int]]) -> list[int]:
         """After a checkpoint of `step`. Returns the finished groups that stay; others run again.
 
-        finished: oldest and newest version by group. A group runs again if a step before one of its versions does, or if a
-        smaller max_lag forbids it.
+        finished: oldest and newest version by group. It runs again if a step before its versions does, or if max_lag forbids it.
         """
         self.version = self.step = step
         self._next = self.first

@@ -1,4 +1,4 @@
-"""The transformers sampler: a model's own `generate`, in static batches padded on the left."""
+"""The transformers sampler: `generate` of static batches, padded on the left."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -27,7 +27,7 @@ StaticBatch = list[tuple[int, int]]  # (prompt, sample)
 
 
 def plan_static_batches(lengths: Mapping[int, int], samples: int, new: int, budget: int) -> list[StaticBatch]:
-    """lengths: by prompt. Rows of like length: at most `budget` tokens with padding, or one row."""
+    """lengths: by prompt. At most `budget` tokens with padding, or one row."""
     batches: list[StaticBatch] = []
     longest = 0
     for prompt in sorted(lengths, key=lambda i: (-lengths[i], i)):

@@ -1,4 +1,4 @@
-"""Answers of vLLM's /weight_checker: SHA-256 of fused, sharded parameters, from whole tensors, for decoders like Llama."""
+"""Answers of vLLM's /weight_checker for decoders like Llama: SHA-256 of fused, sharded parameters."""
 
 import hashlib
 import re
@@ -55,7 +55,7 @@ class ExpectedDigests:
             self._keep(name, [tensor], None)
 
     def problems(self, tp: int, answer: Mapping[str, str]) -> tuple[list[str], set[str]]:
-        """Parameters that are not as expected, and unknown ones, also those that a CPU emptied."""
+        """Wrong parameters, and unknown ones, also those that a CPU emptied."""
         wrong, unknown = [], set()
         for key, digest in answer.items():
             place = PLACE.fullmatch(key)

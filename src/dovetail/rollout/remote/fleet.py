@@ -1,4 +1,4 @@
-"""Replicas of one inference server: a request goes on elsewhere if its replica is lost. Imports no torch."""
+"""Replicas of an inference server; requests of lost ones go on elsewhere."""
 
 import resource
 import threading
@@ -17,15 +17,15 @@ from dovetail.rollout.remote.wire import Abilities, Finish, Request, Spans
 
 Wire = Vllm | Sglang
 BATCHES = 64  # whose replica is remembered
-MOST_IMBALANCE = 16  # requests more than another replica, to keep a prompt's samples together
+MOST_IMBALANCE = 16  # requests, to keep a prompt's samples together
 HEALTH_SECONDS = 10.0
-ATTEMPTS, FIRST_WAIT = 6, 0.25  # without a token in between; seconds, doubled each time
+ATTEMPTS, FIRST_WAIT = 6, 0.25  # without a token; seconds, doubled
 PASSING = frozenset({408, 409, 425, 429, 500, 502, 503, 504})  # not due to the request
 
 
 @dataclass
 class Reply:
-    """Tokens received so far. versions: as far as a server or the last push says."""
+    """Tokens received so far."""
 
     ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
@@ -56,7 +56,7 @@ class Replica:
 
 
 class Fleet:
-    """A request goes to the replica with the fewest. silence: seconds until one is lost. max_num_seqs: requests of each."""
+    """A request goes to the replica with the fewest. silence: seconds until one is lost."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class Fleet:
             self._pushing = False
 
     def together(self, requests: Sequence[Request]) -> Sequence[Request]:
-        """With a batch for each server of the embedded sampler, so that runs repeat; unchanged beyond `capacity`."""
+        """With a batch for each embedded sampler, so that runs repeat; unchanged beyond `capacity`."""
         serving = [replica for replica in self.replicas if replica.serves]
         keyed = bool(serving) and all(replica.server.keyed for replica in serving)
         if not keyed or len(requests) > self.capacity - sum(replica.busy for replica in serving):

@@ -1,4 +1,4 @@
-"""JSON over HTTP with deadlines. The key is written nowhere. Imports no torch."""
+"""JSON over HTTP with deadlines. The key is written nowhere."""
 
 import http.client
 import json
@@ -15,9 +15,9 @@ from urllib.parse import urlsplit
 from dovetail.errors import ConfigError, MachineError, shortened
 
 Deadline = Callable[[], float]  # by time.monotonic(), asked again while waiting
-IDLE_SECONDS = 2.0  # a kept connection is not used after these; uvicorn closes it after 5
-LOOK_SECONDS = 1.0  # between questions for the deadline
-SHOWN = 500  # characters of a server's message
+IDLE_SECONDS = 2.0  # of a kept connection; uvicorn closes it after 5
+LOOK_SECONDS = 1.0  # between looks at the deadline
+SHOWN = 500  # characters
 DONE = b"[DONE]"
 
 
@@ -31,7 +31,7 @@ class EngineError(MachineError):
 
 
 class Client:
-    """Of http(s)://HOST[:PORT][/PREFIX]. Each thread keeps a connection. timeout: seconds of a request and its answer."""
+    """Of http(s)://HOST[:PORT][/PREFIX]. Each thread keeps a connection. timeout: seconds with the answer."""
 
     def __init__(self, url: str, *, key: str | None = None, timeout: float = 60.0) -> None:
         parts = urlsplit(url)
@@ -117,7 +117,6 @@ class Client:
                 connection.close()
 
     def _connection(self, deadline: Deadline) -> http.client.HTTPConnection:
-        """This thread's kept connection if the server has not closed it, else a new one."""
         kept: Any = self._kept.__dict__.pop("connection", None)
         if kept is not None:
             waiting = select.poll()
@@ -151,7 +150,7 @@ class Client:
 
 
 class _TimedSocket(socket.socket):
-    """With a deadline for all it sends and receives: a socket's own timeout is for each piece."""
+    """With a deadline: a socket's own timeout is for each piece."""
 
     deadline: Deadline
 
@@ -180,7 +179,7 @@ def _left(deadline: Deadline) -> float:
 
 
 def _message(body: bytes) -> str:
-    """Of vLLM {"error": {"message"}}, of FastAPI {"detail"}, or text."""
+    """From vLLM's {"error": {"message"}}, FastAPI's {"detail"}, or text."""
     text = body.decode(errors="replace").strip()
     try:
         value = json.loads(text)

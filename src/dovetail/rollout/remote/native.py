@@ -1,4 +1,4 @@
-"""`dovetail serve`: vLLM's wire with the noise of the embedded sampler. Imports no torch."""
+"""`dovetail serve`: vLLM's wire with the noise of the embedded sampler."""
 
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Verified pushes of weights to inference servers (docs/pushes.md). A server that fails stays paused and is reported."""
+"""Verified pushes of weights to inference servers (docs/pushes.md)."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -18,7 +18,7 @@ from dovetail.rollout.remote.push_sglang import SglangReplica
 from dovetail.rollout.remote.push_vllm import VllmReplica
 from dovetail.rollout.remote.transports import Entry, Transport, fill, make_transport
 
-if TYPE_CHECKING:  # pydantic is not needed to push
+if TYPE_CHECKING:
     from dovetail.recipe.push import PushSection
 
 Replica = VllmReplica | SglangReplica
@@ -39,7 +39,7 @@ class Pusher:
     ) -> None:
         self.options, self._kind, self._kv_heads = push, kind, kv_heads
         self._checked = kind == "vllm" and push.proof == "checker"
-        self.proved = (0, 0)  # by proof=checker: parameters, and how many of them were only compared
+        self.proved = (0, 0)  # parameters, and those that were only compared
         device, directory = torch.device(device), Path(push.directory)
         if kind == "sglang" and push.transport != "file":
             raise ConfigError(f"rollout.push.transport={push.transport}: SGLang takes weights by file alone; set file")
@@ -62,7 +62,7 @@ class Pusher:
         return VllmReplica(client, self._transport, options)
 
     def push(self, weights: Iterable[tuple[str, Tensor]], version: int) -> list[EngineError | None]:
-        """For each server None, if it serves `version`, or why not. Always exhausts `weights`."""
+        """For each server None, or why it stays paused. Always exhausts `weights`."""
         self._errors = {}
         weights = iter(weights)
         try:
@@ -111,7 +111,7 @@ class Pusher:
         self._each("resume", str(version))
 
     def _compare(self, expected: ExpectedDigests | None, version: int) -> None:
-        """Unknown digests are compared between servers, and with the last push of the version."""
+        """Unknown digests are compared with those of other servers and of the version's last push."""
         futures: dict[int, Future[Mapping[str, str]]] = self._begin("digests")
         self._settle("digests", futures)
         answers = {i: futures[i].result() for i in self._live()}

@@ -1,10 +1,9 @@
-"""Pushes to an SGLang server, through a directory that it sees; by srt/managers/io_struct.py, never run against a real one."""
+"""Pushes to SGLang through a directory; by srt/managers/io_struct.py, never run against a real server."""
 
 import json
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -12,11 +11,7 @@ import torch
 from dovetail.memory import ALIGNMENT, view_at
 from dovetail.rollout.remote.http import Client, EngineError
 from dovetail.rollout.remote.transports import Bucket, Entry
-from dovetail.weights.safetensors import DTYPES, TensorFileWriter, TensorSpec
-
-NAMES: Mapping[str, torch.dtype] = MappingProxyType(
-    {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
-)
+from dovetail.weights.safetensors import TensorFileWriter, TensorSpec
 
 
 class SglangReplica:
@@ -40,7 +35,7 @@ class SglangReplica:
         self._directory.mkdir(parents=True)
 
     def send(self, bucket: Bucket) -> None:
-        specs = [TensorSpec(entry.name, NAMES[entry.dtype], tuple(entry.shape)) for entry in bucket.entries]
+        specs = [TensorSpec(entry.name, vars(torch)[entry.dtype], tuple(entry.shape)) for entry in bucket.entries]
         file = TensorFileWriter(self._directory / f"model-{bucket.number:05d}.safetensors", specs)
         for entry, spec in zip(bucket.entries, specs, strict=True):
             file.write(entry.name, view_at(bucket.data, entry.start, spec.dtype, spec.shape))

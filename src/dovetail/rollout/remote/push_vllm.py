@@ -1,4 +1,4 @@
-"""Pushes to a vLLM server with our plugin, which checks each bucket, or by vLLM's own back end `nccl`."""
+"""Pushes to vLLM with our plugin, which checks each bucket, or by vLLM's own back end `nccl`."""
 
 import base64
 import time
@@ -13,11 +13,11 @@ from dovetail.rollout.remote.background import in_background
 from dovetail.rollout.remote.http import Client, EngineError
 from dovetail.rollout.remote.transports import Bucket, Entry, Transport
 
-if TYPE_CHECKING:  # pydantic is not needed to push
+if TYPE_CHECKING:
     from dovetail.recipe.push import PushSection
 
-ONE_BROADCAST = 1 << 62  # bytes of vLLM's buffers: buckets stay whole
-SETTLE = 2.0  # seconds in which the other side of a failed transfer may say why
+ONE_BROADCAST = 1 << 62  # bytes
+SETTLE = 2.0  # seconds for the other side of a failed transfer to say why
 
 
 class VllmReplica:
@@ -66,7 +66,7 @@ class VllmReplica:
         )
 
     def finish(self, entries: Sequence[Entry], version: str) -> None:
-        """entries: of all buckets. The server stays paused."""
+        """entries: of all buckets."""
         if self.plugin:
             manifest = [[entry.name, entry.dtype, entry.shape, entry.sum] for entry in entries]
             self._post("/update_weights", {"update_info": {"manifest": manifest}})
@@ -77,7 +77,7 @@ class VllmReplica:
             raise EngineError(self.client.url, "/weight_info", None, problem)
 
     def digests(self) -> Mapping[str, str]:
-        """SHA-256 by "dp0:pp0:pcp0:tp0:PARAMETER", fused and sharded as the server holds them."""
+        """SHA-256 by "dp0:pp0:pcp0:tp0:PARAMETER"."""
         return self._post("/weight_checker", {"action": "checksum"})["checksums"]
 
     def resume(self, version: str) -> None:
@@ -97,7 +97,7 @@ class VllmReplica:
         return {"names": names, "dtype_names": dtypes, "shapes": shapes}
 
     def _leave(self) -> None:
-        """Ends an update that was left open: vLLM would count its tensors as the next one's."""
+        """Ends an open update, whose tensors vLLM would count as the next one's."""
         self.close()
         calls: list[tuple[str, dict[str, Any] | None]] = [("/update_weights", {"update_info": {"abort": True}})]
         if not self.plugin:

@@ -1,4 +1,4 @@
-"""The receiving side of pushes: all sums of a bucket are checked before its tensors are given on."""
+"""The receiving side of pushes."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,7 +14,7 @@ from dovetail.rollout.remote.transports import Entry
 
 
 class Receiver:
-    """An update is `begin`, `take` of each bucket, and `check`. CheckpointError names the first wrong tensor."""
+    """An update is `begin`, `take` of each bucket, and `check`. CheckpointError names a wrong tensor."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -35,7 +35,7 @@ class Receiver:
         self._buckets = 0
 
     def take(self, update: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
-        """Whole tensors: views of the bucket's memory."""
+        """Views of the bucket's memory, once all sums are checked."""
         number, entries = update["bucket"], [Entry(*row) for row in update["tensors"]]
         first = entries[0].name
         if number != self._buckets:

@@ -80,7 +80,7 @@ class RemoteSampler:
         return self.shared(prompts, params, replies, problem, experts)
 
     def submit(self, samples: Sequence[tuple[Prompt, int, SamplingParams]]) -> "list[Future[Answer]]":
-        """Of the first rank. samples: with their numbers. Returns at once; pushes do not end them."""
+        """Of the first rank. Returns at once; pushes do not end them."""
         fleet, version = self.fleet, self.version
         assert fleet is not None and version is not None, "the first rank, after a push"
         requests = [replace(self._request(prompt, params), sample=sample) for prompt, sample, params in samples]
@@ -94,10 +94,7 @@ class RemoteSampler:
         problem: Exception | None,
         experts: Sequence[Tensor] = (),
     ) -> list[Completion]:
-        """The first rank's replies, ordered by prompt, then sample; its problem is raised on every rank. Collective.
-
-        Other ranks get ids, log-probs and experts by a sum with zeros.
-        """
+        """The first rank's replies, by prompt, then sample; its problem is raised on every rank. Collective."""
         outcome: dict[str, Any] = {"problem": str(problem or ""), "data": isinstance(problem, DataError)}
         outcome |= {"finish": [reply.finish for reply in replies], "versions": [reply.versions for reply in replies]}
         outcome = self._agree(outcome | {"lengths": [len(reply.ids) for reply in replies]})
@@ -107,7 +104,7 @@ class RemoteSampler:
         if replies:
             ids = torch.tensor([token for reply in replies for token in reply.ids])
             log_probs = torch.tensor([each for reply in replies for each in reply.log_probs], dtype=torch.float64)
-        drawn: list[int] = sum_over(ids.to(device), world).tolist()
+        drawn: list[int] = sum_over(ids.to(device), world).tolist()  # other ranks have zeros
         scored: list[float] = sum_over(log_probs.to(device), world).tolist()
         completions, first = [], 0
         for slot, length in enumerate(lengths):

@@ -1,4 +1,4 @@
-"""SGLang's server, by the message classes of 0.5.10.post1; never run against a real one. Imports no torch."""
+"""SGLang's server, by the message classes of 0.5.10.post1; never run against a real one."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar

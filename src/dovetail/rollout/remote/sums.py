@@ -1,6 +1,6 @@
-"""Sums that prove that a weight arrived as it left (docs/adr/026-sums-of-weights.md).
+"""Sums of weights (docs/adr/026-sums-of-weights.md).
 
-Of the bytes of a tensor, padded with zeros to 64-bit words w_0, w_1, ... (little-endian), mix the finalizer of SplitMix64:
+Bytes are padded with zeros to 64-bit words w_0, w_1, ... (little-endian); mix is the finalizer of SplitMix64:
 
     num_bytes + sum over i of mix(w_i xor (i * STEP))    modulo 2^64
 """
@@ -60,7 +60,7 @@ class Sums:
 
 
 def add_words(words: Tensor, total: Tensor, first: int) -> None:
-    """Adds the mixed words [n] int64 from number `first` on to `total`. The definition."""
+    """Adds mixed words [n] int64 from number `first` on to `total`. The definition."""
     for start in range(0, len(words), CHUNK):
         x = words[start : start + CHUNK]
         place = torch.arange(first + start, first + start + len(x), dtype=torch.int64, device=words.device)

@@ -36,7 +36,7 @@ class Bucket:
 
 
 class Transport:
-    """Memory for two buckets in turn; of broadcasts, which need no more."""
+    """Memory for two buckets in turn; all that broadcasts need."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -144,7 +144,7 @@ def make_transport(kind: Kind, device: torch.device, directory: Path) -> Transpo
 def fill(
     weights: Iterable[tuple[str, Tensor]], transport: Transport, bucket_bytes: int, *, alignment: int
 ) -> Iterator[Bucket]:
-    """Whole tensors in buckets of at most `bucket_bytes`, or of one larger tensor. The next but one has the same memory."""
+    """Whole tensors in buckets of at most `bucket_bytes`, or of one larger tensor."""
     number, end = 0, 0
     entries: list[tuple[str, str, tuple[int, ...], int]] = []
     sums = Sums()

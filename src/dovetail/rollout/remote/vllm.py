@@ -1,4 +1,4 @@
-"""vLLM's server, as of 0.33.0. Imports no torch."""
+"""vLLM's server, as of 0.33.0."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -82,7 +82,7 @@ class Vllm:
                 yield Part(ids, [each["logprob"] for each in content], FINISHES.get(finish), versions, routes)
 
     def continues(self, params: "SamplingParams") -> bool:
-        """Whether another server can continue a reply: stop strings may have begun in it; routes come with the last token."""
+        """Whether a reply can be continued: stop strings may have begun in it; routes come with the last token."""
         return not params.stop and not params.trace
 
 
@@ -125,7 +125,7 @@ def generate_body(server: Abilities, request: Request, received: Sequence[int]) 
 
 
 def _check_generation(client: Client, server: Abilities, vocab_size: int | None) -> None:
-    """It takes the last id of the vocabulary, and not the one after it."""
+    """The server takes the last id of the vocabulary, and not the next one."""
     for token, known in [(0, True)] if vocab_size is None else [(vocab_size - 1, True), (vocab_size, False)]:
         sampling = {"max_tokens": 1, "temperature": 0.0, "logprobs": 0, "detokenize": False}
         body = {"model": server.model, "token_ids": [token], "sampling_params": sampling}

@@ -1,4 +1,4 @@
-"""Requests to inference servers, and their answers. Imports no torch."""
+"""Requests to inference servers, and their answers."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -45,7 +45,7 @@ class Request:
 
 
 class Part(NamedTuple):
-    """Tokens of a stream. versions and routes come with the last ones, for all."""
+    """Tokens of a stream. versions and routes, of all, come with the last."""
 
     ids: Sequence[int]
     log_probs: Sequence[float]
@@ -56,7 +56,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Abilities:
-    """log_probs: raw; penalized, after penalties; tempered, after temperature, too; processed, after cuts, too."""
+    """log_probs: raw; penalized; tempered: also at the temperature; processed: also after cuts."""
 
     kind: Literal["vllm", "sglang"]
     model: str
@@ -96,7 +96,7 @@ def fitting_log_probs(drawing: Drawing) -> list[LogProbs]:
 
 
 def check_log_probs(url: str, server: Abilities, starts: Mapping[LogProbs, str], drawings: Sequence[Drawing]) -> None:
-    """ConfigError if training needs log-probs of another kind. starts: flags of a server for a kind."""
+    """ConfigError if training needs another kind. starts: how to get a kind."""
     kinds = [kind for kind in starts if all(kind in fitting_log_probs(drawing) for drawing in drawings)]
     wrong = next((drawing for drawing in drawings if server.log_probs not in fitting_log_probs(drawing)), None)
     if wrong is None:
@@ -111,7 +111,7 @@ def check_log_probs(url: str, server: Abilities, starts: Mapping[LogProbs, str],
 
 
 def pushed_spans(spans: Any, length: int, url: str) -> Spans:
-    """Checked to cover a reply; empty if there are none, or of weights that were not pushed."""
+    """Checked to cover a reply; empty without pushed versions."""
     if not spans:
         return ()
     try:
