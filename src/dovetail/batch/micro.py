@@ -39,6 +39,7 @@ class ContextShard:
         """int64 [T / size]: this rank's tokens. T is a multiple of 2 x size."""
         if self.size == 1:
             return torch.arange(num_tokens)
+        assert num_tokens % (2 * self.size) == 0, f"{num_tokens} tokens over cp={self.size}"
         length, count = num_tokens // (2 * self.groups), num_tokens // self.size
         tokens = torch.cat([torch.arange(chunk * length, (chunk + 1) * length) for chunk in self.chunks])
         start = self.rank % self.ulysses * count

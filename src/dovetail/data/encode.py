@@ -148,9 +148,8 @@ def _encode_text(text: str, tokenizer: Tokenizer) -> list[int]:
 
 def labelled(row: JsonRow, ids: list[int]) -> tuple[list[int], list[bool]]:
     """Ids without padding, and a mask by the row's labels and masks."""
-    columns = {
-        name: row.values.get(name) for name in ("attention_mask", "labels", "completion_mask", "assistant_masks")
-    }
+    names = ("attention_mask", "labels", "completion_mask", "assistant_masks")
+    columns = {name: row.values.get(name) for name in names}
     for name, column in columns.items():
         if column is not None and (not isinstance(column, list) or len(column) != len(ids)):
             raise row.error(f"{name} must be a list of {len(ids)} numbers, as input_ids is, not {quoted(column)}")

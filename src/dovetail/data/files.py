@@ -45,9 +45,8 @@ def read_rows(source: Source | Path | str) -> Iterator[JsonRow]:
         name, revision, files = hub["name"], hub["revision"], hub["files"]
         try:
             patterns = [files, f"{files}/*"]
-            place = (
-                f"{snapshot_download(name, repo_type='dataset', revision=revision, allow_patterns=patterns)}/{files}"
-            )
+            folder = snapshot_download(name, repo_type="dataset", revision=revision, allow_patterns=patterns)
+            place = f"{folder}/{files}"
         except (OSError, ValueError) as error:
             raise DataError(f"{source.path} could not be fetched from the hub: {error}") from error
     for path in data_files(place):

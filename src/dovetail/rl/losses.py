@@ -107,9 +107,7 @@ class PolicyLoss:
             if self.kl_coef:
                 loss = loss + self.kl_coef * divergence
         elif self.kl_coef:
-            raise ConfigError(
-                f"kl_coef={self.kl_coef} needs the field reference_logprob: score a reference or set it 0"
-            )
+            raise ConfigError(f"kl_coef={self.kl_coef} needs the field reference_logprob: score a reference or set 0")
         if self.entropy_coef:
             loss = loss - self.entropy_coef * widened(stats.entropy)
         return Loss(*aggregate(loss, batch), metrics)

@@ -43,6 +43,7 @@ class TransformersSampler:
     """Implements `Sampler`; the whole model is on every rank."""
 
     def __init__(self, config: Mapping[str, Any], mesh: Mesh, dtype: torch.dtype) -> None:
+        assert mesh["tp"].size == mesh["pp"].size == 1, "factory.sampler makes all ranks replicas"
         self.mesh, self.dtype = mesh, dtype
         known = known_config(config)
         with config_errors():

@@ -29,9 +29,7 @@ class Sglang:
     def probe(self, client: Client, vocab_size: int | None) -> Abilities:
         paths = client.get("/openapi.json").get("paths", {})
         if missing := [path for path in (GENERATE, *PUSH_PATHS) if path not in paths]:
-            vllm = (
-                "; it looks like vLLM, which rollout.backend=vllm is for" if "/inference/v1/generate" in paths else ""
-            )
+            vllm = "; it looks like vLLM, which rollout.backend=vllm is for" * ("/inference/v1/generate" in paths)
             raise ConfigError(
                 f"engine {client.url} has no {', '.join(missing)}, which SGLang 0.5.10 and newer have{vllm}"
             )
