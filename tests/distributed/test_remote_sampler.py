@@ -16,13 +16,14 @@ from dovetail.parallel.layout import Layout
 from dovetail.rollout.base import Prompt, SamplingParams
 from dovetail.rollout.remote.fleet import Fleet, Replica
 from dovetail.rollout.remote.http import Client, EngineError
+from dovetail.rollout.remote.push import Pusher
 from dovetail.rollout.remote.sampler import RemoteSampler
 from dovetail.rollout.remote.vllm import Vllm
 from tests.harness import run
 from tests.remote.fake_engine import VOCABULARY, FakeEngine, hashed_experts
 
 
-class ScriptedPusher:
+class ScriptedPusher(Pusher):
     """Takes the first tensor, then does as told: an error's text for each replica that does not take them."""
 
     def __init__(self, fakes: list[FakeEngine], script: list[list[str | None]]) -> None:

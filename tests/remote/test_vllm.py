@@ -25,6 +25,7 @@ from dovetail.parallel.process_group import temporary_process_group
 from dovetail.rollout.base import Completion, Prompt, SamplingParams
 from dovetail.rollout.remote.fleet import Fleet, Replica
 from dovetail.rollout.remote.http import Client, EngineError
+from dovetail.rollout.remote.push import Pusher
 from dovetail.rollout.remote.sampler import RemoteSampler
 from dovetail.rollout.remote.vllm import Vllm
 from dovetail.system import children_of
@@ -48,7 +49,7 @@ CPU = {
 PROMPTS = ("The capital of France is", "2 + 2 =", "Once upon a time", "def add(a, b):\n    return")
 
 
-class VersionPusher:
+class VersionPusher(Pusher):
     """The servers have the weights already."""
 
     def __init__(self, clients: Sequence[Client]) -> None:

@@ -12,11 +12,11 @@ import pytest
 
 from dovetail.errors import ConfigError
 from dovetail.rollout.base import SamplingParams
-from dovetail.rollout.remote.fleet import Fleet, Replica, Reply
+from dovetail.rollout.remote.fleet import Fleet, Replica, Reply, Wire
 from dovetail.rollout.remote.http import Client, EngineError
 from dovetail.rollout.remote.sglang import Sglang
 from dovetail.rollout.remote.vllm import Vllm
-from dovetail.rollout.remote.wire import Drawing, Request, Wire, check_log_probs
+from dovetail.rollout.remote.wire import Drawing, Request, check_log_probs
 from tests.remote.fake_engine import VOCABULARY, FakeEngine, hashed_logits, log_softmax
 from tests.tolerances import OP_FP64
 
@@ -259,10 +259,10 @@ def test_log_probs_that_training_does_not_compute_are_refused(kind: Any, mode: s
     assert server.log_probs == kept.get((kind, mode), "tempered")
     for drawing in {each for several in fitting.values() for each in several}:
         if drawing in fitting[server.log_probs] or drawing.temperature == 0:
-            check_log_probs(fake.url, server, WIRES[kind], [drawing])
+            check_log_probs(fake.url, server, WIRES[kind].starts, [drawing])
         else:
             with pytest.raises(ConfigError, match="training needs those at the temperature"):
-                check_log_probs(fake.url, server, WIRES[kind], [drawing])
+                check_log_probs(fake.url, server, WIRES[kind].starts, [drawing])
 
 
 def test_the_message_on_log_probs_names_the_start_that_helps() -> None:
@@ -271,9 +271,9 @@ def test_the_message_on_log_probs_names_the_start_that_helps() -> None:
     with pytest.raises(
         ConfigError, match=r"with temperature=0.5 training .*; start it with --logprobs-mode processed_logprobs$"
     ):
-        check_log_probs(fake.url, server, WIRES["vllm"], [Drawing(), Drawing(temperature=0.5)])
+        check_log_probs(fake.url, server, WIRES["vllm"].starts, [Drawing(), Drawing(temperature=0.5)])
     with pytest.raises(ConfigError, match=r"no start of it gives these, so change one of temperature=0.5, top_p=0.9"):
-        check_log_probs(fake.url, server, WIRES["vllm"], [Drawing(temperature=0.5, top_p=0.9)])
+        check_log_probs(fake.url, server, WIRES["vllm"].starts, [Drawing(temperature=0.5, top_p=0.9)])
 
 
 def test_a_paused_server_is_not_asked_for_tokens() -> None:

@@ -79,7 +79,7 @@ def test_a_sampler_sends_the_images_of_a_prompt_with_its_ids() -> None:
 def test_images_that_an_engine_cannot_be_given_are_refused_before_the_run() -> None:
     wrong: dict[str, tuple[str, str, bool, bool]] = {
         "SGLang turns the ids .* tokenizes that again": ("sglang", "qwen2_vl", True, False),
-        "takes the pixels of kimi_vl in another form": ("vllm", "kimi_vl", True, False),
+        "takes pixels of kimi_vl in another form": ("vllm", "kimi_vl", True, False),
         "of a video's frames": ("vllm", "qwen2_vl", True, True),
         "this version of vLLM": ("vllm", "qwen2_vl", False, False),
     }

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -179,7 +180,8 @@ class Given:
 
 def test_a_sum_with_a_failed_term_is_dropped_and_none_counts_nothing() -> None:
     one, failed, nothing = RewardResult(1.0), RewardResult(None, "a cause"), RewardResult(None)
-    manager = RewardManager({"a": Given(one, one, nothing), "b": Given(failed, nothing, nothing)}, (0.5, 2.0))
+    given: Any = {"a": Given(one, one, nothing), "b": Given(failed, nothing, nothing)}
+    manager = RewardManager(given, (0.5, 2.0))
     assert [(result.value, result.error) for result in manager([], [], [])] == [
         (None, "b: a cause"),
         (0.5, None),

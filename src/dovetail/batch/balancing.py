@@ -1,4 +1,4 @@
-"""Sequence-length balancing over replicas and micro-batches."""
+"""Balancing of sequence lengths."""
 
 from collections.abc import Sequence as Seq
 from heapq import heapreplace
@@ -15,17 +15,16 @@ def plan_microbatches(
     width: int = 1 << 20,
     groups: Seq[int | None] = (),
 ) -> list[list[list[int]]]:
-    """Sequence numbers: [replica][micro-batch], equally many for all; some may be empty.
+    """Sequence numbers by replica and micro-batch; all replicas have equally many, some empty.
 
-    Units (`split_units`) go longest first to the least loaded replica, a sequence of n tokens costing n (1 + n / 12 width),
-    and first fit into its micro-batches of at most `budget` tokens, padded to `multiple`.
+    Units (`split_units`) go longest first to the least loaded replica (a sequence costs n (1 + n / 12 width)), and first fit
+    into micro-batches of at most `budget` tokens, padded to `multiple`.
     """
     units = split_units(len(lengths), groups)
     sizes = [sum(lengths[i] for i in unit) for unit in units]
-    if budget is not None:
-        for unit, size in zip(units, sizes, strict=True):
-            if _padded(size, multiple) > budget:
-                raise _too_long(unit, size, _padded(size, multiple), budget, groups)
+    for unit, size in zip(units, sizes, strict=True):
+        if budget is not None and _padded(size, multiple) > budget:
+            raise _too_long(unit, size, _padded(size, multiple), budget, groups)
     loads = [(0.0, 0, replica) for replica in range(replicas)]  # a heap of (cost, sequences, replica)
     dealt: list[list[int]] = [[] for _ in range(replicas)]
     for u in sorted(range(len(units)), key=lambda u: (-sizes[u], u)):
@@ -49,26 +48,25 @@ def plan_microbatches(
 
 
 def split_units(count: int, groups: Seq[int | None]) -> list[list[int]]:
-    """Sequences that stay together: those of each group, and every other one by itself."""
-    units: dict[tuple[bool, int], list[int]] = {}
+    """Sequences that stay together: those of a group, or one without."""
+    units: dict[int, list[int]] = {}  # by group, or -1 - sequence
     for i in range(count):
         group = groups[i] if groups else None
-        units.setdefault((group is None, i if group is None else group), []).append(i)
+        units.setdefault(-1 - i if group is None else group, []).append(i)
     return list(units.values())
 
 
 def balanced_split(lengths: Seq[int]) -> int:
-    """Number of sequences in the first of the most equal halves."""
+    """Sequences in the first of the most equal halves."""
     ends = list(accumulate(lengths))
     return min(range(1, len(lengths)), key=lambda cut: abs(2 * ends[cut - 1] - ends[-1]))
 
 
 def _too_long(unit: list[int], size: int, padded: int, budget: int, groups: Seq[int | None]) -> DataError:
-    group = groups[unit[0]] if groups else None
-    numbers = ", ".join(map(str, unit))
-    what, drop = f"sequence {numbers}", "leave the sequence out (data.overlong_rows=drop)"
-    if group is not None:
-        what, drop = f"group {group} (sequences {numbers})", "leave the group out; its sequences share a micro-batch"
+    what, drop = f"sequence {unit[0]}", "leave the sequence out (data.overlong_rows=drop)"
+    if groups and groups[unit[0]] is not None:
+        what = f"group {groups[unit[0]]} (sequences {', '.join(map(str, unit))})"
+        drop = "leave the group out; its sequences share a micro-batch"
     return DataError(
         f"{what} has {size} tokens ({padded} with padding), more than tokens_per_batch={budget}; raise that to {padded} or "
         f"more (in a recipe trainer.tokens_per_batch) or {drop}"

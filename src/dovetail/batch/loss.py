@@ -1,11 +1,13 @@
-"""The interface of losses: per-token statistics in, sums and a count out."""
+"""The interface of losses."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from dovetail.batch.packed import PackedBatch
+from dovetail.kernels.reference import widened
 
 
 class Sum(NamedTuple):
@@ -13,6 +15,13 @@ class Sum(NamedTuple):
 
     total: Tensor
     count: Tensor  # type: ignore[assignment]  # hides tuple.count
+
+    @classmethod
+    def of(cls, x: Tensor, chosen: Tensor | None = None) -> "Sum":
+        """chosen: a mask of those that count; default: all."""
+        x = widened(x.detach())
+        ones = torch.ones_like(x) if chosen is None else chosen.to(x.dtype)  # an index would wait for the GPU
+        return cls(x.sum() if chosen is None else (x * ones).sum(), ones.sum())
 
 
 class Loss(NamedTuple):
@@ -24,16 +33,13 @@ class Loss(NamedTuple):
 
 
 class LossFn(Protocol):
-    """A loss of `TokenStats`, or values [n], of a batch's counted tokens.
-
-    With `separable = True` it may get a sequence in pieces; whole sequences cost a second pass of the head.
-    """
+    """A loss of `TokenStats`, or of values [n], of counted tokens. With `separable = True` it may get a sequence in pieces."""
 
     def __call__(self, stats: Any, batch: PackedBatch, /) -> Loss: ...
 
 
 class TokenStats(NamedTuple):
-    """Log-probability of the target and entropy in nats, [T], both differentiable."""
+    """[T], in nats, differentiable."""
 
     logprob: Tensor
     entropy: Tensor

@@ -1,7 +1,8 @@
-"""Micro-batches: a padded batch, its context-parallel shard, and halves for dual-batch overlap."""
+"""Micro-batches, their context-parallel shards, and halves for dual-batch overlap."""
 
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import TypeVar
 
 import torch
@@ -14,14 +15,12 @@ from dovetail.parallel.mesh import Mesh
 
 Item = TypeVar("Item")
 
-MIN_HALF_TOKENS = 2048  # products of fewer lose more than their collectives cost
+MIN_HALF_TOKENS = 2048  # fewer do not pay
 
 
 @dataclass(frozen=True)
 class ContextShard:
-    """The i-th group of `ulysses` neighbors holds the i-th chunk of the tokens and the i-th last (balanced causal attention),
-    each neighbor a slice of them.
-    """
+    """The i-th group of `ulysses` neighbors holds the i-th and i-th last chunk of tokens, each neighbor a slice."""
 
     rank: int = 0
     size: int = 1
@@ -37,7 +36,7 @@ class ContextShard:
         return first, 2 * self.groups - 1 - first
 
     def order(self, num_tokens: int) -> Tensor:
-        """int64 [T / size]: this rank's tokens, ascending. T is a multiple of 2 x size."""
+        """int64 [T / size]: this rank's tokens. T is a multiple of 2 x size."""
         if self.size == 1:
             return torch.arange(num_tokens)
         assert num_tokens % (2 * self.size) == 0, f"{num_tokens} tokens over cp={self.size}"
@@ -52,23 +51,18 @@ WHOLE = ContextShard()
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """A padded batch and this rank's tokens of it: `order` [t].
-
-    counted: this rank's counted tokens [n], rows `index` of its t and rows `local` of `all_counted`, those of all cp ranks.
-    routes: of its t / tp tokens between blocks. halves: none or two, padded separately, for dual-batch overlap; between blocks
-    their tokens alternate by tp rank. first: tokens of the first half, without padding.
-    """
+    """halves: none or two; between blocks their tokens alternate by tp rank."""
 
     batch: PackedBatch
-    order: Tensor
-    index: Tensor
-    counted: PackedBatch
-    local: Tensor
-    all_counted: PackedBatch
+    order: Tensor  # [t], this rank's tokens
+    index: Tensor  # [n], its counted tokens in `order`
+    counted: PackedBatch  # [n]
+    local: Tensor  # [n], the same in `all_counted`
+    all_counted: PackedBatch  # of all cp ranks
     shard: ContextShard = WHOLE
-    routes: Routes | None = None
+    routes: Routes | None = None  # of its t / tp tokens between blocks
     halves: tuple["MicroBatch", ...] = ()
-    first: int = 0
+    first: int = 0  # tokens of the first half, without padding
 
     @classmethod
     def of(cls, batch: PackedBatch, multiple: int = 1, shard: ContextShard = WHOLE) -> "MicroBatch":
@@ -80,7 +74,7 @@ class MicroBatch:
         parts = [batch.select(chosen) for chosen in (range(cut), range(cut, batch.num_sequences))]
         halves = tuple(cls.of(part, multiple, shard) for part in parts)
         first, end = len(parts[0]), len(batch)
-        orders: list[Tensor] = []  # positions in the whole batch, whose end is the padding of both halves
+        orders: list[Tensor] = []  # in the whole batch, which ends with the padding of both halves
         for part, half in zip(parts, halves, strict=True):
             start = first if orders else 0
             orders.append(torch.where(half.order < len(part), half.order + start, half.order - len(part) + end))
@@ -128,41 +122,34 @@ class MicroBatch:
 
 
 class LazySequence(Seq[Item]):
-    """Items that `make(number)` makes when they are first read."""
+    """Items that `make(number)` makes at first access."""
 
     def __init__(self, count: int, make: Callable[[int], Item]) -> None:
-        self._numbers, self._make = range(count), make
-        self._made: dict[int, Item] = {}
+        self._numbers, self._make = range(count), cache(make)
 
     def __len__(self) -> int:
         return len(self._numbers)
 
     def __getitem__(self, index: int) -> Item:  # type: ignore[override]  # no slices
-        number = self._numbers[index]
-        if number not in self._made:
-            self._made[number] = self._make(number)
-        return self._made[number]
+        return self._make(self._numbers[index])
 
 
 @dataclass(frozen=True)
 class DualBatch:
-    """Which micro-batches are split. min_tokens: of the smaller half; None: none are."""
+    """Which micro-batches are split."""
 
-    min_tokens: int | None
+    min_tokens: int | None  # of the smaller half; None: no split
 
     @classmethod
     def of(cls, supported: bool, mesh: Mesh, enabled: bool | None) -> "DualBatch":
-        """enabled: None: where it is faster (docs/performance.md)."""
+        """enabled=None: where it is faster (docs/performance.md)."""
         if enabled is None:
             pays = supported and mesh["tp"].size > 1 and mesh["ep"].size == 1
             return cls(MIN_HALF_TOKENS if pays and mesh.device.type != "cpu" else None)
         return cls(1 if enabled and supported else None)
 
     def should_split(self, lengths: Seq[Seq[int]], multiple: int = 1, budget: int | None = None) -> bool:
-        """Given a micro-batch's sequence lengths in every replica, since ranks of ep exchange tokens once a half.
-
-        multiple: to which each half is padded. budget: most tokens of both.
-        """
+        """lengths: of a micro-batch's sequences in every replica."""
         if self.min_tokens is None or min(map(len, lengths)) < 2:
             return False
         for replica in lengths:

@@ -1,8 +1,4 @@
-"""Packed batches: tokens [T] with sequence boundaries, targets, a mask and per-token fields.
-
-Entry i of `targets`, `mask` and fields belongs to the prediction made at position i, so no context-parallel rank needs its
-neighbor's token.
-"""
+"""Packed batches. Entry i of `targets`, `mask` and fields belongs to the prediction made at position i."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence as Seq
 from dataclasses import dataclass, field, replace
@@ -28,33 +24,28 @@ from dovetail.errors import DataError
 
 T = TypeVar("T")
 
-MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-30, 1e30  # so that logits over a temperature stay finite and distinct
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-30, 1e30  # logits over it stay finite and distinct
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackedBatch:
-    """tokens, positions, targets: int64 [T]; mask: bool [T]; cu_seqlens: int32 [S + 1]; lengths: the same on the host;
-    fields: float32 (or wider) [T], of which `temperature` divides the logits. media, groups: by sequence, on the host, or
-    empty. routing: experts to replay. padding: of the rows that it is made of.
-    """
-
-    tokens: Tensor
+    tokens: Tensor  # int64 [T], as positions and targets
     positions: Tensor
-    cu_seqlens: Tensor
+    cu_seqlens: Tensor  # int32 [S + 1]
     targets: Tensor
-    mask: Tensor
+    mask: Tensor  # bool [T]
     lengths: tuple[int, ...]
-    fields: Mapping[str, Tensor] = field(default_factory=dict)
-    media: tuple[Media | None, ...] = ()
-    routing: RoutingTrace | None = None
+    fields: Mapping[str, Tensor] = field(default_factory=dict)  # float32 or wider [T]; `temperature` divides the logits
+    media: tuple[Media | None, ...] = ()  # by sequence, or empty, as groups
+    routing: RoutingTrace | None = None  # to replay
     groups: tuple[int | None, ...] = ()
-    padding: Padding | None = None
+    padding: Padding | None = None  # of `from_padded`
 
     @classmethod
     def pack(
         cls, sequences: Iterable[Sequence | Seq[int] | Tensor], *, dtype: torch.dtype = torch.float32
     ) -> "PackedBatch":
-        """Pack in order. The last token of each sequence has target 0 and mask False."""
+        """In order. The last token of each sequence has target 0 and mask False."""
         columns = columns_of(sequences, dtype)
         columns |= {name: _or_empty(columns[name]) for name in ("media", "groups")}
         return cls(**columns, cu_seqlens=cumulative(columns["lengths"]))
@@ -70,19 +61,15 @@ class PackedBatch:
         groups: Seq[int | None] | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> "PackedBatch":
-        """Pack rows [S, L] that are padded left or right, in order; `unpack` gives rows like them.
-
-        labels: the tokens to count, unshifted, and -100. fields: entry j belongs to predicting token j. groups: by row.
-        """
+        """Of rows [S, L] padded left or right. labels: unshifted, -100 is not counted. fields: entry j predicts token j."""
         padding, spans = padding_of(input_ids, attention_mask)
         rows = unpadded(input_ids, spans, labels, fields or {}, groups)
         return replace(cls.pack(rows, dtype=dtype), padding=padding)
 
     def unpack(self, values: Tensor, *, by_token: bool = False) -> Tensor | list[Tensor]:
-        """values [T] by sequence: [S, L] of a batch `from_padded`, with zeros in the padding, else a list of [n].
+        """values [T] by sequence: [S, L] of a batch `from_padded`, zeros in the padding, else a list of [n].
 
-        Entry i belongs to the prediction made at token i, as in what `score` returns, so the last is 0. by_token: to
-        predicting token i, as in `labels` and in fields of a `Sequence`, so the first is 0.
+        Entry i belongs to the prediction at token i, as what `score` returns; by_token: to that of token i, as `labels`.
         """
         self._check_column("values", values)
         rows = list(values.split(self.lengths))
@@ -99,13 +86,13 @@ class PackedBatch:
 
     @property
     def sequence_ids(self) -> Tensor:
-        """[T]: each token's sequence."""
+        """[T]"""
         counts = (self.cu_seqlens[1:] - self.cu_seqlens[:-1]).long()
         return torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts, output_size=len(self))
 
     @property
     def group_ids(self) -> Tensor:
-        """int64 [S]: -1 for none. In a micro-batch a group's sequences follow each other."""
+        """int64 [S], -1 for none."""
         ids = [-1 if group is None else group for group in self.groups or (None,) * self.num_sequences]
         return to_device(torch.tensor(ids, dtype=torch.int64), self.tokens.device)
 
@@ -124,7 +111,7 @@ class PackedBatch:
         return replace(self, mask=mask)
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "PackedBatch":
-        """All but the media. non_blocking: as `to_device`."""
+        """All but the media."""
         place = torch.device(device)
         move = partial(to_device, device=place) if non_blocking else partial(torch.Tensor.to, device=place)
         return self._map(move, cu_seqlens=move(self.cu_seqlens))
@@ -147,7 +134,7 @@ class PackedBatch:
         return torch.cat(spans or [torch.arange(0)]).to(self.tokens.device)
 
     def compact(self, index: Tensor) -> "PackedBatch":
-        """The tokens at the sorted positions `index` [n], without media and routing. `lengths` stay those of all tokens."""
+        """The tokens at sorted positions `index` [n], without media and routing; `lengths` stay."""
         cu_seqlens = torch.searchsorted(index, self.cu_seqlens.to(index.dtype), out_int32=True)
         return replace(self, media=(), routing=None)._map(lambda x: x[index], cu_seqlens=cu_seqlens)
 
@@ -159,14 +146,13 @@ class PackedBatch:
             return self
         names = ("tokens", "targets", "mask")
         padded = {name: torch.nn.functional.pad(getattr(self, name), (0, missing)) for name in names}
-        positions = torch.cat([self.positions, torch.arange(missing, device=self.positions.device)])
         fill = {name: 1.0 if name == "temperature" else 0.0 for name in self.fields}
         fields = {n: torch.nn.functional.pad(x, (0, missing), value=fill[n]) for n, x in self.fields.items()}
         lengths = (*self.lengths, missing)
         return replace(
             self,
             **padded,
-            positions=positions,
+            positions=torch.cat([self.positions, torch.arange(missing, device=self.positions.device)]),
             cu_seqlens=cumulative(lengths).to(self.cu_seqlens.device),
             lengths=lengths,
             fields=fields,
@@ -178,21 +164,15 @@ class PackedBatch:
 
     def _check_column(self, name: str, x: Tensor) -> None:
         if not isinstance(x, Tensor) or x.shape != self.tokens.shape or x.device != self.tokens.device:
-            expected = f"a tensor [{len(self)}] on {self.tokens.device}, an entry for every token of the batch"
-            raise DataError(f"{name} is {kind_of(x)}; expected {expected} (dt.Sequence packs lists)")
+            wanted = f"a tensor [{len(self)}] on {self.tokens.device}, an entry for every token of the batch"
+            raise DataError(f"{name} is {kind_of(x)}; expected {wanted} (dt.Sequence packs lists)")
 
     def _map(self, fn: Callable[[Tensor], Tensor], **by_sequence: Any) -> "PackedBatch":
-        """With `fn` of everything that has an entry a token."""
-        return replace(
-            self,
-            tokens=fn(self.tokens),
-            positions=fn(self.positions),
-            targets=fn(self.targets),
-            mask=fn(self.mask),
-            fields={name: fn(x) for name, x in self.fields.items()},
-            routing=None if self.routing is None else self.routing.map(fn),
-            **by_sequence,
-        )
+        """`fn` of all columns [T]."""
+        columns: dict[str, Any] = {name: fn(vars(self)[name]) for name in ("tokens", "positions", "targets", "mask")}
+        columns["fields"] = {name: fn(x) for name, x in self.fields.items()}
+        columns["routing"] = None if self.routing is None else self.routing.map(fn)
+        return replace(self, **columns, **by_sequence)
 
 
 def start_reading(media: Iterable[Media | None]) -> None:
@@ -208,10 +188,9 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
 
 
 def cumulative(lengths: Seq[int]) -> Tensor:
-    """int32 [S + 1]: the start of each sequence, and T."""
+    """int32 [S + 1]"""
     return torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0).to(torch.int32)
 
 
 def _or_empty(items: list[T | None]) -> tuple[T | None, ...]:
-    """Empty if no sequence has one."""
     return tuple(items) if any(item is not None for item in items) else ()

@@ -1,4 +1,4 @@
-"""Sequences and padded rows to the columns of a packed batch."""
+"""Sequences and padded rows to columns of a packed batch."""
 
 from collections.abc import Iterable, Mapping, Sequence as Seq
 from dataclasses import dataclass, field, replace
@@ -17,18 +17,18 @@ Media = Mapping[str, Tensor]  # a processor's output for one sequence: pixel_val
 
 
 class LazyMedia(Mapping[str, Tensor]):
-    """Media that are read at first access."""
+    """Read at first access."""
 
     def start(self) -> None:
-        """Start reading in the background."""
+        """Begin to read, in the background."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Sequence:
-    """A sequence before packing. Entry j of `mask` and fields belongs to predicting ids[j]; a number as a field holds for all.
+    """Entry j of `mask` and fields belongs to predicting ids[j]; a number as a field holds for all.
 
-    Sequences of one `group` (0 or more) reach the loss in one micro-batch, in order.
+    Sequences of a `group` (0 or more) reach the loss in one micro-batch, in order.
     """
 
     ids: Seq[int]
@@ -41,7 +41,7 @@ class Sequence:
 
 def columns_of(sequences: Iterable[Sequence | Seq[int] | Tensor], dtype: torch.dtype) -> dict[str, Any]:
     """The fields of `PackedBatch` but `cu_seqlens`."""
-    if hasattr(sequences, "ndim") or isinstance(sequences, Mapping):  # rows of a tensor or an array may have padding
+    if hasattr(sequences, "ndim") or isinstance(sequences, Mapping):  # they may be padded
         raise DataError(
             f"pack got {kind_of(sequences)}; padded rows are for PackedBatch.from_padded(input_ids, attention_mask), and pack "
             "takes a list with the ids of each sequence, without padding, as in pack([row[:n] for row, n in zip(ids, lengths)])"
@@ -82,7 +82,7 @@ def columns_of(sequences: Iterable[Sequence | Seq[int] | Tensor], dtype: torch.d
 
 @dataclass(frozen=True)
 class Padding:
-    """Where the sequences of padded rows [S, width] begin."""
+    """Of rows [S, width]."""
 
     width: int
     starts: tuple[int, ...]
@@ -91,7 +91,7 @@ class Padding:
         return Padding(self.width, tuple(self.starts[row] for row in rows))
 
     def pad(self, rows: Seq[Tensor]) -> Tensor:
-        """[n] of each sequence -> [S, width], with zeros in the padding."""
+        """Sequences [n] -> [S, width], with zeros in the padding."""
         whole = torch.zeros(len(rows), self.width, dtype=rows[0].dtype, device=rows[0].device)
         for out, start, row in zip(whole, self.starts, rows, strict=True):
             out[start : start + len(row)] = row
@@ -99,7 +99,7 @@ class Padding:
 
 
 def padding_of(input_ids: Tensor, attention_mask: Tensor) -> tuple[Padding, list[slice]]:
-    """And where each row has its tokens. DataError for a mask with a hole, or a row of padding alone."""
+    """And where the tokens of each row are. DataError for a mask with a hole, or of padding alone."""
     if not isinstance(input_ids, Tensor) or input_ids.dim() != 2 or input_ids.is_floating_point():
         raise DataError(f"input_ids is {kind_of(input_ids)}; expected whole ids [sequences, tokens], with padding")
     _check_shape("attention_mask", attention_mask, input_ids)
@@ -126,7 +126,6 @@ def unpadded(
     fields: Mapping[str, Tensor],
     groups: Seq[int | None] | None,
 ) -> list[Sequence]:
-    """The sequences of padded rows."""
     for name, x in {"labels": labels, **{f"field {name!r}": x for name, x in fields.items()}}.items():
         if x is not None:
             _check_shape(name, x, input_ids)

@@ -1,4 +1,4 @@
-"""Routing traces, which one pass records and another replays, and the routes of a micro-batch."""
+"""Routing traces, and the routes of a micro-batch."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -19,11 +19,9 @@ def narrow_dtype(experts: int) -> torch.dtype:
 
 @dataclass(frozen=True)
 class RoutingTrace:
-    """Experts int32 [T, M, K] of T tokens in M `layers`. valid: bool [T]; where it is False the router chooses."""
-
     layers: tuple[int, ...]
-    indices: Tensor
-    valid: Tensor
+    indices: Tensor  # experts, int32 [T, M, K], in M layers
+    valid: Tensor  # bool [T]; elsewhere the router chooses
 
     def __len__(self) -> int:
         return int(self.valid.shape[0])
@@ -44,14 +42,14 @@ class RoutingTrace:
         return cls(parts[0].layers, torch.cat([p.indices for p in parts]), torch.cat([p.valid for p in parts]))
 
     def agreement(self, other: "RoutingTrace") -> float:
-        """The share of (token, layer) pairs, valid in both, with the same experts; 1 of none."""
+        """The share of (token, layer) pairs, valid in both, with the same experts."""
         both = self.valid & other.valid
         same = (self.indices[both].sort(-1).values == other.indices[both].sort(-1).values).all(-1)
         return float(same.to(torch.float64).mean()) if same.numel() else 1.0
 
 
 def join_traces(rows: Iterable[tuple[int, RoutingTrace | None]]) -> RoutingTrace | None:
-    """Concatenate the traces of (tokens, trace); None where none has one."""
+    """rows: tokens and trace."""
     pairs = list(rows)
     traces = [trace for _, trace in pairs if trace is not None]
     if not traces:
@@ -68,14 +66,12 @@ def join_traces(rows: Iterable[tuple[int, RoutingTrace | None]]) -> RoutingTrace
 
 @dataclass(frozen=True)
 class Balance:
-    """Balance losses of this rank's tokens [t], without padding; `weight` times a token's, before division by the count.
-
-    A sequence of n tokens, c_e of which went to expert e, costs `aux_coef` x E / (K n) sum_e c_e p_e, p its mean score
-    (DeepSeek-V3, arXiv 2412.19437, section 2.1.2); a token `z_coef` x (log-sum-exp of its logits)^2 (arXiv 2202.08906).
+    """Of a sequence: aux_coef E / (K n) sum_e c_e p_e, c_e its tokens of expert e, p the mean score (DeepSeek-V3, arXiv
+    2412.19437, section 2.1.2). Of a token: z_coef (log-sum-exp of its logits)^2 (arXiv 2202.08906). Both times `weight`.
     """
 
-    counted: Tensor  # bool [t]
-    owner: Tensor  # int64 [t]: the sequence of each
+    counted: Tensor  # bool [t], without padding
+    owner: Tensor  # int64 [t], sequences
     lengths: Tensor  # [S]
     axes: tuple[Axis, ...]
     aux_coef: float = 0.0
@@ -85,18 +81,14 @@ class Balance:
 
 @dataclass
 class Routes:
-    """The routing of one rank's tokens [t] of a micro-batch, by layer.
-
-    replay: given experts. chosen: int32 [t, K], for recomputation. loads: [S, E], this rank's tokens; shared: all ranks', for
-    balance losses. costs: sums of both balance losses.
-    """
+    """Of one rank's tokens [t] of a micro-batch, by layer."""
 
     replay: RoutingTrace | None = None
     balance: Balance | None = None
-    chosen: dict[int, Tensor] = field(default_factory=dict)
-    loads: dict[int, Tensor] = field(default_factory=dict)
-    shared: dict[int, Tensor] = field(default_factory=dict)
-    costs: dict[int, Tensor] = field(default_factory=dict)
+    chosen: dict[int, Tensor] = field(default_factory=dict)  # int32 [t, K], for recomputation
+    loads: dict[int, Tensor] = field(default_factory=dict)  # [S, E], of this rank's tokens
+    shared: dict[int, Tensor] = field(default_factory=dict)  # [S, E], of all ranks', for balance losses
+    costs: dict[int, Tensor] = field(default_factory=dict)  # [2], sums of the balance losses
 
     def choose(self, layer: int, live: Callable[[], Tensor]) -> Tensor:
         """int64 [t, K]."""
@@ -108,7 +100,7 @@ class Routes:
         return self.chosen[layer].long()
 
     def cost(self, layer: int, logits: Tensor, scores: Tensor) -> Tensor | None:
-        """The balance losses of a layer, or None. logits, scores: [t, E]."""
+        """The layer's balance losses. logits, scores: [t, E]."""
         b = self.balance
         if b is None:
             return None

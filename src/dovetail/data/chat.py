@@ -1,8 +1,4 @@
-"""Messages of a row -> token ids by the chat template, and the mask of those that are trained.
-
-A template comes with the model and may never end or fill the memory, so a process with limits renders it (`chat_worker`). A
-tokenizer class that renders itself is code that the user has trusted, and runs here.
-"""
+"""Messages -> token ids by the chat template, and the mask of trained ones. A process with limits renders (`chat_worker`)."""
 
 import contextlib
 import importlib
@@ -13,7 +9,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from dovetail.data.chat_worker import answer
 from dovetail.data.rows import JsonRow, is_deep
@@ -26,9 +22,9 @@ METHODS = ("apply_chat_template", "get_chat_template")
 
 
 class Renderer:
-    """Renders chat templates in a process that ends with the outermost `with` block.
+    """Its process ends with the outermost `with` block.
 
-    seconds: of processor time for one rendering. memory: bytes of all. options: of every rendering.
+    options: of every rendering. seconds: of processor time for each. memory: bytes of all.
     """
 
     def __init__(
@@ -36,7 +32,7 @@ class Renderer:
     ) -> None:
         self.options, self.seconds, self.memory = options or {}, seconds, memory
         self._process: subprocess.Popen[bytes] | None = None
-        self._setup = ""  # that the process has
+        self._setup = ""  # of the process
         self._depth = 0  # of `with` blocks
 
     def __enter__(self) -> Self:
@@ -50,16 +46,15 @@ class Renderer:
             self._end(self._process)
 
     def render(self, tokenizer: Any, messages: Sequence[Any], **options: Any) -> str:
-        """As `apply_chat_template`. Raises DataError where the template fails or exceeds a limit."""
+        """As `apply_chat_template`; DataError where the template fails or exceeds a limit."""
         return self.render_marked(tokenizer, messages, spans=False, **options)[0]
 
     def render_marked(
         self, tokenizer: Any, messages: Sequence[Any], *, spans: bool = True, **options: Any
     ) -> tuple[str, list[list[int]]]:
         """With the spans of characters that the template marks as generated."""
-        # what is no JSON, such as a date of a parquet file, becomes its type
         asked = {"messages": messages, "options": {**self.options, **options}, "spans": spans}
-        request = json.dumps(asked, default=lambda x: f"<{type(x).__name__}>")
+        request = json.dumps(asked, default=lambda x: f"<{type(x).__name__}>")  # such as dates of parquet files
         reply = answer(tokenizer, request) if renders_itself(tokenizer) else self._ask(tokenizer, request)
         if "error" in reply:
             raise DataError(f"the chat template {reply['error']}")
@@ -77,8 +72,7 @@ class Renderer:
             process.stdin.flush()
         line = process.stdout.readline()
         if line.endswith(b"\n"):
-            reply: dict[str, Any] = json.loads(line)
-            return reply
+            return cast("dict[str, Any]", json.loads(line))
         code = self._end(process)
         if code >= 0:
             raise RuntimeError(f"the process that renders chat templates ended with exit code {code}")
@@ -103,23 +97,21 @@ class Chat:
     renderer: Renderer
 
     def encode(self, row: JsonRow, messages: list[Message], **options: bool) -> list[int]:
-        """The ids of `messages` and the row's tools."""
-        given = self._options(row)
-        with row.locating():
-            text = self.renderer.render(self.tokenizer, messages, **given, **options)
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
-        return ids
+        text, _ = self._render(row, messages, spans=False, **options)
+        return cast("list[int]", self.tokenizer.encode(text, add_special_tokens=False))
 
-    def _options(self, row: JsonRow) -> dict[str, Any]:
+    def _render(self, row: JsonRow, messages: list[Message], **options: bool) -> tuple[str, list[list[int]]]:
+        """With the row's tools."""
         if not self.tokenizer.chat_template:
             raise row.error("messages need a chat template, and the tokenizer has none; write the prompt as a string")
-        return {**_template_options(row), "tools": _tools(row, self.tokenizer.chat_template)}
+        given = {**_template_options(row), "tools": _tools(row, self.tokenizer.chat_template)}
+        with row.locating():
+            return self.renderer.render_marked(self.tokenizer, messages, **given, **options)
 
     def conversation(self, row: JsonRow, messages: list[Message]) -> tuple[list[int], list[bool]]:
-        """Ids and mask of a conversation, which trains the assistant turns without weight 0.
+        """Ids, and a mask of assistant turns but those of weight 0.
 
-        Where the template marks what is generated, that is a turn. Else a turn goes from the end of the generation prompt
-        before it to its EOS, or to its end, and templates that write one differently once more messages follow are refused.
+        A turn is what the template marks as generated, else from the end of the generation prompt to its EOS, or its end.
         """
         marks = GENERATION.search(str(self.tokenizer.chat_template))
         if marks and self.tokenizer.is_fast and not renders_itself(self.tokenizer):
@@ -149,9 +141,7 @@ class Chat:
         return ids, _trained(row, mask)
 
     def _marked(self, row: JsonRow, messages: list[Message]) -> tuple[list[int], list[bool]]:
-        given = self._options(row)
-        with row.locating():
-            text, spans = self.renderer.render_marked(self.tokenizer, messages, **given)
+        text, spans = self._render(row, messages)
         trains = [_trains(row, n, message) for n, message in enumerate(messages) if message["role"] == "assistant"]
         if len(spans) != len(trains):
             raise row.error(
@@ -165,7 +155,7 @@ class Chat:
         return encoded["input_ids"], _trained(row, mask)
 
     def _opening(self, row: JsonRow, earlier: list[Message], message: Message, through: list[int]) -> list[int]:
-        """The ids before an assistant's text, within `through`. Of a first message: those that other texts leave alone."""
+        """The ids of `through` before an assistant's text."""
         if earlier:
             return self.encode(row, earlier, add_generation_prompt=True)
         parts = isinstance(message["content"], list)
@@ -176,7 +166,7 @@ class Chat:
 
 
 def messages_of(row: JsonRow, key: str) -> list[Message]:
-    """The row's messages, each with a content and without other nulls, which tables have."""
+    """The row's messages, each with a content and no other nulls."""
     messages = row.values[key]
     is_chat = isinstance(messages, list) and messages and all(isinstance(message, dict) for message in messages)
     if not is_chat or not all(
@@ -195,16 +185,15 @@ def messages_of(row: JsonRow, key: str) -> list[Message]:
                 "parts, or null with tool calls"
             )
     known = [{key: value for key, value in message.items() if value is not None} for message in messages]
-    return [{**message, "content": message.get("content"), **_parsed_calls(message)} for message in known]
-
-
-def _parsed_calls(message: Message) -> Message:
-    """Calls with their arguments as an object, which templates write; OpenAI's are its JSON text."""
-    calls = message.get("tool_calls")
-    return {"tool_calls": [_parsed_call(call) for call in calls]} if isinstance(calls, list) else {}
+    for message in known:
+        message.setdefault("content", None)
+        if isinstance(calls := message.get("tool_calls"), list):
+            message["tool_calls"] = [_parsed_call(call) for call in calls]
+    return [*known]
 
 
 def _parsed_call(call: Any) -> Any:
+    """With arguments as an object, for templates; OpenAI's are its JSON text."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call
@@ -216,7 +205,7 @@ def _parsed_call(call: Any) -> Any:
 
 
 def _template_options(row: JsonRow) -> dict[str, Any]:
-    """Of columns of TRL's and of verl's rows."""
+    """From columns of TRL and verl."""
     options, thinking = row.values.get("chat_template_kwargs"), row.values.get("enable_thinking")
     if options is not None and not isinstance(options, dict):
         raise row.error(f"chat_template_kwargs is {quoted(options)}; expected a mapping, as {{enable_thinking: false}}")
@@ -237,14 +226,14 @@ def _says_more(message: Message) -> bool:
 def _trains(row: JsonRow, turn: int, message: Message) -> bool:
     if message["role"] != "assistant":
         return False
-    weight = message.get("weight", message.get("step_loss_mask", 1))  # OpenAI's name, and slime's
+    weight = message.get("weight", message.get("step_loss_mask", 1))  # OpenAI's and slime's names
     if weight not in (0, 1):
         raise row.error(f"message {turn} (assistant) has the weight {quoted(weight)}; expected 1, or 0 for not trained")
     return bool(weight)
 
 
 def _tools(row: JsonRow, template: Any) -> list[Any] | None:
-    """The row's tools, which may be JSON text, as in TRL's tables."""
+    """A list, or its JSON text as in TRL's tables."""
     column = row.values.get("tools")
     try:
         tools = json.loads(column or "null") if isinstance(column, str) else column

@@ -1,7 +1,4 @@
-"""The process that renders chat templates for `chat.Renderer`, one JSON line for each.
-
-A line with a template and its special tokens holds for the following ones. The kernel ends a rendering that takes too long.
-"""
+"""The process of `chat.Renderer`. JSON lines: a template and its special tokens, or a rendering by the last one."""
 
 import importlib
 import json
@@ -19,11 +16,11 @@ from dovetail.errors import Caught, shortened
 from dovetail.system import die_with_parent, limit_memory
 
 MAX_ADDED = 1 << 22  # characters of output beyond those of the input
-SOURCE = "<template>"  # jinja2's file name
+SOURCE = "<template>"  # jinja2's name
 
 
 def answer(tokenizer: Any, line: str | bytes) -> dict[str, Any]:
-    """{"text": the rendered request `line`, "spans": of characters, if asked for} or {"error": why not}."""
+    """{"text", "spans": of characters} or {"error"}."""
     text, spans = "", list[tuple[int, int]]()
     with Caught() as caught:
         request: Mapping[str, Any] = json.loads(line)
@@ -31,7 +28,7 @@ def answer(tokenizer: Any, line: str | bytes) -> dict[str, Any]:
             text, spans = _marked(tokenizer, request["messages"], **request["options"])
         else:
             text = tokenizer.apply_chat_template(request["messages"], tokenize=False, **request["options"])
-        text.encode()  # half of a surrogate pair is no text
+        text.encode()  # refuses half of a surrogate pair
     if caught.error is not None:
         return {"error": _described(caught.error)}
     if len(text) > len(line) + MAX_ADDED:
@@ -54,7 +51,7 @@ def _described(error: BaseException) -> str:
 
 
 def _marked(tokenizer: Any, messages: list[Mapping[str, Any]], **options: Any) -> tuple[str, list[tuple[int, int]]]:
-    """As `apply_chat_template`, which gives no spans without tokens, with what stands in {% generation %}."""
+    """As `apply_chat_template`, with the spans of {% generation %}."""
     known = [{key: value for key, value in message.items() if value is not None} for message in messages]
     texts, spans = importlib.import_module("transformers.utils.chat_template_utils").render_jinja_template(
         conversations=[known],
@@ -66,11 +63,11 @@ def _marked(tokenizer: Any, messages: list[Mapping[str, Any]], **options: Any) -
 
 
 def main() -> NoReturn:
-    """Arguments: seconds of one rendering, bytes of all."""
+    """Arguments: seconds of a rendering, bytes of memory."""
     die_with_parent()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     seconds, memory = float(sys.argv[2]), int(sys.argv[3])
-    answers = os.fdopen(os.dup(1), "wb")
+    answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # libraries may print
     base = importlib.import_module("transformers.tokenization_utils_base").PreTrainedTokenizerBase
     tokenizer = None
@@ -81,8 +78,8 @@ def main() -> NoReturn:
             tokenizer = base(chat_template=setup["template"], model_specific_special_tokens=setup["special_tokens"])
             continue
         signal.setitimer(signal.ITIMER_PROF, seconds)
-        reply = json.dumps(answer(tokenizer, line)).encode()
+        reply = json.dumps(answer(tokenizer, line)) + "\n"
         signal.setitimer(signal.ITIMER_PROF, 0.0)
-        answers.write(reply + b"\n")
+        answers.write(reply)
         answers.flush()
     os._exit(0)

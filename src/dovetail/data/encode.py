@@ -1,26 +1,20 @@
-"""A row's text, messages or ids -> token ids, a mask of those that are trained, and media.
-
-A string is tokenized as it is, with one BOS if the tokenizer adds one; messages go through the chat template.
-"""
+"""A row's text, messages or ids -> token ids, a mask of trained ones, and media."""
 
 import json
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from dovetail.batch.packed import Media, Sequence
+from dovetail.batch.packing import IGNORED
 from dovetail.data.chat import Chat, Message, messages_of
 from dovetail.data.media import KINDS, MediaLocator, MediaRef
 from dovetail.data.processor import Processor
 from dovetail.data.rows import JsonRow
 from dovetail.errors import quoted
 
-IGNORED = -100  # the label of a token that is not trained
-
 
 class Tokenizer(Protocol):
-    """The part of a transformers tokenizer in use."""
-
     bos_token_id: int | None
     eos_token_id: int | None
     chat_template: Any
@@ -31,10 +25,10 @@ class Tokenizer(Protocol):
 @dataclass(frozen=True)
 class Encoder:
     chat: Chat
-    processor: Processor | None  # None: of a model that reads text only
+    processor: Processor | None  # of a model that reads media
 
     def read(self, row: JsonRow, key: str) -> tuple[Any, MediaRef]:
-        """The text or the messages under `key`, and their media."""
+        """The text or messages under `key`, and their media."""
         content = row.values[key]
         is_chat = key == "messages" or not isinstance(content, str)
         if is_chat:
@@ -55,7 +49,7 @@ class Encoder:
         return self.chat.encode(row, prompt, continue_final_message=continued, add_generation_prompt=not continued)
 
     def pair(self, row: JsonRow, key: str, *, ends: bool = True) -> Sequence:
-        """The prompt and the completion under `key`, which is trained, with one EOS if it `ends`."""
+        """The prompt and the trained completion under `key`, with one EOS if it `ends`."""
         text, shown = self.read(row, "prompt")
         prompt = self.prompt(row, text)
         if isinstance(row.values[key], list) and isinstance(text, list):
@@ -69,7 +63,7 @@ class Encoder:
         return Sequence(ids, mask=all_mask, media=media)
 
     def text(self, row: JsonRow) -> tuple[list[int], list[bool]]:
-        """The ids of a text with one EOS, all of them trained."""
+        """Ids with one EOS; all are trained."""
         text = row.values["text"]
         if not isinstance(text, str):
             raise row.error(f"text must be a string, not {json.dumps(text, default=str):.80}")
@@ -84,7 +78,6 @@ class Encoder:
         return end
 
     def _turns(self, row: JsonRow, prompt: list[Message], start: list[int], key: str) -> list[int]:
-        """What the chat template writes behind the prompt for the messages under `key`."""
         whole = self.chat.encode(row, [*prompt, *messages_of(row, key)])
         if whole[: len(start)] != start:
             raise row.error(
@@ -94,7 +87,7 @@ class Encoder:
         return whole[len(start) :]
 
     def _completion(self, row: JsonRow, prompt: str | list[Message], key: str) -> list[int]:
-        """Tokenized behind a prompt of text: some tokenizers put a space in front of every text."""
+        """Tokenized after the prompt, since some tokenizers put a space in front of every text."""
         completion, tokenizer = row.values[key], self.chat.tokenizer
         if not isinstance(completion, str):
             alike = " (messages need a prompt of messages)" if isinstance(completion, list) else ""
@@ -103,20 +96,18 @@ class Encoder:
             start, whole = _encode_text(before, tokenizer), _encode_text(before + completion, tokenizer)
             if whole[: len(start)] == start:
                 return whole[len(start) :]
-        ids: list[int] = tokenizer.encode(completion, add_special_tokens=False)
-        return ids
+        return cast("list[int]", tokenizer.encode(completion, add_special_tokens=False))
 
     def expand(
         self, row: JsonRow, ids: list[int], mask: list[bool] | None, shown: MediaRef
     ) -> tuple[list[int], list[bool] | None, Media | None]:
-        """Insert the places of the row's media."""
+        """With the placeholders of the row's media."""
         if self.processor is None:
             return ids, mask, None
         with row.locating():
             return self.processor.expand(ids, mask, shown, f"{row.path}:{row.line}")
 
     def input_ids(self, row: JsonRow) -> tuple[list[int], Media | None]:
-        """The row's own ids, with the places of its media."""
         row.require("input_ids")
         ids = row.values["input_ids"]
         if not isinstance(ids, list) or not all(type(i) is int for i in ids):
@@ -137,18 +128,18 @@ def _refuse_media(row: JsonRow, messages: Seq[Message]) -> None:
 
 
 def _as_string(row: JsonRow, message: Message) -> Message:
-    """Parts of text joined, for templates of models that read text only."""
+    """With joined parts."""
     content = message["content"]
     if not isinstance(content, list):
         return message
-    texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content]
-    for part, text in zip(content, texts, strict=True):
-        if not isinstance(text, str):
+    for part in content:
+        if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
             raise row.error(f'a content part is {part!r:.80}; expected {{"type": "text", "text": ...}}')
-    return {**message, "content": "".join(map(str, texts))}
+    return {**message, "content": "".join(part["text"] for part in content)}
 
 
 def _encode_text(text: str, tokenizer: Tokenizer) -> list[int]:
+    """With one BOS if the tokenizer adds it."""
     ids = tokenizer.encode(text, add_special_tokens=False)
     bos = tokenizer.bos_token_id
     adds_bos = bos is not None and tokenizer.encode("", add_special_tokens=True)[:1] == [bos]
@@ -156,7 +147,7 @@ def _encode_text(text: str, tokenizer: Tokenizer) -> list[int]:
 
 
 def labelled(row: JsonRow, ids: list[int]) -> tuple[list[int], list[bool]]:
-    """Ids without padding, and a mask of those that the row's labels or masks train; all without either."""
+    """Ids without padding, and a mask by the row's labels and masks."""
     names = ("attention_mask", "labels", "completion_mask", "assistant_masks")
     columns = {name: row.values.get(name) for name in names}
     for name, column in columns.items():

@@ -1,4 +1,4 @@
-"""Rows of data files -> token sequences to score, to continue or to train on, with their images and videos."""
+"""Rows of data files -> token sequences, with their images and videos."""
 
 from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass, field
@@ -21,12 +21,12 @@ Example = TypeVar("Example")
 @dataclass(frozen=True)
 class Limits:
     vocab_size: int
-    max_tokens: int | None = None  # of a prompt: what the longest response leaves
+    max_tokens: int | None = None
     overlong: Literal["error", "drop"] = "error"
     remedy: str = "raise trainer.tokens_per_batch, or set data.overlong_rows=drop"
-    warn: Callable[[str], None] = lambda _: None  # of formats, and of dropped rows
-    truncate: Literal["left", "right"] | None = None  # the side that overlong rows lose
-    together: int | None = None  # most tokens of both sequences of a pair
+    warn: Callable[[str], None] = lambda _: None
+    truncate: Literal["left", "right"] | None = None  # the side that is cut
+    together: int | None = None  # tokens of a pair
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class Prompt:
     media: Media | None = None
     prompt: str | list[dict[str, Any]] = ""
     answer: Any = None
-    columns: Mapping[str, Any] = field(default_factory=dict)  # the row's other keys, for the reward
+    columns: Mapping[str, Any] = field(default_factory=dict)  # the row's other keys
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Scored:
 
 @dataclass(frozen=True)
 class Preference:
-    """Completions of one prompt, each behind it. A single one is marked as good or as bad."""
+    """Sequences of prompt and completion: a pair, or a single good or bad one."""
 
     id: Any
     chosen: Sequence | None
@@ -59,12 +59,11 @@ Rows = Source | Path | str
 
 
 def sequences_of(example: Any) -> list[Any]:
-    """The example, if it is one sequence, or those of a preference."""
     return [example] if hasattr(example, "ids") else [x for x in vars(example).values() if hasattr(x, "ids")]
 
 
 class Reading(TypedDict, total=False):
-    processor: Processor | None  # None: of a model that reads text only
+    processor: Processor | None  # of a model that reads media
     renderer: Renderer
 
 
@@ -75,10 +74,7 @@ def _encoder(tokenizer: Tokenizer | None, reading: Reading) -> Encoder:
 def load_prompts(
     source: Rows, tokenizer: Tokenizer | None, limits: Limits, *, answers: bool = True, **reading: Unpack[Reading]
 ) -> list[Prompt]:
-    """RL rows {"prompt": str | messages, "answer": any, "id"?, ...}.
-
-    answers: False for rows without an answer, or of {"input_ids"}, which need no tokenizer.
-    """
+    """RL rows {"prompt": str | messages, "answer": any, "id"?, ...}; without `answers` also {"input_ids"}."""
     encode = _encoder(tokenizer, reading)
 
     def example(index: int | str, row: JsonRow) -> Prompt:
@@ -102,9 +98,7 @@ def load_prompts(
 
 
 def load_sft(source: Rows, tokenizer: Tokenizer, limits: Limits, **reading: Unpack[Reading]) -> list[Sequence]:
-    """Rows {"prompt", "completion"}, training the completion and one EOS, {"messages"}, training assistant turns, {"text"},
-    training all and one EOS, or {"input_ids", "labels"}.
-    """
+    """Rows {"prompt", "completion"}, {"messages"}, {"text"}, or {"input_ids", "labels"}."""
     encode = _encoder(tokenizer, reading)
 
     def example(_: int | str, row: JsonRow) -> Sequence:
@@ -161,7 +155,7 @@ def load_preferences(
 
 
 def load_score(source: Rows, tokenizer: Tokenizer | None, limits: Limits, **reading: Unpack[Reading]) -> list[Scored]:
-    """Rows {"input_ids"}, which need no tokenizer, or {"prompt", "completion"}, scored without an EOS."""
+    """Rows {"input_ids"}, or {"prompt", "completion"}, scored without an EOS."""
     encode = _encoder(tokenizer, reading)
 
     def example(index: int | str, row: JsonRow) -> Scored:
@@ -191,9 +185,8 @@ def _load(
                 if shorter is None and limits.overlong == "drop":
                     continue
                 if shorter is None:
-                    raise row.error(
-                        f"{max(lengths)} tokens, but at most {limits.max_tokens} fit; shorten the row, {limits.remedy}"
-                    )
+                    most = f"at most {limits.max_tokens} fit"
+                    raise row.error(f"{max(lengths)} tokens, but {most}; shorten the row, {limits.remedy}")
                 example, cut = shorter, cut + 1
             total = sum(len(each.ids) for each in sequences_of(example))
             if limits.together is not None and total > limits.together:
@@ -236,7 +229,7 @@ def _checked_length(row: JsonRow, ids: Seq[int], limits: Limits, placeholders: f
 
 
 def _truncated(row: JsonRow, example: Example, limits: Limits) -> Example | None:
-    """The example with `max_tokens`; None where nothing is cut, or where nothing to train is left."""
+    """None where nothing is to be cut, or nothing to train is left."""
     if limits.truncate is None or limits.max_tokens is None:
         return None
     fields: dict[str, Any] = vars(example)

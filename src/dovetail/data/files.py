@@ -1,4 +1,4 @@
-"""Files of rows: JSON lines, a JSON array, CSV, parquet or Arrow, also compressed; directories, globs, and the hub."""
+"""Files of rows: JSON lines, JSON arrays, CSV, parquet, Arrow, also compressed, and the hub."""
 
 import codecs
 import csv
@@ -17,13 +17,11 @@ from dovetail.data.paths import COMPRESSED, HUB_FILES, TABLES, data_files, hub_s
 from dovetail.data.rows import JsonRow, parse_json
 from dovetail.errors import DataError
 
-GROUP = 1000  # rows of a table that are converted at a time
+GROUP = 1000  # rows of a table converted at a time
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Where rows come from, and how they are read."""
-
     path: str  # or glob, directory, hub name
     subset: str | None = None  # of a hub name
     split: str = "train"
@@ -38,22 +36,20 @@ def as_source(source: Source | Path | str) -> Source:
 
 
 def read_rows(source: Source | Path | str) -> Iterator[JsonRow]:
-    """The rows as they are."""
     source = as_source(source)
-    hub = hub_source(source.path)
-    if hub is None:
-        for path in data_files(source.path):
-            yield from _read_file(path)
-        return
-    if hub["files"] is None:
+    hub, place = hub_source(source.path), source.path
+    if hub is not None and hub["files"] is None:
         yield from _hub_rows(source, hub["name"], hub["revision"])
         return
-    try:
-        files = [hub["files"], f"{hub['files']}/*"]
-        folder = snapshot_download(hub["name"], repo_type="dataset", revision=hub["revision"], allow_patterns=files)
-    except (OSError, ValueError) as error:
-        raise DataError(f"{source.path} could not be fetched from the hub: {error}") from error
-    for path in data_files(f"{folder}/{hub['files']}"):
+    if hub is not None:
+        name, revision, files = hub["name"], hub["revision"], hub["files"]
+        try:
+            patterns = [files, f"{files}/*"]
+            folder = snapshot_download(name, repo_type="dataset", revision=revision, allow_patterns=patterns)
+            place = f"{folder}/{files}"
+        except (OSError, ValueError) as error:
+            raise DataError(f"{source.path} could not be fetched from the hub: {error}") from error
+    for path in data_files(place):
         yield from _read_file(path)
 
 
@@ -116,8 +112,8 @@ def _table_rows(path: Path, kind: str) -> Iterator[Mapping[str, Any]]:
             file = _pyarrow(".parquet", path).ParquetFile(path)
             names, batches = file.schema_arrow.names, file.iter_batches(GROUP)
         else:
-            file = _arrow_file(path)
-            names, batches = file.schema.names, _arrow_batches(file)
+            table = _arrow_table(path)
+            names, batches = table.schema.names, table.to_batches(GROUP)
         _refuse_twice(names, path)
         for batch in batches:
             yield from batch.to_pylist()
@@ -127,17 +123,13 @@ def _table_rows(path: Path, kind: str) -> Iterator[Mapping[str, Any]]:
         raise DataError(f"{path}: not readable as {kind} ({error}); write it again, or give JSONL") from error
 
 
-def _arrow_file(path: Path) -> Any:
-    """datasets writes streams, feather and others files."""
+def _arrow_table(path: Path) -> Any:
+    """Of a file, or of a stream, which datasets writes."""
     arrow = _pyarrow("", path)
     try:
-        return arrow.ipc.open_file(arrow.memory_map(str(path)))
+        return arrow.ipc.open_file(arrow.memory_map(str(path))).read_all()
     except arrow.ArrowInvalid:
-        return arrow.ipc.open_stream(arrow.memory_map(str(path)))
-
-
-def _arrow_batches(file: Any) -> Iterable[Any]:
-    return (file.get_batch(i) for i in range(file.num_record_batches)) if hasattr(file, "num_record_batches") else file
+        return arrow.ipc.open_stream(arrow.memory_map(str(path))).read_all()
 
 
 def _pyarrow(module: str, path: Path) -> Any:

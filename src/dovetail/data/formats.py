@@ -1,7 +1,4 @@
-"""Formats of rows: how other projects name prompts, answers and conversations. One function each, from a row to our columns.
-
-Ours are `prompt`, `answer`, `completion`, `messages`, `text`, `input_ids` with `labels`, `chosen` and `rejected`.
-"""
+"""Rows of other projects to our columns."""
 
 import json
 import re
@@ -17,8 +14,7 @@ from dovetail.errors import quoted
 
 Values = dict[str, Any]
 
-# Stanford Alpaca's prompts, with and without an input.
-ALPACA = (
+ALPACA = (  # Stanford's prompt
     "Below is an instruction that describes a task{paired}. Write a response that appropriately completes the request.\n\n"
     "### Instruction:\n{instruction}\n\n{given}### Response:"
 )
@@ -34,7 +30,7 @@ TAG = re.compile("(<image>|<video>)")
 
 def _verl(row: JsonRow) -> Values:
     values = row.values
-    if "response" in values:  # of supervised fine-tuning, which takes every prompt as a user's
+    if "response" in values:  # of SFT
         return {"prompt": _user(values["prompt"]), "completion": values["response"]}
     reward = values["reward_model"]
     if not isinstance(reward, Mapping):
@@ -86,7 +82,7 @@ def _alpaca(row: JsonRow) -> Values:
 
 
 def _gsm8k(row: JsonRow) -> Values:
-    """The worked solution is the completion, what stands behind its #### the answer."""
+    """The answer is behind the #### of the solution."""
     question, solution = row.values["question"], row.values["answer"]
     match = GSM8K_ANSWER.search(str(solution))
     answer = match[1].replace(",", "") if match else solution
@@ -118,13 +114,11 @@ def _trl(row: JsonRow) -> Values:
 
 
 ROLES = ("user", "assistant")
-# Whose format it is, and the columns that a row gets.
 FORMATS: Mapping[str, tuple[str, Callable[[JsonRow], Values]]] = {
     "verl": ("verl's", _verl), "trl": ("TRL's", _trl), "openai": ("OpenAI's", _openai),
     "sharegpt": ("ShareGPT's", _sharegpt), "alpaca": ("Alpaca's", _alpaca), "gsm8k": ("GSM8K's", _gsm8k),
     "slime": ("slime's", lambda row: {"answer": row.values["label"]}), "openrlhf": ("OpenRLHF's", _openrlhf),
 }  # fmt: skip
-# The format of rows that have all of these columns; the first that fits.
 COLUMNS: tuple[tuple[str, str], ...] = (
     ("prompt reward_model", "verl"), ("prompt answer", "trl"), ("conversations", "sharegpt"),
     ("instruction output", "alpaca"), ("instruction chosen rejected", "alpaca"), ("chosen rejected", "trl"),
@@ -135,7 +129,7 @@ COLUMNS: tuple[tuple[str, str], ...] = (
 
 
 def rows_of(source: Source | Path | str, say: Callable[[str], None]) -> Iterator[JsonRow]:
-    """Rows in our columns. say: gets one line, by whose format they are read, if that is not ours."""
+    """Rows in our columns. say: gets a line that names another project's format."""
     source, name = as_source(source), ""
     for raw in read_rows(source):
         row = replace(_renamed(raw, source.columns), chat=source.chat)
@@ -157,7 +151,7 @@ def rows_of(source: Source | Path | str, say: Callable[[str], None]) -> Iterator
 
 
 def _renamed(row: JsonRow, columns: Mapping[str, str]) -> JsonRow:
-    """With `columns`: our name -> theirs, which may lie inside another column: `reward_model.ground_truth`."""
+    """columns: our name -> theirs, such as `reward_model.ground_truth`."""
     if not columns:
         return row
     named = {ours: _column(row, theirs) for ours, theirs in columns.items()}
@@ -175,7 +169,7 @@ def _column(row: JsonRow, name: str) -> Any:
 
 
 def _recognized(row: JsonRow) -> str:
-    """By the columns of a row that are not null, else by all."""
+    """By the columns that are not null, else by all."""
     for here in ({key for key, value in row.values.items() if value is not None}, row.values.keys()):
         for columns, name in COLUMNS:
             if set(columns.split()) <= here:
@@ -187,7 +181,7 @@ def _recognized(row: JsonRow) -> str:
 
 
 def _conversation(values: Mapping[str, Any], messages: list[Any]) -> Values:
-    """Messages to train on, whose last turn, if it is the assistant's, is also a completion of a prompt."""
+    """A last turn of the assistant is also a completion."""
     ends = messages and messages[-1].get("role") == "assistant"
     prompt, last = (messages[:-1], messages[-1:]) if ends else (messages, [])
     given = {"messages": messages, "prompt": prompt if values.get("prompt") is None else values["prompt"]}
@@ -195,7 +189,7 @@ def _conversation(values: Mapping[str, Any], messages: list[Any]) -> Values:
 
 
 def _label(values: Mapping[str, Any], *names: str) -> Values:
-    """A boolean `label` marks a completion as good or bad."""
+    """A boolean `label` is no answer."""
     given = [values[n] for n in names or LABELS if n in values and not (n == "label" and type(values[n]) is bool)]
     return {"answer": given[0]} if given else {}
 
@@ -205,16 +199,16 @@ def _user(prompt: Any) -> Any:
 
 
 def _openai_message(message: Mapping[str, Any]) -> Values:
-    """Image addresses as parts of type image."""
+    """With parts of type image for image_url."""
     content = message.get("content")
-    return {**message, "content": [*map(_openai_part, content)]} if isinstance(content, list) else dict(message)
-
-
-def _openai_part(part: Any) -> Any:
-    address = part.get("image_url") if isinstance(part, Mapping) and part.get("type") == "image_url" else None
-    if address is None:
-        return part
-    return {"type": "image", "url": address.get("url") if isinstance(address, Mapping) else address}
+    if not isinstance(content, list):
+        return dict(message)
+    parts = []
+    for part in content:
+        address = part.get("image_url") if isinstance(part, Mapping) and part.get("type") == "image_url" else None
+        url = address.get("url") if isinstance(address, Mapping) else address
+        parts.append(part if address is None else {"type": "image", "url": url})
+    return {**message, "content": parts}
 
 
 def _sharegpt_message(row: JsonRow, number: int, turn: Mapping[str, Any]) -> Values:
@@ -234,16 +228,15 @@ def _sharegpt_message(row: JsonRow, number: int, turn: Mapping[str, Any]) -> Val
 
 
 def _with_media(messages: Any, values: Mapping[str, Any]) -> Any:
-    """Messages whose <image> and <video> are content parts, as verl and LLaMA-Factory read them."""
+    """Content parts for <image> and <video>, as verl and LLaMA-Factory."""
     if not (values.get("images") or values.get("videos")) or not isinstance(messages, list):
         return messages
-    return [_tagged(message) for message in messages]
-
-
-def _tagged(message: Any) -> Any:
-    content = message.get("content") if isinstance(message, Mapping) else None
-    if not isinstance(content, str) or not TAG.search(content):
-        return message
-    texts = filter(None, TAG.split(content))
-    parts = [{"type": text[1:-1]} if TAG.fullmatch(text) else {"type": "text", "text": text} for text in texts]
-    return {**message, "content": parts}
+    made = []
+    for message in messages:
+        content = message.get("content") if isinstance(message, Mapping) else None
+        if isinstance(content, str) and TAG.search(content):
+            texts = filter(None, TAG.split(content))
+            parts = [{"type": text[1:-1]} if TAG.fullmatch(text) else {"type": "text", "text": text} for text in texts]
+            message = {**message, "content": parts}
+        made.append(message)
+    return made

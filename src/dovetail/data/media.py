@@ -1,4 +1,4 @@
-"""Images and videos of rows: located, measured by their headers, and decoded within bounds. Nothing is fetched."""
+"""Images and videos of rows: located, measured by their headers, decoded within bounds. Nothing is fetched."""
 
 import base64
 import binascii
@@ -28,21 +28,17 @@ IMAGE_ERRORS = (OSError, ValueError, SyntaxError)  # bases of pillow's own
 
 @dataclass(frozen=True)
 class Picture:
-    """height and width: of the upright image."""
-
     source: Path | bytes
     name: str
-    height: int
+    height: int  # of the upright image
     width: int
 
 
 @dataclass(frozen=True)
 class Clip:
-    """Frames, or a file that transformers decodes."""
-
     name: str
     frames: tuple[Picture, ...] = ()
-    file: Path | None = None
+    file: Path | None = None  # without frames: transformers decodes it
     fps: float = FRAMES_PER_SECOND
 
 
@@ -58,7 +54,7 @@ class MediaRef:
 
 
 class MediaLocator:
-    """Reads content parts and the columns `images` and `videos`. Paths are relative to `folder`. Raises DataError."""
+    """Reads content parts and the columns `images` and `videos`. Paths are relative to `folder`."""
 
     def __init__(self, values: Mapping[str, Any], folder: Path) -> None:
         self.folder = folder
@@ -71,19 +67,19 @@ class MediaLocator:
         return [{**message, "content": self._content(message["content"])} for message in messages]
 
     def with_columns(self) -> MediaRef:
-        """Those of messages, then of the columns."""
+        """Of messages, then of the columns."""
         for kind in KINDS:
             for entry in self.unused[kind]:
                 self._add(kind, entry, {})
         return MediaRef(tuple(self.images), tuple(self.videos))
 
     def in_messages(self) -> MediaRef:
-        """Those of messages, which must use up the columns."""
+        """Of messages, which must use all of the columns."""
         for name, entries in self.unused.items():
             if entries:
+                part = f'{{"type": "{name}"}}'
                 raise DataError(
-                    f"{len(entries)} of its {name}s have no place in the messages; give each a content part "
-                    f'{{"type": "{name}"}}'
+                    f"{len(entries)} of its {name}s have no place in the messages; give each a content part {part}"
                 )
         return MediaRef(tuple(self.images), tuple(self.videos))
 
@@ -180,7 +176,7 @@ class MediaLocator:
 
 @contextmanager
 def _opened(source: Path | bytes, name: str) -> Iterator[Any]:
-    """With its header read. Raises DataError."""
+    """With its header read."""
     module = pillow("Image")
     try:
         image = module.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=FORMATS)
@@ -196,7 +192,6 @@ def _opened(source: Path | bytes, name: str) -> Iterator[Any]:
 
 
 def pillow(module: str) -> Any:
-    """Raises DataError."""
     try:
         return importlib.import_module(f"PIL.{module}")
     except ImportError as error:
@@ -204,7 +199,7 @@ def pillow(module: str) -> Any:
 
 
 def upright(picture: Picture) -> Any:
-    """Decoded, turned as its EXIF tag says, in RGB."""
+    """Decoded, turned by its EXIF tag, in RGB."""
     with _opened(picture.source, picture.name) as image:
         try:
             turned = pillow("ImageOps").exif_transpose(image) if _has_exif(image) else image
@@ -214,7 +209,7 @@ def upright(picture: Picture) -> Any:
 
 
 def _has_exif(image: Any) -> bool:
-    """In its header: to look behind the pixels of a PNG would decode it."""
+    """In its header: `getexif` would decode a PNG."""
     return "exif" in image.info
 
 

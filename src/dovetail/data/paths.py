@@ -1,4 +1,4 @@
-"""Where rows lie: files, directories, globs, and names on the hub. Imports no torch."""
+"""Paths of rows: files, directories, globs, and names on the hub. Imports no torch."""
 
 import re
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ HUB_NAME = re.compile(r"(?:hf://datasets/)?(?P<name>[\w.-]+/[\w.-]+?)(?:@(?P<rev
 
 
 def hub_source(path: str) -> re.Match[str] | None:
-    """Name, revision (a commit) and files of rows on the hub; None for other paths."""
+    """Groups `name`, `revision` (a commit) and `files`; None for other paths."""
     hub = HUB_NAME.fullmatch(path)
     is_address = path.startswith(HUB_FILES)
     if hub is None or not (is_address or (hub["revision"] is not None and not Path(path).exists())):

@@ -1,12 +1,11 @@
-"""transformers' processors of images and videos: lengths when rows are loaded, pixels, in threads, when a step needs
-them."""
+"""transformers' processors of images and videos."""
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from itertools import groupby
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -16,17 +15,16 @@ from dovetail.data.media import Clip, MediaRef, Picture, upright
 from dovetail.errors import DataError
 from dovetail.hf.vision import GRIDS, KINDS
 
-READERS = 4  # threads of a rank
-AHEAD = 32  # rows read in advance
-CACHE_BYTES = 1 << 30  # of a rank
+READERS = 4  # threads
+AHEAD = 32  # rows
+CACHE_BYTES = 1 << 30
 TENSORS = (*(kind.pixels for kind in KINDS), *GRIDS)
 
 
 class FileMedia(LazyMedia):
-    """Read on first access."""
+    """rows: of features, of each image. where: file and line."""
 
     def __init__(self, shown: MediaRef, rows: tuple[int, ...], where: str, cache: "MediaCache") -> None:
-        """rows: of features, of each image. where: the row's place in messages."""
         self.shown, self.rows, self.where, self._cache = shown, rows, where, cache
 
     def start(self) -> None:
@@ -42,20 +40,16 @@ class FileMedia(LazyMedia):
         return len(self._cache.read(self))
 
     def __repr__(self) -> str:
-        return f"FileMedia({self.shown!r})"  # a resumed run compares it
+        return f"FileMedia({self.shown!r})"  # compared when a run resumes
 
     def __deepcopy__(self, _: object) -> "FileMedia":
         return self
 
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
-    def __hash__(self) -> int:
-        return id(self)
+    __eq__, __hash__ = object.__eq__, object.__hash__
 
 
 class MediaCache:
-    """Reads in the background, and keeps the most recent within a budget of bytes."""
+    """Keeps the most recent within `capacity` bytes."""
 
     def __init__(self, read: Callable[[FileMedia], Media], capacity: int = CACHE_BYTES) -> None:
         self._read, self._capacity = read, capacity
@@ -87,19 +81,15 @@ class MediaCache:
 
 
 class Processor:
-    """A template writes one `image_token` or `video_token`; the model reads one for each row of features."""
-
     def __init__(
         self, image_token: int, video_token: int, load_images: Callable[[], Any], load_videos: Callable[[], Any]
     ) -> None:
-        """The loaders raise UserErrors."""
         self.image_token, self.video_token = image_token, video_token
         self._load_images, self._load_videos = load_images, load_videos
         self.cache = MediaCache(self.read)
 
     @property
     def placeholder_ids(self) -> frozenset[int]:
-        """They may be outside the vocabulary."""
         return frozenset(token for token in (self.image_token, self.video_token) if token >= 0)
 
     @cached_property
@@ -113,7 +103,7 @@ class Processor:
     def expand(
         self, ids: Sequence[int], mask: Sequence[bool] | None, shown: MediaRef, where: str
     ) -> tuple[list[int], list[bool], Media | None]:
-        """Ids and mask with as many placeholders as the model reads."""
+        """With a placeholder for each row of features."""
         rows = tuple(self._feature_rows(picture) for picture in shown.images)
         kinds = (("image", self.image_token, shown.images), ("video", self.video_token, shown.videos))
         for kind, token, sources in kinds:
@@ -127,12 +117,9 @@ class Processor:
         videos = iter([self._video_ids(clip) for clip in shown.videos])
         longer: list[int] = []
         longer_mask: list[bool] = []
+        places = {self.video_token: videos, self.image_token: images}
         for token, trained in zip(ids, mask or [False] * len(ids), strict=True):
-            tokens = [token]
-            if token == self.image_token:
-                tokens = next(images)
-            elif token == self.video_token:
-                tokens = next(videos)
+            tokens = next(places[token]) if token in places else [token]
             longer += tokens
             longer_mask += [trained] * len(tokens)
         return longer, longer_mask, FileMedia(shown, rows, where, self.cache) if shown else None
@@ -152,7 +139,7 @@ class Processor:
         return FileMedia(shown, rows, where, self.cache) if shown else None
 
     def read(self, media: FileMedia) -> Media:
-        """In one of the cache's threads. Raises DataError."""
+        """In a thread of the cache."""
         shown, tensors = media.shown, dict[str, Tensor]()
         try:
             if shown.images:
@@ -165,7 +152,7 @@ class Processor:
             if shown.videos:
                 clips = [_tensors(self._watch(clip)) for clip in shown.videos]
                 tensors |= {name: torch.cat([clip[name] for clip in clips]) for name in clips[0]}
-        except ValueError as error:  # ours, and what transformers' processors raise
+        except ValueError as error:  # ours, and of transformers
             raise DataError(f"{media.where}: {error}") from error
         return tensors
 
@@ -188,8 +175,7 @@ class Processor:
 
     def _video_ids(self, clip: Clip) -> list[int]:
         token = self.videos.tokenizer.convert_ids_to_tokens(self.video_token)
-        ids: list[int] = self._watch(clip, text=[token], add_special_tokens=False)["input_ids"][0].tolist()
-        return ids
+        return cast("list[int]", self._watch(clip, text=[token], add_special_tokens=False)["input_ids"][0].tolist())
 
     def _watch(self, clip: Clip, **options: Any) -> Mapping[str, Any]:
         if clip.file is not None:
@@ -202,11 +188,10 @@ class Processor:
                 "video_metadata": [{"total_num_frames": count, "fps": clip.fps, "frames_indices": list(range(count))}],
             }
         try:
-            out: Mapping[str, Any] = self.videos(return_tensors="pt", **options)
+            return cast("Mapping[str, Any]", self.videos(return_tensors="pt", **options))
         except (ValueError, ImportError, OSError, RuntimeError) as error:
             reason = " ".join(str(error).split())[:300]
             raise DataError(f"{clip.name}: the model's video processor refuses it: {reason}") from error
-        return out
 
 
 def _tensors(out: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Rows as files have them, and the rows of a step. Errors name file and line."""
+"""Rows of files, and the rows of a step."""
 
 import json
 import random
@@ -14,17 +14,17 @@ from typing import Any
 
 from dovetail.errors import DataError, shortened
 
-MAX_DEPTH = 100  # lists and objects inside each other
-SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")  # escaped, or as bytes, which json accepts
-BLOCK = 10_000  # rows of a mixture in which every part has its share
+MAX_DEPTH = 100
+SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")  # escaped, or as bytes
+BLOCK = 10_000  # rows of a mixture
 
 
 @dataclass(frozen=True)
 class JsonRow:
     values: Mapping[str, Any]
     path: Path
-    line: int  # from 1; of parquet, Arrow and JSON arrays the row
-    given: Mapping[str, Any] = field(default_factory=dict)  # values before a format added its own
+    line: int  # from 1; of tables and JSON arrays the row
+    given: Mapping[str, Any] = field(default_factory=dict)  # values before the format's
     chat: bool = False  # a prompt that is a string becomes a user's message
 
     def error(self, message: str) -> DataError:
@@ -32,7 +32,7 @@ class JsonRow:
 
     @contextmanager
     def locating(self) -> Iterator[None]:
-        """Add file and line to a DataError of the block."""
+        """Adds file and line to a DataError."""
         try:
             yield
         except DataError as error:
@@ -42,7 +42,7 @@ class JsonRow:
         return all(self.values.get(name) is not None for name in names)
 
     def gives(self, name: str, instead_of: str) -> bool:
-        """Whether the row has `name`. A null counts as missing if `instead_of` is there."""
+        """A null counts as missing if `instead_of` is there."""
         return name in self.values and (self.values[name] is not None or instead_of not in self.values)
 
     def id(self, index: int | str) -> Any:
@@ -60,7 +60,6 @@ class JsonRow:
 
 
 def is_deep(values: Any) -> bool:
-    """Deeper than `MAX_DEPTH`."""
     level, depth = [values], 0
     while level and depth <= MAX_DEPTH:
         inside = (item for outer in level for item in (outer.values() if isinstance(outer, dict) else outer))
@@ -92,14 +91,14 @@ def parse_json(text: bytes, place: str, kind: type = dict) -> Any:
 
 
 def batch_rows(num_rows: int, count: int, seed: int | None, start: int) -> list[int]:
-    """`count` rows from the `start`-th of an endless stream of epochs, shuffled unless `seed` is None. Stateless."""
+    """`count` rows from the `start`-th of endless epochs, shuffled unless `seed` is None."""
     stream = range(start, start + count)
     orders = {epoch: _epoch_order(num_rows, seed, epoch) for epoch in {at // num_rows for at in stream}}
     return [orders[at // num_rows][at % num_rows] for at in stream]
 
 
 def mixed_rows(parts: Sequence[tuple[int, float]], count: int, seed: int | None, start: int) -> list[int]:
-    """As `batch_rows`, for rows of several parts, one behind the other: (number of rows, share of the stream) of each."""
+    """As `batch_rows`, of concatenated parts: number of rows, and share of the stream."""
     firsts = [0, *accumulate(rows for rows, _ in parts)]
     shares = _block_shares(tuple(weight for _, weight in parts))
     rows = []
@@ -114,7 +113,7 @@ def mixed_rows(parts: Sequence[tuple[int, float]], count: int, seed: int | None,
 
 
 def _block_shares(weights: tuple[float, ...]) -> tuple[int, ...]:
-    """Rows of each part in a block, at least one."""
+    """Of each part in a block, at least one."""
     ends = [round(BLOCK * end / sum(weights)) for end in accumulate(weights)]
     shares = [max(1, end - before) for before, end in zip([0, *ends], ends, strict=False)]
     shares[shares.index(max(shares))] -= sum(shares) - BLOCK
@@ -123,7 +122,7 @@ def _block_shares(weights: tuple[float, ...]) -> tuple[int, ...]:
 
 @lru_cache(maxsize=2)
 def _block_order(shares: tuple[int, ...], seed: int, block: int) -> tuple[Sequence[int], Sequence[Sequence[int]]]:
-    """The part at each place of a block, and the places of each part."""
+    """The part at each place of a block; the places of each part."""
     order = [part for part, share in enumerate(shares) for _ in range(share)]
     random.Random(f"{seed}/mixture/{block}").shuffle(order)
     return order, [[place for place, other in enumerate(order) if other == part] for part in range(len(shares))]

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 from dovetail.errors import ConfigError, listing
 from dovetail.launch.engines import KEY, EngineStart
 from dovetail.launch.process import python_module
-from dovetail.rollout.remote.fleet import Replica
+from dovetail.rollout.remote.fleet import Replica, Wire
 from dovetail.rollout.remote.http import Client, EngineError
 from dovetail.rollout.remote.native import Native
 from dovetail.rollout.remote.sglang import Sglang
 from dovetail.rollout.remote.vllm import DEV_MODE, STARTS, Vllm
-from dovetail.rollout.remote.wire import RETURNS_ROUTES, Drawing, Wire, check_log_probs, fitting_log_probs
+from dovetail.rollout.remote.wire import RETURNS_ROUTES, Drawing, check_log_probs, fitting_log_probs
 from dovetail.weights.config_file import pinned
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def connect(recipe: "Recipe", urls: Sequence[str], key: str | None, vocab_size: 
         try:
             client = Client(url, key=key, timeout=PROBE_SECONDS)
             server = wire.probe(client, vocab_size)
-            check_log_probs(url, server, wire, drawings(recipe))
+            check_log_probs(url, server, wire.starts, drawings(recipe))
             if rollout.router_replay == "rollout" and not server.routes:
                 why = "returns no routes of experts, which rollout.router_replay=rollout replays"
                 raise ConfigError(f"engine {url} {why}; start it with {RETURNS_ROUTES}")

@@ -276,6 +276,11 @@ def count_rows(groups: Tensor, size: int, counted: Tensor | None = None) -> Tens
     return torch.zeros(size, dtype=groups.dtype, device=groups.device).scatter_add_(0, groups, ones)
 
 
+def sum_rows(x: Tensor, groups: Tensor, size: int) -> Tensor:
+    """[size]: the sum of x [n] over each group."""
+    return x.new_zeros(size).index_add(0, groups, x)
+
+
 def round_rows(n: int) -> int:
     """n rounded up by at most an eighth, so that few shapes occur."""
     step = 1 << max(0, n.bit_length() - 1 - KEPT_BITS)

@@ -1,4 +1,4 @@
-"""The built-in rewards: functions of (completion, answer, finish), from 0 to 1."""
+"""Built-in rewards: functions of (completion, answer, finish), from 0 to 1."""
 
 import importlib
 import re
@@ -19,7 +19,7 @@ _BEFORE_FRACTION = re.compile(r"(?<=\w)(?=\\[dt]?frac)")
 _LATEX_COMMA = re.compile(r"(?<=[0-9])(?:\{,\}|,\\!|\\,)(?=[0-9]{3})")
 _EXPONENT = re.compile(r"\^(?:\{[-+]?[0-9]+\}|[-+]?[0-9]+)")
 _BOXED = re.compile(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}")
-_MOST_DIGITS = 400  # Python refuses to parse integers of thousands of digits
+_MOST_DIGITS = 400  # Python refuses thousands of digits
 
 
 def exact_match(completion: str, answer: Any, _finish: str) -> float:
@@ -28,7 +28,7 @@ def exact_match(completion: str, answer: Any, _finish: str) -> float:
 
 
 def numeric_match(completion: str, answer: Any, _finish: str, *, tolerance: float = 1e-6) -> float:
-    """1 if the completion's final number equals the answer's, up to a relative `tolerance`; see `final_number`."""
+    """1 if the `final_number` of the completion is that of the answer, up to a relative `tolerance`."""
     number, expected = final_number(completion), expected_number(answer)
     return float(number is not None and abs(number - expected) <= Fraction(tolerance) * abs(expected))
 
@@ -41,8 +41,8 @@ def format_match(
 
 
 def number_only(completion: str, answer: Any, finish: str) -> float:
-    """1.0 for exactly the number, optionally with a full stop, and then the stop token; 0.3 if the last number is the
-    right one and the model stopped; 0.1 if the right number occurs at all; else 0."""
+    """1 for exactly the number, optionally with a full stop, and then the stop token; 0.3 if the last number is right and
+    the model stopped; 0.1 if the number occurs at all; else 0."""
     expected, given = expected_number(answer), numbers(completion)
     if expected not in given:
         return 0.0
@@ -52,7 +52,6 @@ def number_only(completion: str, answer: Any, finish: str) -> float:
 
 
 def expected_number(answer: Any) -> Fraction:
-    """The answer column as a number; text may hold a worked solution, as GSM8K's ends in "#### 42"."""
     number = final_number(str(answer))
     if number is None:
         raise ValueError(f"the answer {answer!r} holds no number")
@@ -60,7 +59,7 @@ def expected_number(answer: Any) -> Fraction:
 
 
 def final_number(text: str) -> Fraction | None:
-    r"""The last number of the last \boxed{...}, else the first one after the last "####", else the last of all, or None."""
+    r"""The last number of the last \boxed{...}, else the first after the last "####", else the last of all, or None."""
     boxed = [number for inside in _BOXED.findall(text) for number in numbers(inside)[-1:]]
     _, marker, tail = text.rpartition("####")
     marked = numbers(tail)[:1] if marker else []
@@ -68,10 +67,10 @@ def final_number(text: str) -> Fraction | None:
 
 
 def numbers(text: str) -> list[Fraction]:
-    r"""All numbers of a text in order: 1,234.5  $3  -7  .5  2e-3  3/4  \frac{3}{4}  1{,}234. An exponent is none: cm^2."""
+    r"""Of a text in order, such as 1,234.5  $3  -7  .5  2e-3  3/4  \frac{3}{4}  1{,}234; no exponents, such as cm^2."""
     plain = _LATEX_COMMA.sub(",", text.replace("\u2212", "-"))
     plain = _LATEX_FRACTION.sub(r"\1\2/\3", _BEFORE_FRACTION.sub(" ", plain))
-    plain = _EXPONENT.sub("_", plain)  # a letter: a minus after it is no sign
+    plain = _EXPONENT.sub("_", plain)  # a minus after a letter is no sign
     return [_fraction(match) for match in _NUMBER.finditer(plain) if len(match.group()) <= _MOST_DIGITS]
 
 
@@ -83,11 +82,9 @@ def _fraction(match: re.Match[str]) -> Fraction:
 
 
 def math_verify(completion: str, answer: Any, _finish: str, *, precision: int = 6) -> float:
-    """1 if the library math-verify (pip install 'dovetail-rl[math]') holds the completion's result equal to the answer's."""
+    """1 if the library math-verify (pip install 'dovetail-rl[math]') finds both results equal."""
     library = importlib.import_module("math_verify")
-    gold = library.parse(str(answer))
-    if not gold:
-        gold = library.parse(f"${answer}$")
+    gold = library.parse(str(answer)) or library.parse(f"${answer}$")
     if not gold:
         raise ValueError(f"math-verify reads no result in the answer {answer!r:.200}")
     return float(library.verify(gold, library.parse(completion), float_rounding=precision))

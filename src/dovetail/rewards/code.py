@@ -1,4 +1,4 @@
-"""Runs a completion's program against the tests of its row, in a process with limits."""
+"""A completion's program against the tests of its row, in a process with limits."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from dovetail.system import adopt_orphans, children_of, end_children
 
 _BLOCK = re.compile(r"```(?:python|py|python3)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
 _SANDBOX = str(Path(__file__).with_name("sandbox.py"))
-MOST_OUTPUT = 1 << 20  # bytes that a test may print
+MOST_OUTPUT = 1 << 20  # bytes of a test
 END_SECONDS = 5.0
 
 
@@ -26,8 +26,8 @@ def code(
 ) -> float:
     """1 if the last ```python block of the completion passes all tests of the answer; partial: the share that it passes.
 
-    The answer, or the JSON text of it: {"inputs": [...], "outputs": [...]} compares standard output by line (with "fn_name":
-    what that function, or that method of a class Solution, returns); a string or list of assert statements;
+    The answer, or its JSON text: {"inputs": [...], "outputs": [...]} compares standard output by line (with "fn_name": what
+    that function, or that method of a class Solution, returns); a string or list of assert statements;
     {"test": ..., "entry_point": ...} defines check(candidate).
     A test has `seconds` and `memory_mib`, no network where the kernel allows it, and an empty directory.
     """
@@ -35,19 +35,17 @@ def code(
     adopt_orphans()
     passed, total = 0, 0
     for source, text, expected in tests(program[0], answer):
-        total += 1
-        if not _passes(source, text, expected, seconds, memory_mib):
-            if not partial:
-                return 0.0
-            continue
-        passed += 1
+        ok = _passes(source, text, expected, seconds, memory_mib)
+        if not (ok or partial):
+            return 0.0
+        passed, total = passed + ok, total + 1
     if not total:
         raise ValueError(f"the answer holds no tests: {answer!r:.200}")
     return passed / total
 
 
 def tests(program: str, answer: Any) -> Iterable[tuple[str, str, str | None]]:
-    """Source, standard input, and expected standard output (None: only that it ends well)."""
+    """Source, standard input, and standard output (None: it only has to end well)."""
     match _decoded(answer):
         case {"inputs": [*inputs], "outputs": [*outputs], "fn_name": str() as name}:
             for given, expected in zip(inputs, outputs, strict=True):
@@ -82,7 +80,7 @@ def _decoded(answer: Any) -> Any:
 
 
 def _arguments(given: Any) -> list[Any]:
-    """A list of arguments; text holds one JSON value a line."""
+    """Text holds one JSON value a line."""
     return [json.loads(line) for line in given.splitlines()] if isinstance(given, str) else list(given)
 
 
@@ -92,11 +90,8 @@ def _text(value: Any) -> str:
 
 def _passes(source: str, text: str, expected: str | None, seconds: float, memory_mib: int) -> bool:
     secret, others = secrets.token_bytes(16), children_of([os.getpid()])
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        tempfile.TemporaryFile() as given,
-        tempfile.TemporaryFile() as printed,
-    ):
+    temporary = tempfile.TemporaryFile
+    with tempfile.TemporaryDirectory() as folder, temporary() as given, temporary() as printed:
         Path(folder, "program.py").write_text(source, errors="replace")
         given.write(text.encode(errors="replace"))
         given.seek(0)

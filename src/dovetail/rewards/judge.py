@@ -25,13 +25,10 @@ MOST_THREADS = 256
 
 @dataclass(kw_only=True)
 class Address:
-    """A server at `url`, asked by POST of JSON; failures that may pass are tried again.
-
-    key_env: the environment variable with the key; the key is sent to `url` and written nowhere.
-    """
+    """A server. The key is sent to `url` and written nowhere."""
 
     url: str
-    key_env: str | None
+    key_env: str | None  # the environment variable with the key
     retries: int
     request_seconds: float
     _key: str = field(init=False, repr=False)
@@ -44,7 +41,6 @@ class Address:
             raise LookupError(f"the environment variable {self.key_env}, which key_env names, is not set")
 
     async def post(self, path: str, body: bytes) -> Any:
-        """The answer's JSON."""
         loop, wait = asyncio.get_running_loop(), FIRST_WAIT
         for attempt in range(self.retries + 1):
             answer, error, again = await loop.run_in_executor(self._threads, self._post, path, body)
@@ -58,7 +54,7 @@ class Address:
         raise ConnectionError(f"the server at {self.url}: {error}{attempts}")
 
     def _post(self, path: str, body: bytes) -> tuple[Any, str, bool]:
-        """The answer; else the error, and whether another attempt may help."""
+        """The answer, or the error; whether to try again."""
         headers = {"Content-Type": "application/json"}
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"
@@ -81,12 +77,9 @@ class Address:
 
 
 class Judge:
-    """Asks `model` at an address that ends in /v1 for a number.
+    """A model at an address that ends in /v1; the reward is the number in its reply over `scale`.
 
-    prompt: a template; {prompt}, {completion}, {answer} and any column in braces are replaced.
-    pattern: a regular expression whose first group is the number; None: the last number of the reply.
-    The reward is the number over `scale`. A reply without a number is an error of that sample.
-    cache: a file that keeps replies by request; a resumed run does not ask again.
+    prompt: as `fill`. pattern: its first group is the number (None: the last one). request: model, max_tokens, temperature.
     """
 
     def __init__(
@@ -98,7 +91,6 @@ class Judge:
         request: Mapping[str, Any],
         **address: Any,
     ) -> None:
-        """request: model, max_tokens and temperature."""
         self._prompt, self._scale, self._request = prompt, scale, dict(request)
         self.pattern = None if pattern is None else re.compile(pattern, re.DOTALL)
         self._address = Address(**address)
@@ -129,7 +121,7 @@ class Judge:
 
 
 class RemoteModel:
-    """A reward model behind an address, asked as OpenRLHF asks: POST {query, prompts, labels} -> {rewards}."""
+    """A reward model behind an address, as OpenRLHF's: POST {query, prompts, labels} -> {rewards}."""
 
     def __init__(self, **address: Any) -> None:
         self._address = Address(**address)
@@ -159,7 +151,7 @@ def fill(template: str, sample: Mapping[str, Any]) -> str:
 
 
 class _Cache:
-    """Replies by request, shared by worker processes. The first request makes the file: a run claims its directory before."""
+    """Shared by worker processes. The first request makes the file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -172,12 +164,9 @@ class _Cache:
         return db
 
     def get(self, request: bytes) -> str | None:
-        row = self._db.execute("SELECT reply FROM replies WHERE request = ?", (_digest(request),)).fetchone()
+        key = hashlib.sha256(request).digest()
+        row = self._db.execute("SELECT reply FROM replies WHERE request = ?", (key,)).fetchone()
         return None if row is None else str(row[0])
 
     def put(self, request: bytes, reply: str) -> None:
-        self._db.execute("INSERT OR REPLACE INTO replies VALUES (?, ?)", (_digest(request), reply))
-
-
-def _digest(request: bytes) -> bytes:
-    return hashlib.sha256(request).digest()
+        self._db.execute("INSERT OR REPLACE INTO replies VALUES (?, ?)", (hashlib.sha256(request).digest(), reply))

@@ -11,7 +11,7 @@ OURS = ("dovetail", "torch", "transformers", "safetensors", "pydantic", "yaml", 
 
 
 def look_in(folder: Path | str, module: str) -> None:
-    """Import from `folder`, too: before installed modules, behind Python's own. Raises ConfigError as `refuse_names`."""
+    """Add `folder` to `sys.path`, behind Python's own modules. ConfigError as `refuse_names`."""
     refuse_names(folder, module)
     entry = str(Path(folder).resolve())
     place = search_path(folder).index(entry)
@@ -21,7 +21,7 @@ def look_in(folder: Path | str, module: str) -> None:
 
 
 def search_path(folder: Path | str) -> list[str]:
-    """`sys.path` with `folder` in that place."""
+    """`sys.path` with `folder` behind Python's own modules."""
     entry, standard = str(Path(folder).resolve()), sysconfig.get_path("stdlib")
     paths = [path for path in sys.path if path != entry]
     inside = [i for i, path in enumerate(paths) if path.startswith(standard) and "site-packages" not in path]
@@ -30,7 +30,7 @@ def search_path(folder: Path | str) -> list[str]:
 
 
 def refuse_names(folder: Path | str, module: str) -> None:
-    """Of files in `folder`: those of packages that this one needs, which they would replace, and Python's for `module`."""
+    """ConfigError where `folder` would replace a package that ours needs, or one of Python's by `module`."""
     top, entry = module.partition(".")[0], str(Path(folder).resolve())
     others = [path for path in sys.path if path != entry]
     for name in {*OURS, top} & {*OURS, *sys.stdlib_module_names}:

@@ -1,7 +1,4 @@
-"""Rewards in worker processes that can be killed, so that no reward function stops a run.
-
-A reward is a built-in or a user's `module:function` (docs/contract.md). Loads no torch.
-"""
+"""Rewards in worker processes that can be killed. Imports no torch."""
 
 import difflib
 import json
@@ -20,20 +17,18 @@ from dovetail.errors import ConfigError, DataError, quoted
 from dovetail.jsonl import as_text
 from dovetail.launch.process import start_worker
 from dovetail.rewards.built_in import BUILT_IN
-from dovetail.rewards.worker import END_SECONDS
+from dovetail.rewards.worker import END_SECONDS, LONGER
 
-_START_SECONDS = 120.0  # a user's module may import large packages
-_MOST_BYTES, _MOST_BYTES_EACH = 1 << 20, 1 << 12  # of an answer, and of each of its samples besides
-_ASYNC_GRACE = 5.0  # seconds that a worker has to report calls of an async function that took too long
-LONGEST = 1e6  # seconds; system calls take at most about twice as many
-FIRST_SAMPLES = 8  # all of them fail with probability 4e-11 if 5 % of a step do
+_START_SECONDS = 120.0
+_MOST_BYTES, _MOST_BYTES_EACH = 1 << 20, 1 << 12  # of an answer, and for each sample
+_ASYNC_GRACE = 5.0  # seconds to report async calls that took too long
+LONGEST = 1e6  # seconds, for system calls
+FIRST_SAMPLES = 8
 MOST_REWARD_ERRORS = 0.05  # of a step's samples
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardInput:
-    """What a reward may read."""
-
     completion: str
     answer: Any = None
     finish: str = "stop"  # or "length"
@@ -43,26 +38,18 @@ class RewardInput:
 
 @dataclass(frozen=True)
 class RewardResult:
-    """`value` None: dropped, by `error` or because the function returned None.
-
-    scored: False if `score` gave up before this sample. parts: the terms of a sum, without weights.
-    """
-
-    value: float | None
+    value: float | None  # None: dropped
     error: str | None = None
-    scored: bool = True
-    parts: Mapping[str, float | None] = field(default_factory=dict)
+    scored: bool = True  # False if `score` gave up before
+    parts: Mapping[str, float | None] = field(default_factory=dict)  # terms of a sum, without weights
 
 
 @dataclass(frozen=True, kw_only=True)
 class CallLimits:
-    """batch: the samples of a call: "sample", "group" (of one prompt) or "step". concurrency: an async function's calls at
-    a time in each worker. metric: one number may stand for all samples of a call."""
-
-    batch: str = "sample"
-    metric: bool = False
+    batch: str = "sample"  # samples of a call: "sample", "group" (of a prompt) or "step"
+    metric: bool = False  # one number may be that of all samples of a call
     workers: int = 1
-    concurrency: int = 16
+    concurrency: int = 16  # calls of an async function at a time in each worker
 
 
 def refuse_unknown(name: str | None, key: str) -> None:
@@ -73,10 +60,9 @@ def refuse_unknown(name: str | None, key: str) -> None:
 
 
 class RewardRunner:
-    """Worker processes for one reward; ConfigError if it cannot be loaded.
+    """Workers of one reward, replaced if they die or exceed `timeout` seconds. ConfigError if it cannot be loaded.
 
-    address: arguments of `rewards.judge.Judge` or `RemoteModel`.
-    A worker that dies, or takes longer than `timeout` seconds over a call, is replaced. directory: of user modules.
+    function: module:function of `directory`. address: arguments of `Judge` or `RemoteModel`.
     """
 
     def __init__(
@@ -118,11 +104,7 @@ class RewardRunner:
     def score(
         self, samples: Seq[RewardInput], most_errors: float | None = None, groups: Seq[int] | None = None
     ) -> list[RewardResult]:
-        """One result a sample, in order; scored in a random order that depends on the count.
-
-        most_errors: give up and close when more than this share, or all of the first `FIRST_SAMPLES`, have failed.
-        groups: of each sample.
-        """
+        """In order. most_errors: close after a larger share, or if all of the first `FIRST_SAMPLES` failed."""
         results: list[RewardResult | None] = [None] * len(samples)
         waiting = self._calls(len(samples), groups)
         running: dict[_Worker, tuple[list[int], float]] = {}
@@ -168,16 +150,10 @@ class RewardRunner:
         self._workers.clear()
 
     def _results(self, worker: "_Worker", answer: "list[RewardResult] | None", count: int) -> "list[RewardResult]":
-        if answer is not None and len(answer) == count:
-            return answer
-        if answer is not None:  # one error for all
-            error = answer[0].error
-        elif not worker.alive:
-            error = "the worker process died"
-        else:
-            remedy = "where it needs longer, raise reward.timeout_seconds"
-            error = f"no answer within {self._timeout:g} s; the worker was killed; {remedy}"
-        return [RewardResult(None, error)] * count
+        if answer is not None:
+            return answer if len(answer) == count else [RewardResult(None, answer[0].error)] * count
+        error = f"no answer within {self._timeout:g} s; the worker was killed; {LONGER}"
+        return [RewardResult(None, error if worker.alive else "the worker process died")] * count
 
     def _replace(self, worker: "_Worker") -> "_Worker":
         worker.kill()
@@ -197,9 +173,8 @@ class RewardRunner:
         if cause is not None:
             self.close()
             name = self._setup["function"] or self._setup["name"] or "at an address"
-            raise ConfigError(
-                f"reward {quoted(name)} (looked up from {self._setup['directory']}) cannot be loaded: {cause}"
-            )
+            where = f"looked up from {self._setup['directory']}"
+            raise ConfigError(f"reward {quoted(name)} ({where}) cannot be loaded: {cause}")
 
 
 def _hopeless(results: Seq[RewardResult | None], most_errors: float) -> bool:
@@ -230,7 +205,7 @@ class _Worker:
             self.alive = False
 
     def answer(self) -> list[RewardResult] | None:
-        """The answer to the last message, or None; does not wait. Other output is one error."""
+        """The answer to the last message, or None; does not wait."""
         try:
             chunk = os.read(self.answers.fileno(), 1 << 16)
         except BlockingIOError:
@@ -270,7 +245,7 @@ def _parsed(line: bytes, request_id: str) -> list[RewardResult] | None:
 
 
 def count_errors(results: Seq[RewardResult], ids: Seq[Any], where: str) -> tuple[int, str | None]:
-    """Failed samples and the first cause; DataError if they are too many."""
+    """Failed samples and the first cause; DataError if too many."""
     failed = [(result.error, row) for result, row in zip(results, ids, strict=True) if result.error is not None]
     errors, total, scored = len(failed), len(results), sum(result.scored for result in results)
     if not failed:

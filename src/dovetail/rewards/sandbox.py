@@ -1,8 +1,7 @@
 """Runs a program with limits: `python sandbox.py SECONDS MEMORY_MIB OUTPUT_BYTES PROGRAM SECRET_FD RESULT_FD`.
 
-Imports only the standard library. On Linux the program also gets, where the kernel allows it, namespaces of its own: no
-network, no signals to other processes, a read-only file system with an empty working directory in memory. The secret read from
-SECRET_FD is written to RESULT_FD if the program runs to its end: leaving early is no success.
+Where the kernel allows it, in namespaces of its own: no network, no signals to others, a read-only file system and an empty
+directory in memory. The secret of SECRET_FD goes to RESULT_FD if the program runs to its end.
 """
 
 import ctypes
@@ -46,7 +45,7 @@ def isolate(folder: str, memory_mib: int) -> None:
         for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
             Path(f"/proc/self/{name}").write_text(text)
     child = os.fork()
-    if child:  # when the child, the first of its namespace, ends, the kernel kills all others of it
+    if child:  # the first of its namespace: when it ends, the kernel kills the others
         os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) & 0xFF)
     libc.prctl(1, 9)  # be killed with the parent
     libc.mount(None, b"/", None, RECURSIVE_PRIVATE, None)

@@ -1,8 +1,6 @@
-"""A process that runs one reward function, and its keeper, which forks it.
+"""The process of a reward, and its keeper, which forks it and ends it with all descendants.
 
-Requests and answers are JSON lines. The first request says what to load; the others hold calls, each a list of samples.
-The keeper runs no user code; it ends the reward and all its descendants, daemons too. Output goes to standard error;
-exceptions and exits are answers.
+Messages are JSON lines. The first says what to load, others hold calls: lists of samples.
 """
 
 import asyncio
@@ -20,7 +18,6 @@ from functools import partial
 from json import dumps, loads  # bound before a reward may replace them
 from pathlib import Path
 from traceback import walk_tb
-from types import TracebackType
 from typing import Any, NoReturn, TextIO
 
 from dovetail.rewards.built_in import BUILT_IN
@@ -29,37 +26,34 @@ from dovetail.system import adopt_orphans, die_with_parent, end_children
 
 Sample = Mapping[str, Any]
 Result = dict[str, Any]  # value and error
-Scorer = Callable[[Seq[Sample]], Any]  # the value of each sample of one call, or an awaitable of these
-# Frames that are not a user's: this package and Python's import system.
-OURS = (str(Path(__file__).parents[1]) + os.sep, "<frozen ", "<string>", importlib.__file__)
-POSITIONAL = frozenset({"completion", "answer", "_answer", "finish", "_finish"})  # arguments of every built-in
-_MOST_TEXT = 1000  # characters of an exception in an error
+Scorer = Callable[[Seq[Sample]], Any]  # a value for each sample of a call, or an awaitable of these
+OURS = (str(Path(__file__).parents[1]) + os.sep, "<frozen ", "<string>", importlib.__file__)  # frames of no user
+POSITIONAL = frozenset({"completion", "answer", "_answer", "finish", "_finish"})  # of every built-in
+_MOST_TEXT = 1000  # characters of an exception
 END_SECONDS = 10.0  # for killed processes to be gone
 POLL_MILLISECONDS = 1000.0
+LONGER = "where it needs longer, raise reward.timeout_seconds"
 
 
 class CapturedOutput:
-    """Turns any exception of user code into the text `error`."""
+    """Turns exceptions of user code, and exits, into the text `error`."""
 
     error: str | None = None
 
     def __enter__(self) -> "CapturedOutput":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
-        if kind is None or error is None:
-            return True
-        if kind is asyncio.CancelledError:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> bool:
+        if isinstance(error, asyncio.CancelledError):
             return False
-        self.error = f"{kind.__name__}: {error!s:.{_MOST_TEXT}}{_place(trace)}"
+        if error is not None:
+            self.error = f"{type(error).__name__}: {error!s:.{_MOST_TEXT}}{_place(error)}"
         return True
 
 
-def _place(trace: TracebackType | None) -> str:
+def _place(error: BaseException) -> str:
     """The innermost line in the user's first file."""
-    lines = [(frame.f_code.co_filename, line) for frame, line in walk_tb(trace)]
+    lines = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
     user = [(file, line) for file, line in lines if not file.startswith(OURS)]
     return next((f" ({file}:{line})" for file, line in reversed(user) if file == user[0][0]), "")
 
@@ -70,18 +64,17 @@ def main() -> NoReturn:
     if child:
         _keep(child)
     die_with_parent()
-    os.setsid()  # signals to the reward's process group do not reach the keeper
+    os.setsid()  # signals to its group do not reach the keeper
     requests, answers = os.fdopen(os.dup(0), encoding="utf-8"), os.fdopen(os.dup(1), "w", buffering=1)
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)  # user code must not read requests or write answers
     os.dup2(2, 1)
-    with suppress(BrokenPipeError):  # the runner is gone
+    with suppress(BrokenPipeError):
         _answer(requests, answers)
-    os._exit(0)  # a user's module may have started threads
+    os._exit(0)  # user code may have started threads
 
 
 def _answer(requests: TextIO, answers: TextIO) -> None:
-    """Load what the first request names, then answer the others."""
     if not (first := requests.readline()):
         return
     setup: dict[str, Any] = loads(first)
@@ -111,19 +104,19 @@ def _end_when_closed(child: int) -> NoReturn:
     runner, requests = os.getppid(), select.poll()
     requests.register(0, 0)  # only for the end of the pipe
     while not requests.poll(POLL_MILLISECONDS) and os.getppid() == runner:
-        pass  # other forks of the runner may hold the pipe open
+        pass  # forks of the runner may hold the pipe open
     _end(child)
 
 
 def _end(child: int) -> NoReturn:
     with suppress(ProcessLookupError, PermissionError):
-        os.killpg(child, signal.SIGKILL)  # without /proc only its process group is known
+        os.killpg(child, signal.SIGKILL)  # all that is known without /proc
     end_children(seconds=END_SECONDS)
     os._exit(0)
 
 
 def run_calls(scorer: Scorer, asynchronous: bool, calls: Seq[Seq[Sample]], timeout: float) -> list[Result]:
-    """Results of all samples in order. Asynchronous calls run at the same time, each with its own time limit."""
+    """In order. Asynchronous calls run at the same time, each with its own `timeout`."""
 
     async def gathered() -> list[list[Result]]:
         return await asyncio.gather(*[_await_call(scorer, call, timeout) for call in calls])
@@ -138,7 +131,7 @@ async def _await_call(scorer: Scorer, call: Seq[Sample], timeout: float) -> list
         try:
             values = await asyncio.wait_for(scorer(call), timeout)
         except TimeoutError:
-            caught.error = f"no answer within {timeout:g} s; where it needs longer, raise reward.timeout_seconds"
+            caught.error = f"no answer within {timeout:g} s; {LONGER}"
     return _results(call, values, caught.error)
 
 
@@ -170,7 +163,7 @@ def _result(value: Any) -> Result:
 
 
 def load(setup: Mapping[str, Any]) -> tuple[Scorer, bool]:
-    """The scorer of an address, a built-in `name`, or "module:function" in `directory`; and whether it is asynchronous."""
+    """The scorer, and whether it is asynchronous."""
     name, function, options = setup["name"], setup["function"], setup["options"]
     if (address := setup["address"]) is not None:
         servers = importlib.import_module("dovetail.rewards.judge")  # other rewards need no HTTP
@@ -178,9 +171,8 @@ def load(setup: Mapping[str, Any]) -> tuple[Scorer, bool]:
             return _each_awaited(servers.Judge(**address).score), True
         return partial(_awaited_list, servers.RemoteModel(**address).score), True
     if function is None:
-        accepted = frozenset(inspect.signature(BUILT_IN[name]).parameters) - POSITIONAL
-        _check_options(options, accepted)
         built_in = BUILT_IN[name]
+        _check_options(options, frozenset(inspect.signature(built_in).parameters) - POSITIONAL)
         return _each(lambda s: built_in(s["completion"], s["answer"], s["finish"], **options)), False
     module, _, attribute = function.partition(":")
     if setup["directory"] is not None:
@@ -220,8 +212,6 @@ def _check_options(options: Mapping[str, Any], accepted: frozenset[str]) -> None
 
 
 def _each(call_one: Callable[[Sample], Any]) -> Scorer:
-    """Samples fail one by one."""
-
     def score(samples: Seq[Sample]) -> list[Any]:
         values: list[Any] = []
         for sample in samples:
@@ -260,12 +250,11 @@ def _verl_arguments(sample: Sample) -> dict[str, Any]:
 
 def _verl_batch_arguments(samples: Seq[Sample]) -> dict[str, list[Any]]:
     each = [_verl_arguments(sample) for sample in samples]
-    names = {"data_sources": "data_source", "solution_strs": "solution_str", "ground_truths": "ground_truth"}
-    return {many: [row[one] for row in each] for many, one in {**names, "extra_infos": "extra_info"}.items()}
+    names = ("data_source", "solution_str", "ground_truth", "extra_info")
+    return {f"{name}s": [row[name] for row in each] for name in names}
 
 
 def _trl_arguments(samples: Seq[Sample]) -> dict[str, list[Any]]:
-    """A chat prompt gets a chat completion."""
     rows = []
     for sample in samples:
         text = sample["completion"]
@@ -275,9 +264,7 @@ def _trl_arguments(samples: Seq[Sample]) -> dict[str, list[Any]]:
     return {key: [row.get(key) for row in rows] for key in dict.fromkeys(key for row in rows for key in row)}
 
 
-async def _awaited_list(
-    call: Callable[[Seq[Sample]], Awaitable[Any]], samples: Seq[Sample], *, spread: bool = False
-) -> list[Any]:
+async def _awaited_list(call: Callable[[Seq[Sample]], Any], samples: Seq[Sample], *, spread: bool = False) -> list[Any]:
     return _as_list(await call(samples), len(samples), spread=spread)
 
 
@@ -285,7 +272,8 @@ def _as_list(returned: Any, count: int, *, spread: bool) -> list[Any]:
     """spread: one number is that of all samples."""
     if spread and not isinstance(returned, Iterable):
         return [returned] * count
-    expected = f"expected a list of {count} reward{'s' * (count > 1)} for {count} completion{'s' * (count > 1)}"
+    s = "s" * (count > 1)
+    expected = f"expected a list of {count} reward{s} for {count} completion{s}"
     if not isinstance(returned, Iterable) or isinstance(returned, (str, bytes, Mapping)):
         raise TypeError(f"{expected}, got {returned!r:.100}")
     rewards = list(returned)

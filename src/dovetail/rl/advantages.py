@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
-from dovetail.kernels.reference import widened
+from dovetail.kernels.reference import sum_rows, widened
 
 
 def terminal_rewards(scores: Tensor, mask: Tensor, sequence_ids: Tensor) -> Tensor:
-    """Token rewards [T]: the score [S] of a sequence on its last response token, else 0."""
+    """Token rewards [T]: scores [S] at the last response tokens, 0 elsewhere."""
     scores = widened(scores)
     where = mask.nonzero().flatten()
     owner = sequence_ids[where]
@@ -21,11 +21,9 @@ def terminal_rewards(scores: Tensor, mask: Tensor, sequence_ids: Tensor) -> Tens
 def gae(
     rewards: Tensor, values: Tensor, mask: Tensor, sequence_ids: Tensor, *, gamma: float = 1.0, lam: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Generalized advantage estimation: advantages [T] and returns [T], both 0 outside the mask.
+    """Advantages [T] and returns [T] of masked tokens, 0 elsewhere: Schulman et al. 2016, eqs. 12 and 16.
 
-        delta_t = r_t + gamma V(s_{t+1}) - V(s_t)        A_t = delta_t + gamma lam A_{t+1}
-
-    Schulman et al. 2016, eqs. 12 and 16. Time is masked tokens only; the value after the last one is 0.
+    delta_t = r_t + gamma V(s_{t+1}) - V(s_t)        A_t = delta_t + gamma lam A_{t+1}
     """
     rewards, values = widened(rewards.detach()), widened(values.detach())
     where = mask.nonzero().flatten()
@@ -54,29 +52,29 @@ def gae(
 
 
 def group_relative(rewards: Tensor, groups: Tensor, *, divide_by_std: bool = True, eps: float = 1e-6) -> Tensor:
-    """A_i = (r_i - mean of i's group) / (std of i's group + eps) [S]; exactly 0 in groups of equal rewards.
+    """(r - mean) / (std + eps) [S] within groups, std of n - 1; exactly 0 where rewards are equal.
 
-    Shao et al. 2024, section 4.1.2, with std of n - 1; without the division: Liu et al. 2025, section 3.2.
+    Shao et al. 2024, section 4.1.2; without the division: Liu et al. 2025, section 3.2.
     """
     rewards = widened(rewards)
     member, size, differs = _group(rewards, groups)
-    centered = torch.where(differs, rewards - _sum(rewards, member, size)[member] / size[member], 0.0)
+    centered = torch.where(differs, rewards - sum_rows(rewards, member, len(size))[member] / size[member], 0.0)
     if not divide_by_std:
         return centered
-    variance = _sum(centered * centered, member, size) / (size - 1).clamp(min=1)
+    variance = sum_rows(centered * centered, member, len(size)) / (size - 1).clamp(min=1)
     return centered / (variance.sqrt()[member] + eps)
 
 
 def leave_one_out(rewards: Tensor, groups: Tensor) -> Tensor:
-    """A_i = r_i - mean of the others in i's group [S], 0 as above. RLOO: Ahmadian et al. 2024, section 4."""
+    """r - mean of the group's others [S], 0 where rewards are equal. RLOO: Ahmadian et al. 2024, section 4."""
     rewards = widened(rewards)
     member, size, differs = _group(rewards, groups)
-    others = (_sum(rewards, member, size)[member] - rewards) / (size - 1).clamp(min=1)[member]
+    others = (sum_rows(rewards, member, len(size))[member] - rewards) / (size - 1).clamp(min=1)[member]
     return torch.where(differs, rewards - others, 0.0)
 
 
 def whiten(x: Tensor, mask: Tensor, *, eps: float = 1e-8) -> Tensor:
-    """(x - mean) / sqrt(var + eps) over masked entries (var of n - 1), 0 elsewhere."""
+    """(x - mean) / sqrt(var + eps) of masked entries, var of n - 1; 0 elsewhere."""
     x = widened(x)
     chosen = x[mask]
     mean = chosen.sum() / max(len(chosen), 1)
@@ -85,13 +83,9 @@ def whiten(x: Tensor, mask: Tensor, *, eps: float = 1e-8) -> Tensor:
 
 
 def _group(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Group index [S], group sizes, whether the group's rewards differ [S]: the division would magnify a mean's rounding."""
+    """Group index [S], group sizes, whether a group's rewards differ [S]."""
     _, member = torch.unique(groups, return_inverse=True)
     size = torch.bincount(member)
     least = rewards.new_zeros(len(size)).scatter_reduce(0, member, rewards, "amin", include_self=False)
     most = rewards.new_zeros(len(size)).scatter_reduce(0, member, rewards, "amax", include_self=False)
     return member, size, (least != most)[member]
-
-
-def _sum(x: Tensor, member: Tensor, size: Tensor) -> Tensor:
-    return x.new_zeros(len(size)).index_add(0, member, x)

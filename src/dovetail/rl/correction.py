@@ -1,4 +1,4 @@
-"""Importance weights for completions whose sampler is not the policy that learns from them, and how far apart both are."""
+"""Importance weights of samples, and the mismatch of sampler and policy."""
 
 from typing import Any, Literal, NamedTuple
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from dovetail.batch.packed import PackedBatch
-from dovetail.kernels.reference import widened
+from dovetail.kernels.reference import sum_rows, widened
 from dovetail.rl.losses import LOG_RATIO_LIMIT, bounded, kl_estimate
 
 P99 = 0.99
@@ -14,10 +14,8 @@ QUANTILE_LIMIT = 1 << 24  # elements that torch.quantile takes
 
 
 class Weights(NamedTuple):
-    """token: [T], 1 where nothing is counted. dropped: sequences to leave out."""
-
-    token: Tensor
-    dropped: frozenset[int]
+    token: Tensor  # [T], 1 outside the mask
+    dropped: frozenset[int]  # sequences
     metrics: dict[str, float]
 
 
@@ -28,15 +26,12 @@ def importance_weights(
     bounds: tuple[float, float] = (0.0, 2.0),
     outside: Literal["clamp", "mask", "drop"] = "clamp",
 ) -> Weights:
-    """r = p_old / p_sampler of `old_logprob` and `rollout_logprob`, float32 or wider: constants for `PolicyLoss`.
+    """r = p_old / p_sampler of a token, or a sequence's product or geometric mean, for `PolicyLoss`. Outside `bounds`:
 
-    ratio: of a token; sequence: the product over a response's tokens; geometric: their geometric mean. A response's tokens
-    share the last two. Within `bounds` r is the weight. Beyond them:
-        clamp   the nearest bound: truncated importance sampling (Ionides 2008; Yao et al. 2025, TIS)
-        mask    0, and the token still counts: IcePop by token (Ling Team 2025), masked importance sampling by sequence (Liu
-                et al. 2025, MIS)
-        drop    its response is left out, and does not count
-    With PPO's ratio p / p_old this is the decoupled objective (Hilton et al. 2022; Fu et al. 2025, AReaL).
+        clamp   the nearest bound: truncated importance sampling (Ionides 2008; Yao et al. 2025)
+        mask    0, still counted: IcePop by token (Ling Team 2025), MIS by sequence (Liu et al. 2025)
+        drop    the response is left out
+    With p / p_old this is decoupled PPO (Hilton et al. 2022; Fu et al. 2025).
     """
     where = batch.mask.nonzero().flatten()
     owner = batch.sequence_ids[where]
@@ -45,7 +40,7 @@ def importance_weights(
     if ratio != "token":
         _, unit = owner.unique(return_inverse=True)
     sizes = torch.bincount(unit)
-    total = logs.new_zeros(len(sizes)).index_add(0, unit, logs)
+    total = sum_rows(logs, unit, len(sizes))
     r = (total / sizes if ratio == "geometric" else total).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     weight, inside = bounded(r, bounds, outside)
     token = torch.ones_like(batch.mask, dtype=weight.dtype)
@@ -63,16 +58,12 @@ def importance_weights(
 
 
 def lag_metrics(batch: PackedBatch) -> dict[str, float]:
-    """Versions between the update and its tokens; none where the sampler names no versions."""
     lag = batch.fields["lag"][batch.mask] if "lag" in batch.fields else batch.tokens[:0]
     return {"lag_mean": float(lag.mean()), "lag_max": float(lag.max())} if len(lag) else {}
 
 
 def mismatch(batch: PackedBatch, logprob: Tensor, prefix: str = "") -> dict[str, float]:
-    """|log-prob difference| of policy and sampler: mean, 99th percentile, maximum; k3 of KL(sampler || policy).
-
-    `mismatch_*`: of tokens of the policy's own version (lag 0), the gap between engines; `stale_mismatch_*`: of older ones.
-    """
+    """|log-prob difference| of policy and sampler, and k3 of KL(sampler || policy); `stale_`: of tokens with a lag."""
     lag, metrics = batch.fields.get("lag", torch.zeros_like(logprob)), dict[str, Any]()
     for age, chosen in (("", batch.mask & (lag <= 0)), ("stale_", batch.mask & (lag > 0))):
         sampled, scored = batch.fields["rollout_logprob"][chosen], logprob[chosen]

@@ -1,4 +1,4 @@
-"""Losses of distillation: the divergence from a teacher, computed inside the fused head, and of sampled tokens alone."""
+"""Losses of distillation."""
 
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -13,19 +13,17 @@ from dovetail.kernels.divergence import Divergence, Kind
 from dovetail.kernels.reference import widened
 from dovetail.nn.distillation import DistillStats, TeacherStates, TopK, distilled_loss
 from dovetail.nn.heads import VocabShard
-from dovetail.rl.losses import PolicyLoss
+from dovetail.rl.losses import PolicyLoss, aggregate
 
 
 @dataclass(frozen=True, kw_only=True)
 class DistillationLoss:
-    """The divergence of a teacher's distribution q and the student's p at each counted token (Agarwal et al. 2024, eq. 1):
+    """The divergence of teacher q and student p at each counted token, as TRL's GKDTrainer (Agarwal et al. 2024, eq. 1):
 
         forward_kl  KL(q, p)
         reverse_kl  KL(p, q)
-        jsd         beta KL(q, m) + (1 - beta) KL(p, m), m = beta q + (1 - beta) p
-
-    as TRL's GKDTrainer: beta 0 is forward_kl and 1 is reverse_kl. teacher: from `Teacher.read`, with the batch. top_k: over the
-    teacher's k likeliest tokens, 0 for all; tail: the others count as one token (as in TRL), else both are renormalized.
+        jsd         beta KL(q, m) + (1 - beta) KL(p, m), m = beta q + (1 - beta) p; beta 0 is forward_kl, 1 reverse_kl
+    top_k: over the teacher's k likeliest tokens, 0 for all. tail: the others are one token, else p and q are renormalized.
     """
 
     teacher: TeacherStates
@@ -48,16 +46,14 @@ class DistillationLoss:
     def __call__(self, stats: Any, batch: PackedBatch, /) -> Loss:
         if not isinstance(stats, DistillStats):  # asked for the count alone (`engine/expert_routing.py`)
             stats = DistillStats(*stats, *[torch.zeros_like(stats.logprob)] * 3)
-        losses = widened(stats.divergence)
-        ones = torch.ones_like(losses.detach())
-        weight, count = batch.fields.get("weight", ones), batch.fields.get("count", ones)
         metrics = {
             "divergence": stats.divergence,
             "sampled_reverse_kl": stats.logprob - stats.teacher_logprob,
             "entropy_mean": stats.entropy,
             "teacher_entropy_mean": stats.teacher_entropy,
         }
-        return Loss((weight * losses).sum(), count.sum(), {name: _metric(x) for name, x in metrics.items()})
+        sums = {name: Sum.of(x) for name, x in metrics.items()}
+        return Loss(*aggregate(widened(stats.divergence), batch), sums)
 
     def in_head(self, x: Tensor, shard: VocabShard, batch: PackedBatch, loss: LossFn) -> Loss:
         top = TopK(self.top_k, self.tail) if self.top_k else None
@@ -66,10 +62,7 @@ class DistillationLoss:
 
 @dataclass(frozen=True)
 class SampledReverseKL:
-    """A policy gradient of sampled tokens with the advantage log q - log p, which has no gradient (on-policy distillation).
-
-    q: `fields["teacher_logprob"]`; p: of the sampling policy, `fields["old_logprob"]`, or without it the update's own.
-    """
+    """On-policy distillation: a policy gradient with the advantage `teacher_logprob` - `old_logprob` (default: the update's)."""
 
     policy: PolicyLoss = field(default_factory=PolicyLoss)
     separable: ClassVar[bool] = True
@@ -78,8 +71,4 @@ class SampledReverseKL:
         sampled = batch.fields.get("old_logprob", stats.logprob.detach())
         advantage = batch.fields["teacher_logprob"] - sampled
         total, count, metrics = self.policy(stats, batch.with_fields(advantage=advantage))
-        return Loss(total, count, {**metrics, "sampled_reverse_kl": _metric(-advantage)})
-
-
-def _metric(x: Tensor) -> Sum:
-    return Sum(x.detach().sum(), torch.full((), float(x.numel()), dtype=torch.float64, device=x.device))
+        return Loss(total, count, {**metrics, "sampled_reverse_kl": Sum.of(-advantage)})

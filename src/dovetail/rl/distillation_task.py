@@ -1,4 +1,4 @@
-"""One training step of distillation, on rows with completions or on the student's own samples."""
+"""One step of distillation, on rows with completions or on the student's samples."""
 
 import random
 import zlib
@@ -13,25 +13,22 @@ from dovetail.batch.packed import PackedBatch, Sequence
 from dovetail.data.examples import Prompt
 from dovetail.engine.native import NativeEngine
 from dovetail.engine.teacher import Teacher, evaluate
-from dovetail.launch.progress import Progress
 from dovetail.rl.distillation import DistillationLoss, SampledReverseKL
-from dovetail.rl.experience import Sample, pack_samples, sample_row, score_old
-from dovetail.rl.step_metrics import Row, length_metrics, sample_metrics, update_metrics
-from dovetail.rl.tasks import inner_batches, never, step_rows, weighted
+from dovetail.rl.experience import Sample, pack_samples, score_old
+from dovetail.rl.step_metrics import Row, sample_metrics, update_metrics
+from dovetail.rl.tasks import Task, inner_batches, lengths_of, never, weighted
 from dovetail.rollout.base import Prompt as SamplerPrompt, Sampler, SamplingParams
 
-if TYPE_CHECKING:  # pydantic is not needed to run a task
+if TYPE_CHECKING:
     from dovetail.recipe.distillation import Distillation
-    from dovetail.recipe.schema import Recipe
 
 Rows = Seq[Sequence | Prompt]
 
 
 @dataclass(kw_only=True)
-class DistillationTask:
-    """teacher: reads hidden states for the head; of sampled_reverse_kl an engine that scores. sampler: where lmbda is above 0."""
+class DistillationTask(Task):
+    """teacher: of sampled_reverse_kl an engine that scores. sampler: if lmbda > 0."""
 
-    recipe: "Recipe"
     policy: NativeEngine
     teacher: Teacher | NativeEngine
     rows: Rows
@@ -39,26 +36,14 @@ class DistillationTask:
     sampler: Sampler | None = None
     sampling: SamplingParams = field(default_factory=SamplingParams)
     decode: Callable[[Seq[int]], str] = str
-    progress: Progress = field(default_factory=Progress)
-    first_row: int = 0
-    parts: Seq[tuple[int, float]] = ()
     eval_sets: Mapping[str, Rows] = field(default_factory=dict)
-    samples: list[Sample] = field(init=False, default_factory=list)  # of the last step
-
-    @property
-    def trained(self) -> list[NativeEngine]:
-        return [self.policy]
 
     @property
     def algorithm(self) -> "Distillation":
         return cast("Distillation", self.recipe.algorithm)
 
-    def sample_rows(self) -> list[dict[str, Any]]:
-        return [sample_row(sample) for sample in self.samples]
-
     def step(self, step: int, stopping: Callable[[], bool] = never) -> Row | None:
-        chosen = step_rows(self.recipe, len(self.rows), step, self.first_row, self.parts)
-        rows = [self.rows[i] for i in chosen]
+        rows = [self.rows[i] for i in self.rows_of(step, len(self.rows))]
         self.samples, on_policy = [], self.is_on_policy(step)
         if on_policy:
             self.progress.phase("push", step + 1)
@@ -71,17 +56,18 @@ class DistillationTask:
         taught, loss = self._taught(batch)
         self.progress.phase("update", step + 1)
         reports = [self.policy.train_step(part, loss) for part in inner_batches(taught, self.recipe, step)]
-        work = len(batch) * self.algorithm.epochs, batch.num_sequences * self.algorithm.epochs
-        return {
-            **update_metrics(reports),
-            "tokens": len(batch),
-            "on_policy": float(on_policy),
-            **self._lengths(batch),
-            "work": {**self._rollout_work(), "score": (len(batch), batch.num_sequences), "update": work},
-        }
+        lengths, work = lengths_of(batch), {}
+        if self.samples:
+            metrics = sample_metrics(self.samples, compared=False)
+            lengths = {name: value for name, value in metrics.items() if not name.startswith("reward")}
+            work["rollout"] = sum(len(sample.completion.ids) for sample in self.samples), len(self.samples)
+        work["score"] = len(batch), batch.num_sequences
+        work["update"] = len(batch) * self.algorithm.epochs, batch.num_sequences * self.algorithm.epochs
+        row = {"tokens": len(batch), "on_policy": float(on_policy), **lengths, "work": work}
+        return {**update_metrics(reports), **row}
 
     def evaluate(self, step: int) -> Row:
-        """The loss and its metrics on the rows of data.eval and of other sets; with lmbda 1 on samples, with the same noise."""
+        """The loss and its metrics; with lmbda 1 on samples, of the same noise at every step."""
         row: Row = {}
         for name, rows in {"": self.held_out, **self.eval_sets}.items():
             if not rows:
@@ -130,21 +116,9 @@ class DistillationTask:
         scored = self.teacher.score(batch.with_routing(None)).logprob
         return batch.with_routing(None).with_fields(teacher_logprob=scored), SampledReverseKL()
 
-    def _lengths(self, batch: PackedBatch) -> Row:
-        if self.samples:
-            found = sample_metrics(self.samples, compared=False)
-            return {name: value for name, value in found.items() if not name.startswith("reward")}
-        trained = [int(mask.sum()) for mask in batch.mask.split(batch.lengths)]
-        prompts = [n - own for n, own in zip(batch.lengths, trained, strict=True)]
-        return {**length_metrics("prompt_length", prompts), **length_metrics("response_length", trained)}
-
-    def _rollout_work(self) -> Row:
-        made = sum(len(sample.completion.ids) for sample in self.samples)
-        return {"rollout": (made, len(self.samples))} if self.samples else {}
-
 
 def prompt_of(number: int, row: Sequence | Prompt) -> Prompt:
-    """Of a row with a completion, what is before its first trained token; of a row that is all trained its first token."""
+    """The tokens before the first trained one, at least one."""
     if isinstance(row, Prompt):
         return row
     mask = [True] if row.mask is None else [bool(kept) for kept in row.mask]

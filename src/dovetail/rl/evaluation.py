@@ -1,4 +1,4 @@
-"""Evaluation: metrics of a set of prompts from the rewards of their completions."""
+"""Metrics of sets of prompts from the rewards of their completions."""
 
 import math
 from collections import Counter
@@ -17,13 +17,13 @@ from dovetail.rl.reward_manager import RewardManager, reward_input
 from dovetail.rl.step_metrics import Row, mean
 from dovetail.rollout.base import Completion
 
-SOLVED_REWARD = 1.0  # a reward that counts as solved
+SOLVED_REWARD = 1.0
 
 
 def with_rewards(
     prompts: Seq[Prompt], completions: Seq[Completion], texts: Seq[str], rewards: RewardManager, where: str
 ) -> tuple[list[Sample], Row]:
-    """Samples with a reward, and metrics of failed ones. `prompts[c.row]` belongs to completion c. Collective."""
+    """Samples with a reward, and metrics of failures. prompts: by `Completion.row`. Collective."""
     asked = [prompts[c.row] for c in completions]
     results = rewards(asked, completions, texts)
     errors, cause = count_errors(results, [prompt.id for prompt in asked], where)
@@ -40,20 +40,19 @@ def average(group: Seq[Sample], k: int) -> float:
 
 
 def pass_at(group: Seq[Sample], k: int) -> float:
-    """That one of k samples is solved, estimated from all without bias (Chen et al. 2021)."""
+    """The unbiased estimate from all samples (Chen et al. 2021)."""
     unsolved = sum(sample.reward < SOLVED_REWARD for sample in group)
     return 1.0 - math.comb(unsolved, k) / math.comb(len(group), k)
 
 
 def majority(group: Seq[Sample], k: int) -> float:
-    """Whether the most frequent answer of k samples is solved; of equally frequent ones that which came first."""
+    """Whether the first of the most frequent answers is solved."""
     votes = [vote(sample.text) for sample in group[:k]]
     (winner, _), *_ = Counter(votes).most_common(1)
     return float(group[votes.index(winner)].reward >= SOLVED_REWARD)
 
 
 def vote(text: str) -> Fraction | str:
-    """The final number, else the text."""
     number = final_number(text)
     return text.strip() if number is None else number
 
@@ -63,16 +62,15 @@ BUILT_IN: Mapping[str, Callable[[Seq[Sample], int], float]] = {"avg": average, "
 
 @dataclass
 class OwnMetric:
-    """A user's function in a process of its own, which the first rank has. A failure is said, and ends nothing. Collective."""
+    """A user's function, in the first rank's worker process. Failures are reported and survived. Collective."""
 
     name: str
     runner: RewardRunner | None
     mesh: Mesh
     say: Callable[[str], None]
-    broken: str | None = None  # why it cannot be started again
+    broken: str | None = None  # why it cannot be started
 
     def __call__(self, samples: Seq[Sample]) -> float:
-        """The mean over samples, or the function's one number."""
         value, error = None, None
         with agreed(self.mesh):
             if self.runner is not None and samples:
@@ -114,7 +112,7 @@ class EvalSet:
     own: Mapping[str, OwnMetric] = field(default_factory=dict)
 
     def measure(self, samples: Seq[Sample]) -> dict[str, float]:
-        """By metric. Of prompts with K rewarded samples; NaN without any."""
+        """Over prompts with K rewarded samples; NaN without any."""
         groups: dict[int, list[Sample]] = {}
         for sample in samples:
             groups.setdefault(sample.group, []).append(sample)

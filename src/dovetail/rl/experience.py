@@ -1,7 +1,4 @@
-"""From sampled completions to a batch with the fields of a loss; the distance of the policy from the sampler.
-
-Router replay: `trainer` (R2): the update uses the routes of the pass that scored old log-probs; `rollout` (R3): the sampler's.
-"""
+"""Samples to a batch with the fields of a loss."""
 
 import random
 from collections.abc import Callable, Mapping, Sequence as Seq
@@ -13,37 +10,38 @@ from torch import Tensor
 
 from dovetail.batch.balancing import split_units
 from dovetail.batch.packed import PackedBatch, Sequence
+from dovetail.batch.packing import kind_of
 from dovetail.data.examples import Prompt
 from dovetail.engine.base import Engine
 from dovetail.errors import DataError
-from dovetail.kernels.reference import widened
+from dovetail.kernels.reference import sum_rows, widened
 from dovetail.rl.advantages import gae, group_relative, leave_one_out, terminal_rewards, whiten
 from dovetail.rl.correction import mismatch
 from dovetail.rl.losses import kl_estimate
 from dovetail.rollout.base import Completion
 
-if TYPE_CHECKING:  # pydantic is not needed to compute advantages
+if TYPE_CHECKING:
     from dovetail.recipe.algorithms import AnyRL
 
 
-OwnAdvantage = Callable[[Tensor, Tensor, PackedBatch], Any]  # rewards [S] and groups [S] of responses
-Replay = Literal["none", "trainer", "rollout"]
+OwnAdvantage = Callable[[Tensor, Tensor, PackedBatch], Any]  # of rewards [S] and groups [S]; returns [S] or [T]
+Replay = Literal[
+    "none", "trainer", "rollout"
+]  # routes of the update: new, of the scoring pass (R2), of the sampler (R3)
 
 
 @dataclass(frozen=True)
 class Sample:
-    """rewards: the terms of a sum of several, by label."""
-
     prompt: Prompt
     group: int  # the index of its prompt in the step
     completion: Completion
     text: str
     reward: float
-    rewards: Mapping[str, float | None] = field(default_factory=dict)
+    rewards: Mapping[str, float | None] = field(default_factory=dict)  # terms of the sum, if several, by label
 
 
 def sample_row(sample: Sample) -> dict[str, Any]:
-    """A row of `run_dir/rollouts`; `routing` is written apart."""
+    """Of `run_dir/rollouts`; `routing` is written apart."""
     prompt, completion = sample.prompt, sample.completion
     return {
         "id": prompt.id,
@@ -62,10 +60,7 @@ def sample_row(sample: Sample) -> dict[str, Any]:
 
 
 def pack_samples(samples: Seq[Sample], temperature: float, version: int | None = None) -> PackedBatch:
-    """In order, with the mask on completions and field `rollout_logprob`, at `temperature` (greedy: at 1).
-
-    version: of the policy to be updated, for the field `lag`, there if completions name versions; None: the newest of these.
-    """
+    """With the field `rollout_logprob`, and `lag` behind `version` (None: the newest) if completions name versions."""
     named = [own for sample in samples for own, _, _ in sample.completion.versions]
     newest = max(named, default=0) if version is None else version
     shared: Mapping[str, float] = {} if temperature in (0.0, 1.0) else {"temperature": temperature}
@@ -82,19 +77,17 @@ def pack_samples(samples: Seq[Sample], temperature: float, version: int | None =
 
 
 def lags(completion: Completion, version: int) -> list[float]:
-    """Of each id: `version` minus its own; 0 where none is named."""
+    """`version` minus that of each id; 0 where none is named."""
     found = [0.0] * len(completion.ids)
     for own, start, end in completion.versions:
         if not (0 <= start <= end <= len(found) and own <= version):
-            raise DataError(
-                f"versions {completion.versions} are not those of {len(found)} tokens up to version {version}"
-            )
+            tokens = f"{len(found)} tokens up to version {version}"
+            raise DataError(f"versions {completion.versions} are not those of {tokens}")
         found[start:end] = [float(version - own)] * (end - start)
     return found
 
 
 def equal_groups(samples: Seq[Sample]) -> dict[int, bool]:
-    """By group: whether its rewards are all equal."""
     rewards: dict[int, set[float]] = {}
     for sample in samples:
         rewards.setdefault(sample.group, set()).add(sample.reward)
@@ -107,7 +100,7 @@ def drop_equal_groups(samples: Seq[Sample]) -> list[Sample]:
 
 
 def punish_overlong(samples: Seq[Sample], longest: int, buffer: int, penalty: float) -> list[Sample]:
-    """Less reward for the last `buffer` of `longest` tokens, in proportion (Yu et al. 2025, eq. 13)."""
+    """A penalty that grows over the last `buffer` of `longest` tokens (Yu et al. 2025, eq. 13)."""
     punished = []
     for sample in samples:
         loss = min(0.0, (longest - buffer - len(sample.completion.ids)) / buffer) * penalty
@@ -119,11 +112,7 @@ def punish_overlong(samples: Seq[Sample], longest: int, buffer: int, penalty: fl
 def with_advantages(
     batch: PackedBatch, samples: Seq[Sample], algorithm: "AnyRL", own: OwnAdvantage | None = None
 ) -> PackedBatch:
-    """Add `advantage` [T], and for PPO `return` [T].
-
-    Without a critic a KL penalty in the reward is summed over a response; in REINFORCE++ (Hu et al. 2025, eqs. 6 to 9) over
-    its tokens to come.
-    """
+    """Add `advantage` [T], and for PPO `return` [T]. REINFORCE++: Hu et al. 2025, eqs. 6 to 9."""
     scores = torch.tensor([sample.reward for sample in samples], dtype=torch.float64)
     owner = batch.sequence_ids
     rewards = terminal_rewards(scores, batch.mask, owner)
@@ -132,7 +121,7 @@ def with_advantages(
         kl = kl_estimate(fields["old_logprob"], fields["reference_logprob"], algorithm.kl_estimator)
         rewards = rewards - algorithm.kl_coef * torch.where(batch.mask, kl, 0.0)
     returns: dict[str, Tensor] = {}
-    totals = rewards.new_zeros(batch.num_sequences).index_add(0, owner, rewards)
+    totals = sum_rows(rewards, owner, batch.num_sequences)
     groups = torch.tensor([sample.group for sample in samples])
     if own is not None:
         advantage = own_advantages(own, totals, groups, batch)
@@ -142,33 +131,28 @@ def with_advantages(
         returns["return"] = target.to(torch.float32)
     elif algorithm.name == "reinforce_plus_plus" and not algorithm.group_baseline:
         advantage, _ = gae(rewards, torch.zeros_like(rewards), batch.mask, owner, gamma=algorithm.gamma)
+    elif algorithm.name == "rloo":
+        advantage = torch.where(batch.mask, leave_one_out(totals, groups)[owner], 0.0)
     else:
-        if algorithm.name == "rloo":
-            per_sample = leave_one_out(totals, groups)
-        else:
-            scale = algorithm.name == "grpo" and algorithm.scale_by_std
-            per_sample = group_relative(totals, groups, divide_by_std=scale)
-        advantage = torch.where(batch.mask, per_sample[owner], 0.0)
+        scale = algorithm.name == "grpo" and algorithm.scale_by_std
+        advantage = torch.where(batch.mask, group_relative(totals, groups, divide_by_std=scale)[owner], 0.0)
     if algorithm.normalize_advantage:
         advantage = whiten(advantage, batch.mask)
     return batch.with_fields(advantage=advantage.to(torch.float32), **returns)
 
 
 def own_advantages(own: OwnAdvantage, rewards: Tensor, groups: Tensor, batch: PackedBatch) -> Tensor:
-    """[T], 0 where nothing is counted; `own` returns a number a response [S] or a token [T]."""
     result = own(rewards, groups, batch)
     if isinstance(result, Tensor) and result.shape == rewards.shape:
         result = result[batch.sequence_ids]
     if not isinstance(result, Tensor) or result.shape != batch.mask.shape:
-        got = f"a tensor {list(result.shape)}" if isinstance(result, Tensor) else repr(type(result).__name__)
-        raise TypeError(
-            f"the advantage is {got}; expected a number for each response, [{len(rewards)}], or token, [{len(batch)}]"
-        )
+        wanted = f"a number for each response, [{len(rewards)}], or token, [{len(batch)}]"
+        raise TypeError(f"the advantage is {kind_of(result)}; expected {wanted}")
     return torch.where(batch.mask, widened(result.detach()), 0.0)
 
 
 def minibatches(batch: PackedBatch, count: int, seed: str) -> list[PackedBatch]:
-    """Shuffled parts, none empty, of whole groups; in order if `count` is 1."""
+    """Shuffled parts of whole groups, none empty."""
     if count == 1:
         return [batch]
     units = split_units(batch.num_sequences, batch.groups)
@@ -178,7 +162,7 @@ def minibatches(batch: PackedBatch, count: int, seed: str) -> list[PackedBatch]:
 
 
 def score_old(policy: Engine, batch: PackedBatch, replay: Replay) -> PackedBatch:
-    """Add `old_logprob` and the routes of the update."""
+    """With `old_logprob` and the routes of the update."""
     batch = routed(batch, replay)
     if replay == "trainer":
         stats, routes = policy.score_and_trace(batch)
@@ -189,7 +173,6 @@ def score_old(policy: Engine, batch: PackedBatch, replay: Replay) -> PackedBatch
 
 
 def routed(batch: PackedBatch, replay: Replay) -> PackedBatch:
-    """With the sampler's routes for `rollout`, else with none."""
     if replay != "rollout":
         return batch.with_routing(None)
     if batch.routing is None:
@@ -198,13 +181,12 @@ def routed(batch: PackedBatch, replay: Replay) -> PackedBatch:
 
 
 def mismatch_metrics(policy: Engine, batch: PackedBatch, replay: Replay) -> dict[str, float]:
-    """Along the policy's own routes, and for `rollout` along the sampler's."""
-    metrics: dict[str, float] = {}
+    """Along the policy's own routes; for `rollout` along the sampler's, too."""
     if batch.routing is None:
-        metrics |= mismatch(batch, policy.score(batch).logprob)
+        metrics = mismatch(batch, policy.score(batch).logprob)
     else:
         stats, own = policy.score_and_trace(batch.with_routing(None))
-        metrics |= {**mismatch(batch, stats.logprob), "route_agreement": own.agreement(batch.routing)}
+        metrics = {**mismatch(batch, stats.logprob), "route_agreement": own.agreement(batch.routing)}
     if replay == "rollout":
         metrics |= mismatch(batch, policy.score(batch).logprob, "replayed_")
     return metrics

@@ -1,4 +1,4 @@
-"""Losses of SFT and RL: sums over counted tokens and their counts."""
+"""Losses of SFT and RL."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,45 +10,43 @@ from torch import Tensor
 
 from dovetail.batch.loss import Loss, Sum, TokenStats
 from dovetail.batch.packed import PackedBatch
+from dovetail.batch.packing import kind_of
 from dovetail.errors import ConfigError
-from dovetail.kernels.reference import count_rows, widened
+from dovetail.kernels.reference import count_rows, sum_rows, widened
 from dovetail.nn.heads import is_separable
 
 Aggregation = Literal["token", "sequence", "sequence_sum"]
 KLEstimator = Literal["k1", "k2", "k3"]
 Term = Literal["ppo", "cispo", "gmpo", "sapo"]
 
-LOG_RATIO_LIMIT = 20.0  # nats; e^20 does not overflow
+LOG_RATIO_LIMIT = 20.0  # nats
+OwnLoss = Callable[[TokenStats, PackedBatch], Any]  # -> token losses [T], or (losses, {metric: [T]})
 
 
 def weight_fields(batch: PackedBatch, aggregation: Aggregation, constant: float = 1.0) -> dict[str, Tensor]:
     """Fields `weight` and `count` [T]; loss = sum(weight x token loss) / sum(count).
 
-    token: mean over tokens (DAPO, Yu et al. 2025, eq. 8). sequence: mean of sequences' token means (GRPO, Shao et al. 2024,
-    eq. 3). sequence_sum: mean of their token sums / `constant` (Dr. GRPO, Liu et al. 2025, section 3.2). A sequence is
-    counted at its first counted token, so that counts are exact where it is split.
+    token         mean over tokens: DAPO (Yu et al. 2025, eq. 8)
+    sequence      mean of sequences' means: GRPO (Shao et al. 2024, eq. 3)
+    sequence_sum  mean of sequences' sums / `constant`: Dr. GRPO (Liu et al. 2025, section 3.2)
     """
     mask, owner = batch.mask, batch.sequence_ids
     dtype = reduce(torch.promote_types, (x.dtype for x in batch.fields.values()), torch.float32)
     ones = mask.to(dtype)
     if aggregation == "token":
         return {"weight": ones, "count": ones}
-    rank = ones.to(torch.int64).cumsum(0) - 1  # among the counted tokens of the batch
+    rank = ones.to(torch.int64).cumsum(0) - 1  # among counted tokens
     sizes = torch.bincount(owner[mask], minlength=batch.num_sequences)
     first = mask & (rank == (sizes.cumsum(0) - sizes)[owner])
-    share = (
-        1.0 / sizes.clamp(min=1).to(dtype)[owner]
-        if aggregation == "sequence"
-        else torch.full_like(ones, 1.0 / constant)
-    )
+    share = 1.0 / sizes.clamp(min=1).to(dtype)[owner] if aggregation == "sequence" else 1.0 / constant
     return {"weight": ones * share, "count": first.to(dtype)}
 
 
 @dataclass(frozen=True)
 class SFTLoss:
-    """Negative log-likelihood: -log p(target)."""
+    """Negative log-likelihood, or `own`."""
 
-    own: Callable[[TokenStats, PackedBatch], Any] | None = None  # instead, as `PolicyLoss.own`
+    own: OwnLoss | None = None
 
     @property
     def separable(self) -> bool:
@@ -56,30 +54,25 @@ class SFTLoss:
 
     def __call__(self, stats: TokenStats, batch: PackedBatch, /) -> Loss:
         loss, metrics = (-widened(stats.logprob), {}) if self.own is None else token_losses(self.own, stats, batch)
-        total, count = _aggregate(loss, batch)
-        return Loss(total, count, {**metrics, "entropy_mean": _metric(stats.entropy)})
+        return Loss(*aggregate(loss, batch), {**metrics, "entropy_mean": Sum.of(stats.entropy)})
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyLoss:
-    """A policy-gradient term with KL penalty and entropy bonus: l = w term + kl_coef KL(policy, reference) - entropy_coef H.
+    """l = w term + kl_coef KL(policy, reference) - entropy_coef H.
 
-    w is `fields["rollout_weight"]`, if it is there (`rl/correction.py`), else 1. `sampler_bounds`: it is sg(p) / p_sampler of
-    each token by `fields["rollout_logprob"]`, for an update that is the only one of its batch; `outside`: beyond the bounds.
-    A is `fields["advantage"]`, r = p / p_old by `fields["old_logprob"]` (1 without it), sg stops gradients.
-        ppo     max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)): Schulman et al. 2017, eq. 7; unequal clips: DAPO (Yu et
-                al. 2025, eq. 10). `dual_clip` c bounds it by -A c where A < 0 (Ye et al. 2020, eq. 5).
-        cispo   -sg(clip(r, 1 - clip_low, 1 + clip_high)) A log p: MiniMax 2025, eqs. 4 and 5; clip_low 1 is the paper's.
-        gmpo    -A exp(mean of log r clipped to [-clip_low, clip_high] where that is worse): Zhao et al. 2025, eq. 4. A
-                response's tokens share it; aggregation "sequence" is the paper's.
-        sapo    -A (4 / tau) sigmoid(tau (r - 1)), tau by the sign of A: Gao et al. 2025, eqs. 5 and 6.
-        own     f(stats, batch) -> token losses [T], or (losses, {metric: [T]}). `separable` is f's attribute, else False.
-    KL: to `fields["reference_logprob"]`. ratio="sequence": GSPO (Zheng et al. 2025, eqs. 5-7), r = exp(the sequence's mean
-    log ratio).
+    w: `fields["rollout_weight"]`, else 1; with `sampler_bounds` sg(p) / p_sampler of `fields["rollout_logprob"]`, for the only
+    update of a batch; `outside`: the bounds. A: `fields["advantage"]`. r = p / p_old of `fields["old_logprob"]`, without it 1.
+        ppo     max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)): Schulman et al. 2017, eq. 7; DAPO (Yu et al. 2025, eq. 10).
+                dual_clip c: at most -A c where A < 0 (Ye et al. 2020, eq. 5)
+        cispo   -sg(clip(r, 1 - clip_low, 1 + clip_high)) A log p: MiniMax 2025, eqs. 4 and 5; the paper's clip_low is 1
+        gmpo    -A exp(mean of log r, clipped to [-clip_low, clip_high] where that is worse): Zhao et al. 2025, eq. 4
+        sapo    -A (4 / tau) sigmoid(tau (r - 1)), tau by the sign of A: Gao et al. 2025, eqs. 5 and 6
+    ratio="sequence": r = exp(mean log ratio of the sequence), GSPO (Zheng et al. 2025, eqs. 5-7).
     """
 
     term: Term = "ppo"
-    own: Callable[[TokenStats, PackedBatch], Any] | None = None
+    own: OwnLoss | None = None  # in place of the term
     clip_low: float = 0.2
     clip_high: float = 0.2
     dual_clip: float | None = None
@@ -94,10 +87,8 @@ class PolicyLoss:
 
     def __post_init__(self) -> None:
         if not (0 <= self.clip_low <= 1 and self.clip_high >= 0):
-            raise ConfigError(
-                f"clip_low={self.clip_low}, clip_high={self.clip_high}: expected 0 <= clip_low <= 1 and "
-                "clip_high >= 0, as in clip_low: 0.2"
-            )
+            clips = f"clip_low={self.clip_low}, clip_high={self.clip_high}"
+            raise ConfigError(f"{clips}: expected 0 <= clip_low <= 1 and clip_high >= 0, as in clip_low: 0.2")
         if self.dual_clip is not None and self.dual_clip <= 1:
             raise ConfigError(f"dual_clip={self.dual_clip} must be above 1; 3.0 is usual, null turns it off")
 
@@ -109,29 +100,23 @@ class PolicyLoss:
 
     def __call__(self, stats: TokenStats, batch: PackedBatch, /) -> Loss:
         logprob = widened(stats.logprob)
-        if self.own is not None:
-            loss, metrics = token_losses(self.own, stats, batch)
-        else:
-            loss, metrics = self._term(logprob, batch)
+        loss, metrics = token_losses(self.own, stats, batch) if self.own else self._term(logprob, batch)
         if self.sampler_bounds is not None:
             weight, more = self._weight(logprob.detach(), batch, self.sampler_bounds)
             loss, metrics = weight * loss, {**metrics, **more}
         elif "rollout_weight" in batch.fields:
             loss = batch.fields["rollout_weight"] * loss
-        metrics["entropy_mean"] = _metric(stats.entropy)
+        metrics["entropy_mean"] = Sum.of(stats.entropy)
         if "reference_logprob" in batch.fields:
             divergence = kl_estimate(logprob, batch.fields["reference_logprob"], self.kl_estimator)
-            metrics["kl_mean"] = _metric(divergence)
+            metrics["kl_mean"] = Sum.of(divergence)
             if self.kl_coef:
                 loss = loss + self.kl_coef * divergence
         elif self.kl_coef:
-            raise ConfigError(
-                f"kl_coef={self.kl_coef} needs the field reference_logprob: score a reference or set it 0"
-            )
+            raise ConfigError(f"kl_coef={self.kl_coef} needs the field reference_logprob: score a reference or set 0")
         if self.entropy_coef:
             loss = loss - self.entropy_coef * widened(stats.entropy)
-        total, count = _aggregate(loss, batch)
-        return Loss(total, count, metrics)
+        return Loss(*aggregate(loss, batch), metrics)
 
     def _weight(
         self, logprob: Tensor, batch: PackedBatch, bounds: tuple[float, float]
@@ -139,12 +124,12 @@ class PolicyLoss:
         """[T], with the metrics of `rl/correction.py` that are means over tokens."""
         sampled = batch.fields["rollout_logprob"]
         weight, inside = bounded(_limited(logprob - sampled).exp(), bounds, self.outside)
-        metrics = {"correction_outside": _metric(~inside), "correction_weight": _metric(weight)}
+        metrics = {"correction_outside": Sum.of(~inside), "correction_weight": Sum.of(weight)}
         lag = batch.fields.get("lag")
         ages = {"": None} if lag is None else {"": lag <= 0, "stale_": lag > 0}
         for age, chosen in ages.items():
-            metrics[f"{age}mismatch_mean"] = _metric((logprob - sampled).abs(), chosen)
-            metrics[f"{age}mismatch_k3"] = _metric(kl_estimate(sampled, logprob, "k3"), chosen)
+            metrics[f"{age}mismatch_mean"] = Sum.of((logprob - sampled).abs(), chosen)
+            metrics[f"{age}mismatch_k3"] = Sum.of(kl_estimate(sampled, logprob, "k3"), chosen)
         return weight, metrics
 
     def _term(self, logprob: Tensor, batch: PackedBatch) -> tuple[Tensor, dict[str, Sum]]:
@@ -165,7 +150,7 @@ class PolicyLoss:
             if self.dual_clip is not None:
                 bound = -advantage * self.dual_clip
                 capped = (advantage < 0) & (loss > bound)
-                loss, extra = torch.where(capped, bound, loss), {"dual_clip_fraction": _metric(capped)}
+                loss, extra = torch.where(capped, bound, loss), {"dual_clip_fraction": Sum.of(capped)}
         elif self.term == "cispo":
             loss, clipped = -near.detach() * advantage * logprob, near != ratio
         elif self.term == "gmpo":
@@ -175,21 +160,19 @@ class PolicyLoss:
             tau = torch.where(advantage > 0, positive, negative)
             loss, clipped = -advantage * (4 / tau) * torch.sigmoid(tau * (ratio - 1)), torch.zeros_like(ratio)
         return loss, {
-            "clip_fraction": _metric(clipped),
-            "approx_kl": _metric(_k3(-token_log_ratio)),
-            "ratio_mean": _metric(ratio),
-            "ratio_deviation": _metric((ratio - 1).abs()),
+            "clip_fraction": Sum.of(clipped),
+            "approx_kl": Sum.of(_k3(-token_log_ratio)),
+            "ratio_mean": Sum.of(ratio),
+            "ratio_deviation": Sum.of((ratio - 1).abs()),
             **extra,
         }
 
 
 @dataclass(frozen=True)
 class ValueLoss:
-    """Half the squared error to `fields["return"]` with PPO's value clip, times `coef`; clip None: none.
+    """coef max((v - R)^2, (clip(v, v_old - clip, v_old + clip) - R)^2) / 2, as in OpenAI baselines' PPO2.
 
-        l = max((v - R)^2, (clip(v, v_old - clip, v_old + clip) - R)^2) / 2
-
-    As in OpenAI baselines' PPO2; v_old is `fields["old_value"]`.
+    R: `fields["return"]`. v_old: `fields["old_value"]`. clip None: no clipping.
     """
 
     clip: float | None = 0.2
@@ -199,38 +182,33 @@ class ValueLoss:
     def __call__(self, values: Tensor, batch: PackedBatch, /) -> Loss:
         values, target = widened(values), batch.fields["return"]
         loss = (values - target) ** 2
-        metrics = {"value_error": _metric(loss), "value_mean": _metric(values), "return_mean": _metric(target)}
+        metrics = {"value_error": Sum.of(loss), "value_mean": Sum.of(values), "return_mean": Sum.of(target)}
         if self.clip is not None:
             old = batch.fields["old_value"]
             moved = values - old
-            # not `old + moved` for small moves: its rounding would count as clipped
+            # `old + moved` of small moves would count as clipped by its rounding
             near = torch.where(moved.abs() > self.clip, old + moved.clamp(-self.clip, self.clip), values)
             clipped = (near - target) ** 2
-            metrics["value_clip_fraction"] = _metric(clipped > loss)
+            metrics["value_clip_fraction"] = Sum.of(clipped > loss)
             loss = torch.maximum(loss, clipped)
-        total, count = _aggregate(loss * (self.coef / 2), batch)
-        return Loss(total, count, metrics)
+        return Loss(*aggregate(loss * (self.coef / 2), batch), metrics)
 
 
-def token_losses(
-    function: Callable[[TokenStats, PackedBatch], Any], stats: TokenStats, batch: PackedBatch
-) -> tuple[Tensor, dict[str, Sum]]:
-    """Losses [T] and metrics of a function that returns losses, or (losses, {metric: [T]})."""
+def token_losses(function: OwnLoss, stats: TokenStats, batch: PackedBatch) -> tuple[Tensor, dict[str, Sum]]:
+    """Losses [T] and metrics."""
     result = function(stats, batch)
     losses, metrics = result if isinstance(result, tuple) else (result, {})
     for name, value in {"the loss": losses, **metrics}.items():
         if not isinstance(value, Tensor) or value.shape != stats.logprob.shape:
-            got = f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else repr(type(value).__name__)
-            raise TypeError(f"{name} is {got}; expected one number for each counted token, {list(stats.logprob.shape)}")
-    return widened(losses), {name: _metric(value) for name, value in metrics.items()}
+            wanted = f"one number for each counted token, {list(stats.logprob.shape)}"
+            raise TypeError(f"{name} is {kind_of(value)}; expected {wanted}")
+    return widened(losses), {name: Sum.of(value) for name, value in metrics.items()}
 
 
 def kl_estimate(logprob: Tensor, reference: Tensor, kind: KLEstimator) -> Tensor:
-    """Per-token estimates of KL(policy || reference), with d = log p - log p_ref (Schulman 2020).
+    """KL(policy || reference) by token (Schulman 2020): k1 = d, k2 = d^2 / 2, k3 = e^-d - 1 + d, with d = log p - log p_ref.
 
-    k1 = d (unbiased, high variance)    k2 = d^2 / 2 (biased, low)    k3 = e^-d - 1 + d (unbiased, low, never negative)
-
-    In a loss, k1's expected gradient is 0, k2's is that of KL(policy || reference), k3's of KL(reference || policy).
+    In a loss, k1's expected gradient is 0, k2's that of KL(policy || reference), k3's of KL(reference || policy).
     """
     difference = _limited(widened(logprob) - reference)
     if kind == "k1":
@@ -261,17 +239,11 @@ def _limited(log_ratio: Tensor) -> Tensor:
 def _sequence_mean(x: Tensor, batch: PackedBatch) -> Tensor:
     owner = batch.sequence_ids
     sizes = count_rows(owner, batch.num_sequences).clamp(min=1)
-    return (x.new_zeros(batch.num_sequences).index_add(0, owner, x) / sizes)[owner]
+    return (sum_rows(x, owner, batch.num_sequences) / sizes)[owner]
 
 
-def _aggregate(token_loss: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor]:
+def aggregate(token_loss: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor]:
+    """The sum and the count of a loss [T], by the fields of `weight_fields`."""
     ones = torch.ones_like(token_loss.detach())
     weight, count = batch.fields.get("weight", ones), batch.fields.get("count", ones)
     return (weight * token_loss).sum(), count.sum()
-
-
-def _metric(x: Tensor, chosen: Tensor | None = None) -> Sum:
-    """chosen: which count; default: all."""
-    x = widened(x.detach())
-    ones = torch.ones_like(x) if chosen is None else chosen.to(x.dtype)
-    return Sum((x * ones).sum(), ones.sum())

@@ -1,8 +1,7 @@
-"""Losses of preferences: of pairs of completions, or of single ones marked as good or bad.
+"""Losses of preferences, means over pairs; names, keys and defaults are TRL's.
 
-A pair is a group of two sequences, first the chosen one. log p(y) is the sum over a completion's counted tokens, |y| their
-number, and r = log p(y) - log p_ref(y) by `fields["reference_logprob"]`; w and l are chosen and rejected, s the sigmoid.
-Losses are means over pairs; names, keys and defaults are TRL's.
+A pair is a group of two sequences, first the chosen one (w), then the rejected one (l). log p(y): the sum over counted tokens,
+|y| their number; r = log p - log p_ref by `fields["reference_logprob"]`; s: the sigmoid.
 """
 
 import math
@@ -17,7 +16,7 @@ from torch import Tensor
 from dovetail.batch.loss import Loss, Sum, TokenStats
 from dovetail.batch.packed import PackedBatch, to_device
 from dovetail.errors import ConfigError, DataError
-from dovetail.kernels.reference import count_rows, widened
+from dovetail.kernels.reference import count_rows, sum_rows, widened
 
 Margin = Literal["sigmoid", "hinge", "ipo", "robust"]
 
@@ -41,21 +40,22 @@ class DPOLoss:
         _check_smoothing(self.kind, self.label_smoothing)
 
     def __call__(self, stats: TokenStats, batch: PackedBatch, /) -> Loss:
-        logprob, pairs = widened(stats.logprob), _Pairs.of(batch)
+        logprob, pairs = widened(stats.logprob), _Pairs(batch)
         ratio = logprob - reference_of(batch)
         own = pairs.means if self.kind == "ipo" else pairs.sums
-        losses = margin_losses(self.kind, _difference(own(ratio)), self.beta, self.label_smoothing)
-        metrics = reward_metrics(*_scaled(self.beta, pairs.sums(ratio)), pairs.sums(logprob))
+        chosen, rejected = own(ratio)
+        losses = margin_losses(self.kind, chosen - rejected, self.beta, self.label_smoothing)
+        chosen, rejected = pairs.sums(ratio)
+        metrics = reward_metrics(self.beta * chosen, self.beta * rejected, logps=pairs.sums(logprob))
         return Loss(losses.sum(), pairs.count, {**metrics, "entropy_mean": _mean_over(stats.entropy, pairs.response)})
 
 
 @dataclass(frozen=True, kw_only=True)
 class CPOLoss:
-    """Without a reference, with m = beta (log p(w) - log p(l)) and label smoothing as in DPO's sigmoid.
+    """As DPO with log p for r, plus the negative log-likelihood by `nll_fields`.
 
-    sigmoid  contrastive preference optimization: Xu et al. 2024, eq. 3; hinge, ipo: as DPO's with log p for r
-    simpo    -log s(beta log p(w) / |w| - beta log p(l) / |l| - gamma): SimPO, Meng et al. 2024, eq. 6
-    plus the negative log-likelihood of chosen completions by their field `nll_weight`, see `nll_fields`.
+    sigmoid  contrastive preference optimization: Xu et al. 2024, eq. 3
+    simpo    -log s(beta log p(w) / |w| - beta log p(l) / |l| - gamma): Meng et al. 2024, eq. 6
     """
 
     kind: Literal["sigmoid", "hinge", "ipo", "simpo"] = "sigmoid"
@@ -68,12 +68,12 @@ class CPOLoss:
         _check_smoothing(self.kind, self.label_smoothing)
 
     def __call__(self, stats: TokenStats, batch: PackedBatch, /) -> Loss:
-        logprob, pairs = widened(stats.logprob), _Pairs.of(batch)
+        logprob, pairs = widened(stats.logprob), _Pairs(batch)
         chosen, rejected = (pairs.means if self.kind in ("ipo", "simpo") else pairs.sums)(logprob)
         kind: Margin = "sigmoid" if self.kind == "simpo" else self.kind
         margin = chosen - rejected - (self.gamma / self.beta if self.kind == "simpo" else 0.0)
         losses = margin_losses(kind, margin, self.beta, self.label_smoothing)
-        metrics = reward_metrics(self.beta * chosen, self.beta * rejected, (chosen, rejected))
+        metrics = reward_metrics(self.beta * chosen, self.beta * rejected, logps=(chosen, rejected))
         nll, nll_metrics = _nll(logprob, batch)
         metrics |= {**nll_metrics, "entropy_mean": _mean_over(stats.entropy, pairs.response)}
         return Loss(losses.sum() + nll, pairs.count, metrics)
@@ -81,23 +81,20 @@ class CPOLoss:
 
 @dataclass(frozen=True, kw_only=True)
 class ORPOLoss:
-    """nll(w) - beta log s(log odds(w) - log odds(l)), odds = p / (1 - p), log p a mean over tokens: Hong et al. 2024, eqs. 6-7.
-
-    nll by the field `nll_weight`, see `nll_fields`.
-    """
+    """nll(w) - beta log s(log odds(w) - log odds(l)), odds = p / (1 - p), log p a mean over tokens: Hong et al. 2024."""
 
     beta: float = 0.1
     separable: ClassVar[bool] = False
 
     def __call__(self, stats: TokenStats, batch: PackedBatch, /) -> Loss:
-        logprob, pairs = widened(stats.logprob), _Pairs.of(batch)
+        logprob, pairs = widened(stats.logprob), _Pairs(batch)
         chosen, rejected = pairs.means(logprob)
         log_odds = (chosen - rejected) - (_log1mexp(chosen) - _log1mexp(rejected))
         nll, nll_metrics = _nll(logprob, batch)
         metrics = {
-            **reward_metrics(self.beta * chosen, self.beta * rejected, (chosen, rejected)),
-            "log_odds_ratio": _metric(F.logsigmoid(log_odds)),
-            "log_odds_chosen": _metric(log_odds),
+            **reward_metrics(self.beta * chosen, self.beta * rejected, logps=(chosen, rejected)),
+            "log_odds_ratio": Sum.of(F.logsigmoid(log_odds)),
+            "log_odds_chosen": Sum.of(log_odds),
             **nll_metrics,
             "entropy_mean": _mean_over(stats.entropy, pairs.response),
         }
@@ -106,9 +103,9 @@ class ORPOLoss:
 
 @dataclass(frozen=True, kw_only=True)
 class KTOLoss:
-    """w_good (1 - s(beta (r - z))) of a good completion, w_bad (1 - s(beta (z - r))) of a bad one: Ethayarajh et al. 2024, eq. 7.
+    """w (1 - s(beta (r - z))) of a desirable completion, w (1 - s(beta (z - r))) of another: Ethayarajh et al. 2024, eq. 7.
 
-    Fields: `label`, 1 for good and 0 for bad, and `kl`, z: the mean of r over mismatched prompts and completions, at least 0.
+    Fields: `label`, 1 or 0; `kl`, z: the mean of r over mismatched prompts and completions, at least 0.
     """
 
     beta: float = 0.1
@@ -119,96 +116,84 @@ class KTOLoss:
     def __call__(self, stats: TokenStats, batch: PackedBatch, /) -> Loss:
         logprob, owner, kl = widened(stats.logprob), batch.sequence_ids, batch.fields["kl"]
         sizes = count_rows(owner, batch.num_sequences)
-        there = (sizes > 0).to(logprob.dtype)  # not so of padding
+        there = (sizes > 0).to(logprob.dtype)  # not of padding
 
         def mean(x: Tensor) -> Tensor:
-            return _sums(x, owner, len(sizes)) / sizes.clamp(min=1)
+            return sum_rows(x, owner, len(sizes)) / sizes.clamp(min=1)
 
-        good, logps = mean(batch.fields["label"]), _sums(logprob, owner, len(sizes))
+        good, logps = mean(batch.fields["label"]), sum_rows(logprob, owner, len(sizes))
         bad = there - good
-        ratio = logps - _sums(reference_of(batch), owner, len(sizes))
+        ratio = logps - sum_rows(reference_of(batch), owner, len(sizes))
         sign, weight = good - bad, self.desirable_weight * good + self.undesirable_weight * bad
         losses = weight * (1 - torch.sigmoid(self.beta * sign * (ratio - mean(kl))))
         rewards = self.beta * ratio
         metrics = {
-            name: Sum((x.detach() * kept).sum(), kept.sum())
-            for name, x, kept in (
-                ("rewards/chosen", rewards, good),
-                ("rewards/rejected", rewards, bad),
-                ("logps/chosen", logps, good),
-                ("logps/rejected", logps, bad),
-                ("kl", mean(kl), there),
-            )
+            "rewards/chosen": _mean_over(rewards, good),
+            "rewards/rejected": _mean_over(rewards, bad),
+            "logps/chosen": _mean_over(logps, good),
+            "logps/rejected": _mean_over(logps, bad),
+            "kl": _mean_over(mean(kl), there),
+            "entropy_mean": Sum.of(stats.entropy),
         }
-        return Loss(losses.sum(), there.sum(), {**metrics, "entropy_mean": _metric(stats.entropy)})
+        return Loss(losses.sum(), there.sum(), metrics)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardLoss:
-    """Bradley-Terry: -log s(v_w - v_l) + center (v_w + v_l)^2, of the value v at a sequence's last token.
+    """Bradley-Terry: -log s(v_w - v_l) + center (v_w + v_l)^2, of the value v at the `last_tokens`.
 
-    Ouyang et al. 2022, eq. 1; centering: Eisenstein et al. 2023, eq. 2. The mask is that of `last_tokens`.
+    Ouyang et al. 2022, eq. 1; centering: Eisenstein et al. 2023, eq. 2.
     """
 
     center: float = 0.0
     separable: ClassVar[bool] = False
 
     def __call__(self, values: Tensor, batch: PackedBatch, /) -> Loss:
-        pairs = _Pairs.of(batch)
+        pairs = _Pairs(batch)
         chosen, rejected = pairs.sums(widened(values))
         losses = -F.logsigmoid(chosen - rejected) + self.center * (chosen + rejected) ** 2
         return Loss(losses.sum(), pairs.count, reward_metrics(chosen, rejected))
 
 
-@dataclass(frozen=True)
 class _Pairs:
-    """Numbers of the chosen and of the rejected sequences [P], and which counted tokens are of completions [T]."""
+    """chosen, rejected: numbers of sequences [P]. response: 1 on completions [T]."""
 
-    chosen: Tensor
-    rejected: Tensor
-    owner: Tensor
-    response: Tensor
-    num_sequences: int
-
-    @classmethod
-    def of(cls, batch: PackedBatch) -> "_Pairs":
-        numbers = pair_numbers(batch.groups)
-        chosen, rejected = to_device(torch.tensor(numbers, dtype=torch.int64).view(-1, 2).T, batch.tokens.device)
-        response = batch.fields.get("completion", torch.ones(len(batch), device=batch.tokens.device))
-        return cls(chosen, rejected, batch.sequence_ids, response, batch.num_sequences)
+    def __init__(self, batch: PackedBatch) -> None:
+        numbers = torch.tensor(pair_numbers(batch.groups), dtype=torch.int64).view(-1, 2).T
+        self.chosen, self.rejected = to_device(numbers, batch.tokens.device)
+        self.response = batch.fields.get("completion", torch.ones(len(batch), device=batch.tokens.device))
+        self.owner, self.num_sequences = batch.sequence_ids, batch.num_sequences
 
     @property
     def count(self) -> Tensor:
         return torch.ones_like(self.chosen).sum()
 
-    def sums(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Of x [T] over the tokens of completions, [P] of the chosen and of the rejected."""
-        whole = _sums(x * self.response, self.owner, self.num_sequences)
+    def sums(self, x: Tensor, sizes: Tensor | int = 1) -> tuple[Tensor, Tensor]:
+        """Of x [T] over completions, [P] of the chosen and of the rejected."""
+        whole = sum_rows(x * self.response, self.owner, self.num_sequences) / sizes
         return whole[self.chosen], whole[self.rejected]
 
     def means(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        sizes = _sums(self.response.to(x.dtype), self.owner, self.num_sequences).clamp(min=1)
-        whole = _sums(x * self.response, self.owner, self.num_sequences) / sizes
-        return whole[self.chosen], whole[self.rejected]
+        return self.sums(x, sum_rows(self.response.to(x.dtype), self.owner, self.num_sequences).clamp(min=1))
 
 
 def pair_numbers(groups: Seq[int | None]) -> list[tuple[int, int]]:
-    """Sequences of each pair. DataError where a group is not a pair."""
+    """The sequences of each pair."""
     members: dict[int, list[int]] = {}
     for number, group in enumerate(groups):
         if group is not None:
             members.setdefault(group, []).append(number)
-    odd = next((group for group, numbers in members.items() if len(numbers) != 2), None)
-    if odd is not None:
-        raise DataError(
-            f"group {odd} has {len(members[odd])} sequences; a pair has two: dt.Sequence(chosen, group={odd}), then "
-            f"dt.Sequence(rejected, group={odd})"
-        )
+    for group, numbers in members.items():
+        if len(numbers) != 2:
+            raise DataError(
+                f"group {group} has {len(numbers)} sequences; a pair has two: dt.Sequence(chosen, group={group}), then "
+                f"dt.Sequence(rejected, group={group})"
+            )
     return [(first, second) for first, second in members.values()]
 
 
 def margin_losses(kind: Margin, difference: Tensor, beta: float, smoothing: float) -> Tensor:
-    """Losses [P] of differences [P] between the chosen and the rejected; see `DPOLoss`."""
+    """[P], of the chosen less the rejected [P]; see `DPOLoss`."""
     if kind == "hinge":
         return torch.relu(1 - beta * difference)
     if kind == "ipo":
@@ -220,10 +205,7 @@ def margin_losses(kind: Margin, difference: Tensor, beta: float, smoothing: floa
 
 
 def nll_fields(batch: PackedBatch, coef: float) -> dict[str, Tensor]:
-    """Field `nll_weight` [T]: coef x pairs / counted tokens of chosen sequences, on these; 0 elsewhere.
-
-    With it a mean over pairs has coef times the mean negative log-likelihood of those tokens.
-    """
+    """Field `nll_weight` [T]: coef x pairs / counted tokens of chosen sequences, on these; 0 elsewhere."""
     pairs = pair_numbers(batch.groups)
     chosen = torch.zeros(batch.num_sequences, dtype=torch.bool)
     chosen[[first for first, _ in pairs]] = True
@@ -234,14 +216,13 @@ def nll_fields(batch: PackedBatch, coef: float) -> dict[str, Tensor]:
 
 
 def last_tokens(batch: PackedBatch) -> Tensor:
-    """A mask [T] of the last token of each sequence, where a reward model's score is."""
+    """A mask [T] of the last token of each sequence."""
     ends = torch.zeros(len(batch), dtype=torch.bool, device=batch.tokens.device)
     ends[batch.cu_seqlens[1:].long() - 1] = True
     return ends
 
 
 def reward_metrics(chosen: Tensor, rejected: Tensor, logps: tuple[Tensor, Tensor] | None = None) -> dict[str, Sum]:
-    """TRL's, of rewards [P]. A margin of 0 is no accuracy."""
     metrics = {
         "rewards/chosen": chosen,
         "rewards/rejected": rejected,
@@ -250,15 +231,13 @@ def reward_metrics(chosen: Tensor, rejected: Tensor, logps: tuple[Tensor, Tensor
     }
     if logps is not None:
         metrics |= {"logps/chosen": logps[0], "logps/rejected": logps[1]}
-    return {name: _metric(x) for name, x in metrics.items()}
+    return {name: Sum.of(x) for name, x in metrics.items()}
 
 
 def reference_of(batch: PackedBatch) -> Tensor:
     if "reference_logprob" not in batch.fields:
-        raise ConfigError(
-            "the loss needs the field reference_logprob: "
-            "batch.with_fields(reference_logprob=reference.score(batch).logprob)"
-        )
+        remedy = "batch.with_fields(reference_logprob=reference.score(batch).logprob)"
+        raise ConfigError(f"the loss needs the field reference_logprob: {remedy}")
     return batch.fields["reference_logprob"]
 
 
@@ -278,26 +257,9 @@ def _nll(logprob: Tensor, batch: PackedBatch) -> tuple[Tensor, dict[str, Sum]]:
 
 
 def _log1mexp(x: Tensor) -> Tensor:
-    """log(1 - e^x) of x < 0 without cancellation (Maechler 2012)."""
+    """log(1 - e^x) of x < 0 (Maechler 2012)."""
     return torch.where(x < -math.log(2), torch.log1p(-x.exp()), torch.log(-torch.expm1(x)))
-
-
-def _scaled(beta: float, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    return beta * pair[0], beta * pair[1]
-
-
-def _difference(pair: tuple[Tensor, Tensor]) -> Tensor:
-    return pair[0] - pair[1]
-
-
-def _sums(x: Tensor, owner: Tensor, size: int) -> Tensor:
-    return x.new_zeros(size).index_add(0, owner, x)
 
 
 def _mean_over(x: Tensor, counted: Tensor) -> Sum:
     return Sum((widened(x.detach()) * counted).sum(), counted.sum())
-
-
-def _metric(x: Tensor) -> Sum:
-    x = widened(x.detach())
-    return Sum(x.sum(), torch.ones_like(x).sum())

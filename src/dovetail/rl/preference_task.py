@@ -1,11 +1,11 @@
-"""One training step on preferences."""
+"""One step on preferences."""
 
 import math
 from array import array
 from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -13,50 +13,28 @@ from dovetail.batch.loss import LossFn, TokenStats
 from dovetail.batch.packed import PackedBatch, Sequence
 from dovetail.data.examples import Preference
 from dovetail.engine.base import Engine, StepReport
-from dovetail.launch.progress import Progress
 from dovetail.rl.preference_losses import last_tokens, nll_fields
 from dovetail.rl.step_metrics import Row, length_metrics, update_metrics
-from dovetail.rl.tasks import inner_batches, never, step_rows
+from dovetail.rl.tasks import Task, inner_batches, never
 
-if TYPE_CHECKING:  # pydantic is not needed to run a task
-    from dovetail.recipe.schema import Recipe
-
-REFERENCE = "reference_logprob"
 Rows = Seq[Preference]
 
 
 @dataclass(kw_only=True)
-class PreferenceTask:
-    """DPO and its kin, and reward models.
+class PreferenceTask(Task):
+    """reference: of dpo and kto. precompute: score with it once, then drop it. longest: tokens of a sequence."""
 
-    reference: of dpo and kto. precompute: score it once, before the first step, and drop it. longest: most tokens of a
-    sequence.
-    """
-
-    recipe: "Recipe"
-    policy: Engine
     loss: LossFn
     rows: Rows
     held_out: Rows
     longest: int
     reference: Engine | None = None
     precompute: bool = False
-    progress: Progress = field(default_factory=Progress)
-    first_row: int = 0
-    parts: Seq[tuple[int, float]] = ()
     eval_sets: Mapping[str, Rows] = field(default_factory=dict)
-
-    @property
-    def trained(self) -> list[Engine]:
-        return [self.policy]
-
-    def sample_rows(self) -> list[dict[str, Any]]:
-        return []
 
     def step(self, step: int, stopping: Callable[[], bool] = never) -> Row | None:
         self._precompute(step)
-        chosen = step_rows(self.recipe, len(self.rows), step, self.first_row, self.parts)
-        batch = self._scored([self.rows[i] for i in chosen], step + 1)
+        batch = self._scored([self.rows[i] for i in self.rows_of(step, len(self.rows))], step + 1)
         reports = []
         for part in inner_batches(batch, self.recipe, step):
             complete = self._complete(part)
@@ -96,13 +74,12 @@ class PreferenceTask:
         self.reference = None
 
     def _stats(self, batch: PackedBatch) -> Any:
-        """Of counted tokens."""
+        """[n], of counted tokens."""
         if self.recipe.algorithm.name == "reward":
             return self.policy.values(batch)[batch.mask]
         return TokenStats(*(x[batch.mask] for x in self.policy.score(batch)))
 
     def _scored(self, rows: Rows, step: int | None = None) -> PackedBatch:
-        """With the log-probs of a reference that is scored live."""
         batch = pack_preferences(rows, self.recipe.algorithm.name)
         if self.reference is None:
             return batch
@@ -111,7 +88,7 @@ class PreferenceTask:
         return batch.with_fields(reference_logprob=self.reference.score(batch).logprob)
 
     def _complete(self, batch: PackedBatch) -> PackedBatch:
-        """An optimizer step's batch with what depends on all of it."""
+        """With fields that depend on the whole batch."""
         algorithm = self.recipe.algorithm
         if algorithm.name == "orpo":
             return batch.with_fields(**nll_fields(batch, 1.0))
@@ -126,7 +103,10 @@ class PreferenceTask:
 
 
 def pack_preferences(rows: Rows, algorithm: str) -> PackedBatch:
-    """Pairs as groups, first the chosen one; of kto single sequences with the field `label`."""
+    """Pairs as groups, first the chosen one; of kto single sequences with the field `label`.
+
+    ORPO also trains the prompts of chosen rows; the field `completion` says which tokens its odds are of.
+    """
     sequences: list[Sequence] = []
     for number, row in enumerate(rows):
         for each, label in ((row.chosen, 1.0), (row.rejected, 0.0)):
@@ -136,21 +116,17 @@ def pack_preferences(rows: Rows, algorithm: str) -> PackedBatch:
                 each = replace(each, fields={**each.fields, "label": label})
             else:
                 each = replace(each, group=number)
-            sequences.append(_with_prompt(each, chosen=label == 1) if algorithm == "orpo" else each)
+            if algorithm == "orpo":
+                assert each.mask is not None
+                fields = {**each.fields, "completion": [float(kept) for kept in each.mask]}
+                each = replace(each, mask=[True] * len(each.ids) if label else each.mask, fields=fields)
+            sequences.append(each)
     batch = PackedBatch.pack(sequences)
     return batch.with_mask(last_tokens(batch)) if algorithm == "reward" else batch
 
 
-def _with_prompt(sequence: Sequence, *, chosen: bool) -> Sequence:
-    """ORPO also trains the prompts of chosen rows; `completion` says which tokens the odds are of."""
-    assert sequence.mask is not None
-    completion = [float(kept) for kept in sequence.mask]
-    mask = [True] * len(sequence.ids) if chosen else sequence.mask
-    return replace(sequence, mask=mask, fields={**sequence.fields, "completion": completion})
-
-
 def mismatched(batch: PackedBatch, longest: int) -> PackedBatch:
-    """Each prompt with the completion of the sequence before it, cut to `longest` tokens."""
+    """Each prompt with the previous sequence's completion, of at most `longest` tokens."""
     tokens, masks = ([x.tolist() for x in column.split(batch.lengths)] for column in (batch.tokens, batch.mask))
     starts = [mask.index(True) + 1 for mask in masks]
     rows = []
@@ -162,7 +138,7 @@ def mismatched(batch: PackedBatch, longest: int) -> PackedBatch:
 
 
 def with_reference(rows: Rows, reference: Engine, count: int) -> list[Preference]:
-    """Pairs with the reference's log-probs as a field of their sequences, scored `count` at a time. Collective."""
+    """Pairs with the reference's log-probs as a field, `count` at a time. Collective."""
     done = []
     for start in range(0, len(rows), count):
         some = rows[start : start + count]
@@ -170,20 +146,18 @@ def with_reference(rows: Rows, reference: Engine, count: int) -> list[Preference
         scored = [array("d", x.tolist()) for x in batch.unpack(reference.score(batch).logprob, by_token=True)]
         for row, chosen, rejected in zip(some, scored[::2], scored[1::2], strict=True):
             assert row.chosen is not None and row.rejected is not None
-            pair = (
-                replace(x, fields={REFERENCE: values}) for x, values in ((row.chosen, chosen), (row.rejected, rejected))
-            )
-            done.append(replace(row, **dict(zip(("chosen", "rejected"), pair, strict=True))))
+            first = replace(row.chosen, fields={"reference_logprob": chosen})
+            second = replace(row.rejected, fields={"reference_logprob": rejected})
+            done.append(replace(row, chosen=first, rejected=second))
     return done
 
 
 def without_nan(report: StepReport) -> StepReport:
-    """Without metrics that counted nothing, as of bad completions where there were none."""
     return replace(report, metrics={name: x for name, x in report.metrics.items() if not math.isnan(x)})
 
 
 def with_margins(row: Row) -> Row:
-    """Of completions without pairs, the difference of the means."""
+    """Of completions without pairs: the difference of means."""
     if "rewards/margins" in row or not {"rewards/chosen", "rewards/rejected"} <= row.keys():
         return row
     return {**row, "rewards/margins": row["rewards/chosen"] - row["rewards/rejected"]}

@@ -1,10 +1,9 @@
-"""Rewards of a step's samples: functions and judges on the first rank, reward models on all."""
+"""Rewards of a step's samples."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Protocol
 
 from dovetail.batch.packed import PackedBatch
 from dovetail.data.examples import Prompt
@@ -19,19 +18,9 @@ def reward_input(p: Prompt, c: Completion, text: str) -> RewardInput:
     return RewardInput(completion=text, answer=p.answer, finish=c.finish, prompt=p.prompt, columns=p.columns)
 
 
-class Reward(Protocol):
-    """One reward of a sum. Collective."""
-
-    def score(self, prompts: Seq[Prompt], completions: Seq[Completion], texts: Seq[str]) -> list[RewardResult]:
-        """`prompts[i]` belongs to completion i."""
-        ...
-
-    def close(self) -> None: ...
-
-
 @dataclass(frozen=True)
 class FunctionReward:
-    """Scores on the first rank, which has the `runner`, for all."""
+    """runner: of the first rank. Collective."""
 
     runner: RewardRunner | None
     mesh: Mesh
@@ -52,7 +41,7 @@ class FunctionReward:
 
 @dataclass(frozen=True)
 class ModelReward:
-    """The value of a reward model at the last token. encode: of a prompt and its completion, by the model's own tokenizer."""
+    """A reward model's value at the last token. Collective."""
 
     engine: Engine
     encode: Callable[[Prompt, str], list[int]]
@@ -64,20 +53,19 @@ class ModelReward:
         batch = PackedBatch.pack([self.encode(prompt, text) for prompt, text in zip(prompts, texts, strict=True)])
         values = self.engine.values(batch)
         last = values[[end - 1 for end in accumulate(batch.lengths)]].tolist()
-        return [
-            RewardResult(value) if math.isfinite(value) else RewardResult(None, f"the reward model gave {value}")
-            for value in last
-        ]
+        return [RewardResult(x) if math.isfinite(x) else RewardResult(None, f"the reward model gave {x}") for x in last]
 
     def close(self) -> None:
         self.end()
 
 
+Reward = FunctionReward | ModelReward
+
+
 class RewardManager:
-    """The weighted sum of `rewards`, by label. Collective."""
+    """The weighted sum of `rewards`, by label. name: in messages. Collective."""
 
     def __init__(self, rewards: Mapping[str, Reward], weights: Seq[float] = (1.0,), name: str = "") -> None:
-        """name: in messages."""
         self.rewards, self.weights, self.name = rewards, weights, name
 
     def __call__(self, prompts: Seq[Prompt], completions: Seq[Completion], texts: Seq[str]) -> list[RewardResult]:
@@ -85,17 +73,13 @@ class RewardManager:
         return [self._sum(results) for results in zip(*parts, strict=True)]
 
     def _sum(self, results: Seq[RewardResult]) -> RewardResult:
-        """None counts nothing; dropped if all are None or any failed."""
-        scored = all(result.scored for result in results)
-        errors = [
-            result.error if len(results) == 1 else f"{label}: {result.error}"
-            for label, result in zip(self.rewards, results, strict=True)
-            if result.error is not None
-        ]
+        """A value of None counts nothing; all of None, or any error, drop the sample."""
+        named = dict(zip(self.rewards, results, strict=True))
+        errors = [f"{label}: " * (len(named) > 1) + r.error for label, r in named.items() if r.error is not None]
         values = [w * r.value for w, r in zip(self.weights, results, strict=True) if r.value is not None]
-        parts = {label: result.value for label, result in zip(self.rewards, results, strict=True)}
         value = None if errors or not values else math.fsum(values)
-        return RewardResult(value, errors[0] if errors else None, scored, parts if len(results) > 1 else {})
+        parts = {label: r.value for label, r in named.items()} if len(named) > 1 else {}
+        return RewardResult(value, errors[0] if errors else None, all(r.scored for r in results), parts)
 
     def close(self) -> None:
         for reward in self.rewards.values():

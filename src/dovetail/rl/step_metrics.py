@@ -11,7 +11,7 @@ from dovetail.engine.base import StepReport
 from dovetail.rl.experience import Sample, equal_groups
 
 Row = dict[str, Any]
-Work = Mapping[str, tuple[int, int]]  # by phase: tokens and samples
+Work = Mapping[str, tuple[int, int]]  # tokens and samples by phase
 
 PERCENTILES = (10, 50, 90)
 EMPTY_UPDATE: Mapping[str, Any] = {
@@ -21,7 +21,7 @@ EMPTY_UPDATE: Mapping[str, Any] = {
 
 
 def update_metrics(reports: Seq[StepReport]) -> Row:
-    """Means over optimizer steps, the last lr, the sum of flops."""
+    """Of optimizer steps."""
     if not reports:
         return {}
     columns = [{"loss": report.loss, "grad_norm": report.grad_norm, **report.metrics} for report in reports]
@@ -33,7 +33,7 @@ def update_metrics(reports: Seq[StepReport]) -> Row:
 
 
 def sample_metrics(samples: Seq[Sample], *, compared: bool) -> Row:
-    """compared: also the share of groups with equal rewards. `reward/LABEL`: mean of a term where there are several."""
+    """compared: also the share of groups with equal rewards."""
     rewards = [sample.reward for sample in samples]
     labels = samples[0].rewards if samples else {}
     parts = {label: [v for sample in samples if (v := sample.rewards[label]) is not None] for label in labels}
@@ -52,12 +52,11 @@ def sample_metrics(samples: Seq[Sample], *, compared: bool) -> Row:
 
 
 def length_metrics(name: str, lengths: Seq[int]) -> Row:
-    """Mean, 10th, 50th and 90th percentile, linear between values as numpy has them."""
     percentiles = np.percentile(lengths, PERCENTILES).tolist() if lengths else [math.nan] * len(PERCENTILES)
     row = {f"{name}_mean": mean([*map(float, lengths)])}
     return row | {f"{name}_p{percent}": value for percent, value in zip(PERCENTILES, percentiles, strict=True)}
 
 
 def mean(values: Seq[float]) -> float:
-    """Rounded once, so that equal values are their own mean; NaN of none."""
+    """Exact: equal values are their own mean. NaN of none."""
     return statistics.mean(values) if values else math.nan

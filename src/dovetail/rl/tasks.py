@@ -1,10 +1,9 @@
-"""One training step, supervised or RL."""
+"""One step of SFT or RL."""
 
 import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from dovetail.batch.loss import LossFn
@@ -34,7 +33,7 @@ from dovetail.rl.reward_manager import RewardManager
 from dovetail.rl.step_metrics import EMPTY_UPDATE, Row, Work, length_metrics, mean, sample_metrics, update_metrics
 from dovetail.rollout.base import Prompt as SamplerPrompt, Sampler, SamplingParams
 
-if TYPE_CHECKING:  # pydantic is not needed to run a task
+if TYPE_CHECKING:
     from dovetail.recipe.algorithms import AnyRL
     from dovetail.recipe.schema import Recipe
 
@@ -44,7 +43,7 @@ MAX_UNREWARDED_STEPS = 3  # in a row
 def step_rows(
     recipe: "Recipe", num_rows: int, step: int, first_row: int = 0, parts: Seq[tuple[int, float]] = ()
 ) -> list[int]:
-    """Data rows of a step; `first_row`: stream position at step 0; `parts` of a mixture, see `mixed_rows`."""
+    """first_row: stream position at step 0. parts: of a mixture, see `mixed_rows`."""
     trainer = recipe.trainer
     cursor, seed = first_row + step * trainer.prompts_per_step, trainer.seed if recipe.data.shuffle else None
     if parts:
@@ -53,7 +52,7 @@ def step_rows(
 
 
 def inner_batches(batch: PackedBatch, recipe: "Recipe", step: int) -> Iterator[PackedBatch]:
-    """A batch for each optimizer step."""
+    """Of each optimizer step."""
     algorithm = recipe.algorithm
     for epoch in range(algorithm.epochs):
         yield from minibatches(batch, algorithm.num_mini_batches, f"{recipe.trainer.seed}/{step}/{epoch}")
@@ -71,46 +70,53 @@ def never() -> bool:
 
 
 @dataclass(kw_only=True)
-class SupervisedTask:
-    """Supervised fine-tuning."""
+class Task:
+    """first_row, parts: as `step_rows`."""
 
     recipe: "Recipe"
     policy: Engine
-    loss: LossFn
-    rows: Seq[Sequence]
-    held_out: Seq[Sequence]
     progress: Progress = field(default_factory=Progress)
     first_row: int = 0
     parts: Seq[tuple[int, float]] = ()
-    eval_sets: Mapping[str, Seq[Sequence]] = field(default_factory=dict)
+    samples: list[Sample] = field(init=False, default_factory=list)  # of the last step
 
     @property
     def trained(self) -> list[Engine]:
         return [self.policy]
 
     def sample_rows(self) -> list[dict[str, Any]]:
-        return []
+        return [sample_row(sample) for sample in self.samples]
+
+    def rows_of(self, step: int, num_rows: int) -> list[int]:
+        return step_rows(self.recipe, num_rows, step, self.first_row, self.parts)
+
+
+def lengths_of(batch: PackedBatch) -> Row:
+    """Metrics of rows with completions."""
+    trained = [int(mask.sum()) for mask in batch.mask.split(batch.lengths)]
+    prompts = [n - own for n, own in zip(batch.lengths, trained, strict=True)]
+    return {**length_metrics("prompt_length", prompts), **length_metrics("response_length", trained)}
+
+
+@dataclass(kw_only=True)
+class SupervisedTask(Task):
+    loss: LossFn
+    rows: Seq[Sequence]
+    held_out: Seq[Sequence]
+    eval_sets: Mapping[str, Seq[Sequence]] = field(default_factory=dict)
 
     def step(self, step: int, stopping: Callable[[], bool] = never) -> Row | None:
         self.progress.phase("update", step + 1)
-        chosen = step_rows(self.recipe, len(self.rows), step, self.first_row, self.parts)
+        chosen = self.rows_of(step, len(self.rows))
         batch = weighted(PackedBatch.pack([self.rows[i] for i in chosen]), self.recipe)
         reports = [self.policy.train_step(part, self.loss) for part in inner_batches(batch, self.recipe, step)]
-        trained = [int(mask.sum()) for mask in batch.mask.split(batch.lengths)]
-        return {
-            **update_metrics(reports),
-            "tokens": len(batch),
-            **length_metrics("prompt_length", [n - own for n, own in zip(batch.lengths, trained, strict=True)]),
-            **length_metrics("response_length", trained),
-            "work": {"update": (len(batch) * self.recipe.algorithm.epochs, len(chosen) * self.recipe.algorithm.epochs)},
-        }
+        work = {"update": (len(batch) * self.recipe.algorithm.epochs, len(chosen) * self.recipe.algorithm.epochs)}
+        return {**update_metrics(reports), "tokens": len(batch), **lengths_of(batch), "work": work}
 
     def evaluate(self, step: int) -> Row:
         row: Row = {}
-        for name, rows in (
-            ("eval_loss", self.held_out),
-            *((f"eval/{n}/loss", rows) for n, rows in self.eval_sets.items()),
-        ):
+        sets = {"eval_loss": self.held_out, **{f"eval/{name}/loss": rows for name, rows in self.eval_sets.items()}}
+        for name, rows in sets.items():
             if rows:
                 self.progress.phase("eval", step)
                 batch = PackedBatch.pack(rows)
@@ -120,22 +126,18 @@ class SupervisedTask:
 
 
 def _added(before: Row, more: Row) -> Row:
-    """Of two batches of samples: their work and errors, and the first cause."""
+    """Work, errors and the first cause of two batches."""
     if not before:
         return more
-    work = {
-        phase: (a + c, b + d)
-        for (phase, (a, b)), (c, d) in zip(before["work"].items(), more["work"].values(), strict=True)
-    }
+    work = {}
+    for phase, (tokens, samples) in before["work"].items():
+        more_tokens, more_samples = more["work"][phase]
+        work[phase] = (tokens + more_tokens, samples + more_samples)
     return {**more, **before, "work": work, "reward_errors": before["reward_errors"] + more["reward_errors"]}
 
 
 @dataclass(kw_only=True)
-class RLTask:
-    """RL with any policy gradient."""
-
-    recipe: "Recipe"
-    policy: Engine
+class RLTask(Task):
     sampler: Sampler
     policy_loss: LossFn
     sampling: SamplingParams
@@ -146,15 +148,11 @@ class RLTask:
     critic: Engine | None = None
     value_loss: LossFn | None = None
     reference: Engine | None = None
-    advantage: OwnAdvantage | None = None  # instead of the algorithm's
-    progress: Progress = field(default_factory=Progress)
-    first_row: int = 0
-    parts: Seq[tuple[int, float]] = ()
+    advantage: OwnAdvantage | None = None  # in place of the algorithm's
     eval_sets: Seq[EvalSet] = ()
-    write_eval: Callable[[str, int, Seq[Row]], None] = lambda *_: None  # rows of a set, "" for data.eval. Collective
-    rollout_end: Callable[[list[Sample]], list[Sample]] = list  # what to train on. Collective
-    sampler_metrics: Callable[[], Mapping[str, float]] = dict  # of the last samples
-    samples: list[Sample] = field(init=False, default_factory=list)  # of the last step
+    write_eval: Callable[[str, int, Seq[Row]], None] = lambda *_: None  # set ("": data.eval), step, rows. Collective
+    rollout_end: Callable[[list[Sample]], list[Sample]] = list  # the samples to train on. Collective
+    sampler_metrics: Callable[[], Mapping[str, float]] = dict
     unrewarded: int = field(init=False, default=0)  # steps in a row
 
     @property
@@ -169,16 +167,13 @@ class RLTask:
             return own
         return correction.old == "recomputed"
 
-    def sample_rows(self) -> list[dict[str, Any]]:
-        return [sample_row(sample) for sample in self.samples]
-
     def step(self, step: int, stopping: Callable[[], bool] = never) -> Row | None:
         self.progress.phase("push", step + 1)
         self.sampler.refill(self.policy.weights(self.sampler.dtype))
         if (found := self._rollout(step, stopping)) is None:
             return None
         samples, row = found
-        if not samples:  # all groups have equal rewards, or the reward dropped every sample
+        if not samples:
             return {**row, **EMPTY_UPDATE}
         self.progress.phase("wait")
         if stopping():
@@ -193,10 +188,7 @@ class RLTask:
         return {**row, **EMPTY_UPDATE, **update, **distances, "work": work}
 
     def _rollout(self, step: int, stopping: Callable[[], bool] = never) -> tuple[list[Sample], Row] | None:
-        """Samples to train on, and metrics of all; None if `stopping()` between two batches.
-
-        DAPO's resampling takes the rows of the steps after the run's last one, so that a resumed run samples the same.
-        """
+        """Samples to train on, and metrics. Resampling (DAPO) takes rows of steps after the run's last."""
         recipe, wanted = self.recipe, self.recipe.trainer.prompts_per_step
         algorithm = cast("AnyRL", recipe.algorithm)
         drops = algorithm.name == "grpo" and algorithm.drop_zero_std_groups
@@ -206,9 +198,8 @@ class RLTask:
                 self.progress.phase("wait")
                 if stopping():
                     return None
-            rows = step_rows(recipe, len(self.prompts), step + batch * recipe.trainer.steps, self.first_row, self.parts)
-            prompts = [self.prompts[i] for i in rows]
-            params = replace(self.sampling, step=step)
+            rows = self.rows_of(step + batch * recipe.trainer.steps, len(self.prompts))
+            prompts, params = [self.prompts[i] for i in rows], replace(self.sampling, step=step)
             samples, more = self._sample(prompts, params, f"step {step + 1}", first=batch * wanted)
             failed, rewarded = _added(failed, more), rewarded or bool(samples)
             samples = self.rollout_end(samples)
@@ -220,13 +211,8 @@ class RLTask:
                 kept = [sample for sample in kept if sample.group in chosen]
                 break
         if algorithm.overlong_buffer:
-            punish = partial(
-                punish_overlong,
-                longest=recipe.rollout.max_new_tokens,
-                buffer=algorithm.overlong_buffer,
-                penalty=algorithm.overlong_penalty,
-            )
-            drawn, kept = punish(drawn), punish(kept)
+            limits = recipe.rollout.max_new_tokens, algorithm.overlong_buffer, algorithm.overlong_penalty
+            drawn, kept = punish_overlong(drawn, *limits), punish_overlong(kept, *limits)
         self.samples = drawn
         self._count_unrewarded(step, rewarded=rewarded)
         metrics = {**sample_metrics(drawn, compared=algorithm.name != "ppo"), **self.sampler_metrics()}
@@ -252,8 +238,8 @@ class RLTask:
         found = update_metrics(policy_reports)
         absent = [name for name, value in found.items() if "mismatch" in name and math.isnan(value)]  # no such tokens
         row = {**{name: value for name, value in found.items() if name not in absent}, "tokens": len(batch)}
-        if "approx_kl" in row:  # without a reference, the KL to the policy that sampled
-            row.setdefault("kl_mean", row["approx_kl"])
+        if "approx_kl" in row:
+            row.setdefault("kl_mean", row["approx_kl"])  # without a reference
         if critic_reports:
             critic = update_metrics(critic_reports)
             flops = row.get("flops", 0.0) + critic.pop("flops")
@@ -263,14 +249,13 @@ class RLTask:
         return row
 
     def evaluate(self, step: int) -> Row:
-        """Of data.eval rewards of greedy completions, of other sets their metrics. Noise is the same at every step."""
-        held_out = [EvalSet(name="", prompts=self.held_out)] if self.held_out else []
-        if not (held_out or self.eval_sets):
-            return {}
-        self.progress.phase("eval", step)
-        self.sampler.refill(self.policy.weights(self.sampler.dtype))
+        """Metrics of data.eval (greedy) and of other sets; noise is the same at every step."""
         row: Row = {}
-        for each in (*held_out, *self.eval_sets):
+        sets = [*([EvalSet(name="", prompts=self.held_out)] if self.held_out else []), *self.eval_sets]
+        if sets:
+            self.progress.phase("eval", step)
+            self.sampler.refill(self.policy.weights(self.sampler.dtype))
+        for each in sets:
             params = SamplingParams(
                 samples=each.samples,
                 max_new_tokens=self.sampling.max_new_tokens,
@@ -284,19 +269,19 @@ class RLTask:
             samples, failed = self._sample(each.prompts, params, where, "eval")
             self.write_eval(each.name, step, [sample_row(sample) for sample in samples])
             prefix = f"eval/{each.name}/" if each.name else "eval_"
-            if each.name:
-                row |= {f"{prefix}{metric}": value for metric, value in each.measure(samples).items()}
-            else:
-                rewards = [sample.reward for sample in samples]
-                solved = [float(reward >= SOLVED_REWARD) for reward in rewards]
-                row |= {"eval_reward_mean": mean(rewards), "eval_solved": mean(solved)}
-            row |= {f"{prefix}reward_errors": failed["reward_errors"]} if failed["reward_errors"] else {}
+            metrics = each.measure(samples)
+            if not each.name:
+                solved = [float(sample.reward >= SOLVED_REWARD) for sample in samples]
+                metrics = {"reward_mean": mean([sample.reward for sample in samples]), "solved": mean(solved)}
+            if failed["reward_errors"]:
+                metrics["reward_errors"] = failed["reward_errors"]
+            row |= {f"{prefix}{metric}": value for metric, value in metrics.items()}
         return row
 
     def _sample(
         self, prompts: Seq[Prompt], params: SamplingParams, where: str, phase: Phase | None = None, first: int = 0
     ) -> tuple[list[Sample], Row]:
-        """Samples with a reward, and metrics of failed ones. first: the group of the first prompt."""
+        """Samples with a reward, and metrics. first: group of the first prompt."""
         requests = [SamplerPrompt(first + row, prompt.ids, prompt.media) for row, prompt in enumerate(prompts)]
         self.progress.phase(phase or "rollout")
         completions = [replace(c, row=c.row - first) for c in self.sampler.sample(requests, params)]
@@ -316,10 +301,10 @@ class RLTask:
             )
 
     def _prepare(self, samples: Seq[Sample], step: int) -> tuple[PackedBatch, Row]:
-        """The batch to train on, and metrics of the sampler's distance from the policy."""
+        """The batch to train on, and metrics of the mismatch."""
         algorithm, rollout = cast("AnyRL", self.recipe.algorithm), self.recipe.rollout
         correction, dropped = self.recipe.correction, frozenset[int]()
-        version = None if self.recipe.trainer.max_lag is None else step  # of the policy, where versions are steps
+        version = None if self.recipe.trainer.max_lag is None else step  # asynchronous: versions are steps
         batch = pack_samples(samples, rollout.temperature, version)
         metrics: Row = lag_metrics(batch)
         if rollout.mismatch_metrics:
@@ -341,6 +326,6 @@ class RLTask:
             batch = batch.with_fields(reference_logprob=self.reference.score(batch.with_routing(None)).logprob)
         if self.critic is not None:
             batch = batch.with_fields(old_value=self.critic.values(batch.with_routing(None)))
-        batch = with_advantages(batch, samples, algorithm, self.advantage)  # compared with those that are left out, too
+        batch = with_advantages(batch, samples, algorithm, self.advantage)  # of dropped samples, too
         kept = [i for i in range(batch.num_sequences) if i not in dropped]
         return weighted(batch.select(kept) if dropped else batch, self.recipe), metrics

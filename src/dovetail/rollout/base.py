@@ -23,7 +23,7 @@ Numbers = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """Noise depends on (seed, step, row, sample, position) alone."""
+    """Noise depends on (seed, step, row, sample, position)."""
 
     samples: int = 1
     max_new_tokens: int = 64
@@ -31,12 +31,12 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
-    repetition_penalty: float = 1.0  # of engines of their own
-    stop: tuple[str, ...] = ()  # likewise
+    repetition_penalty: float = 1.0  # of inference servers, as stop
+    stop: tuple[str, ...] = ()
     seed: int = 0
     step: int = 0
     stop_ids: tuple[int, ...] = ()
-    banned_ids: tuple[int, ...] = ()  # log-probs ignore the ban
+    banned_ids: tuple[int, ...] = ()  # log-probs ignore them
     trace: bool = False
 
     def __post_init__(self) -> None:
@@ -60,45 +60,38 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids to continue. `row` is a key of the noise."""
-
-    row: int
+    row: int  # a key of the noise
     ids: Sequence[int]
     media: Media | None = None
 
 
 @dataclass(frozen=True)
 class Completion:
-    """`ids` include the stop token. `log_probs` are at the sampling temperature (greedy: at 1), before cuts and penalties."""
-
     row: int
     sample: int
-    ids: tuple[int, ...]
-    log_probs: tuple[float, ...]
+    ids: tuple[int, ...]  # with the stop token
+    log_probs: tuple[float, ...]  # at the temperature (greedy: 1), before cuts and penalties
     finish: Literal["stop", "length"]
     routing: RoutingTrace | None = None  # of the prompt, too
-    versions: tuple[tuple[int, int, int], ...] = ()  # (version of the weights, first token, behind the last)
+    versions: tuple[tuple[int, int, int], ...] = ()  # of the weights: version, start, end
 
 
-Watch = Callable[[int, int, int], None]  # samples done, of all, and their tokens
+Watch = Callable[[int, int, int], None]  # samples done, all samples, tokens
 
 
 class Sampler(Protocol):
     """Collective: all ranks pass the same prompts and get all completions."""
 
     @property
-    def dtype(self) -> torch.dtype | None: ...  # of the weights that it wants; None: as saved
+    def dtype(self) -> torch.dtype | None: ...  # of the weights that it takes; None: as saved
 
-    def refill(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Load (HF name, whole tensor) pairs, as `Engine.weights` yields them."""
+    def refill(self, weights: Iterable[tuple[str, Tensor]]) -> None: ...  # (HF name, whole tensor)
 
-    def sample(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Completion]:
-        """Ordered by prompt, then sample."""
-        ...
+    def sample(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Completion]: ...  # by prompt, sample
 
 
 class SampleBuffer:
-    """All completions by slot; other replicas' are zeros. moe: of traced experts."""
+    """Completions by slot; those of other replicas are zeros. moe: of traced experts."""
 
     def __init__(
         self,
@@ -119,14 +112,14 @@ class SampleBuffer:
             self.experts = torch.zeros(shape, dtype=narrow_dtype(moe.num_experts), device=mesh.device)
 
     def local_prompts(self, width: int = 1 << 20) -> dict[int, int]:
-        """This replica's: index -> length."""
+        """Index -> length."""
         costs = [len(prompt.ids) + self.params.samples * self.params.max_new_tokens for prompt in self.prompts]
         replicas = self.mesh["fsdp"]
         plan = plan_microbatches(costs, replicas.size, None, width=width)[replicas.rank]
         return {i: len(self.prompts[i].ids) for batch in plan for i in batch}
 
     def store(self, slots: Numbers, drawn: Numbers, taken: Numbers, outputs: NDArray[np.float64], _: object) -> None:
-        """A buffer on the host takes ids and log-probs [steps, 2, n] behind those drawn [n], `taken` [n] of them."""
+        """Append `taken` [n] of ids and log-probs [steps, 2, n] to those drawn [n], on the host."""
         step, row = np.nonzero(np.arange(len(outputs))[:, None] < taken)
         self.ids.numpy()[slots[row], drawn[row] + step] = outputs[step, 0, row]
         self.log_probs.numpy()[slots[row], drawn[row] + step] = outputs[step, 1, row]
@@ -145,7 +138,7 @@ class SampleBuffer:
             prompt, drawn, trace = self.prompts[index], tuple(ids[slot][:count]), None
             if experts is not None and self.moe is not None:
                 length = len(prompt.ids) + count
-                valid = torch.arange(length) < length - 1  # the last token was never routed
+                valid = torch.arange(length) < length - 1  # the last token was not routed
                 routed = experts[slot, :length].to(torch.int32) * valid[:, None, None]
                 trace = RoutingTrace(self.moe.numbers, routed, valid)
             finish: Literal["stop", "length"] = "stop" if drawn[-1] in self.params.stop_ids else "length"
@@ -169,7 +162,7 @@ def check_request(
     *,
     filled: bool,
 ) -> None:
-    """rope_limit: a rope_type, and the length beyond which it changes the keys of earlier tokens."""
+    """rope_limit: a rope_type, and the length at which it changes earlier keys."""
     if not filled:
         raise CheckpointError("the sampler holds no weights; call refill(engine.weights()) before sample()")
     for prompt in prompts:

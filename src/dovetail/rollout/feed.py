@@ -1,27 +1,22 @@
-"""Keeps engines fed with the groups that the pool admits, saves finished ones, and hands whole steps to the trainer."""
+"""Groups of the pool to engines, to disk, and to the trainer."""
 
 import queue
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
 from functools import partial
-from types import TracebackType
 
-from dovetail.errors import MachineError
+from dovetail.errors import Caught, MachineError
 from dovetail.rollout.journal import Answer, FinishedGroup, Journal
 from dovetail.rollout.pool import Pool
 
 Done = tuple[int, "Future[Answer]"]
 Submit = Callable[[Sequence[tuple[int, int]]], "Sequence[Future[Answer]]"]
-Watch = Callable[[int, int, int], None]  # samples of the step that are complete, of all; tokens, unknown
+Watch = Callable[[int, int, int], None]  # samples of the step: complete, all; 0
 
 
 class Feed:
-    """submit: begin samples (group, number) on engines. A thread saves groups; all methods are of the trainer's thread.
-
-    keeps: groups that were trained stay saved until `forget`, for a run that goes back to a checkpoint.
-    """
+    """submit: begin samples (group, number). keeps: trained groups until `forget`. A thread saves them."""
 
     def __init__(self, pool: Pool, journal: Journal, submit: Submit, *, keeps: bool = True) -> None:
         self.pool, self.journal, self.submit, self.keeps = pool, journal, submit, keeps
@@ -34,10 +29,9 @@ class Feed:
         threading.Thread(target=self._save_finished, name="feed", daemon=True).start()
 
     def resume(self, step: int, *, repeats: bool = True) -> list[str]:
-        """Go on after a checkpoint of `step`. Returns the problems of finished groups that run again.
+        """After a checkpoint of `step`. Returns problems of finished groups that run again.
 
-        repeats: the steps after the checkpoint come out as they did, so that their versions are the same policies again;
-        else groups with tokens of these are lost.
+        repeats: later versions are the same policies again.
         """
         first = step * self.pool.groups_per_step
         saved, problems = self.journal.load(first)
@@ -51,7 +45,7 @@ class Feed:
         return problems
 
     def pushed(self, version: int) -> None:
-        """All engines that sample hold `version`: begin what the pool admits."""
+        """Engines hold `version`: begin what the pool admits."""
         with self._changed:
             self.pool.pushed(version)
             admitted = self.pool.admit()
@@ -61,10 +55,7 @@ class Feed:
                 future.add_done_callback(partial(self._hand_over, group))
 
     def take(self) -> list[FinishedGroup]:
-        """Begin a step: its groups, once they are finished. Raises what an engine raised.
-
-        MachineError if an engine sampled with a version that it should not hold.
-        """
+        """Begin a step: its groups, once finished. Raises what an engine raised; MachineError for wrong versions."""
         with self._changed:
             step, first = self.pool.step, self.pool.first
             while (chosen := self.pool.take()) is None:
@@ -85,7 +76,7 @@ class Feed:
         return groups
 
     def counts(self) -> dict[str, int]:
-        """Groups of later steps: finished, and running or waiting for an engine."""
+        """Groups of later steps."""
         with self._changed:
             finished = sum(group.ready for group in self.pool.alive.values())
             return {"pool_finished": finished, "pool_running": len(self.pool.alive) - finished}
@@ -108,19 +99,15 @@ class Feed:
         self._done.put((group, future))
 
     def _save_finished(self) -> None:
+        caught = Caught(BaseException)
         while (done := self._done.get()) is not None:
             number, future = done
             if not future.cancelled():
-                with ExitStack() as stack:
-                    stack.push(self._keep_error)
+                with caught:
                     self._add(number, future.result())
-
-    def _keep_error(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> bool:
-        """For `take`: the first one."""
-        with self._changed:
-            self._error = self._error or error
-            self._changed.notify()
-        return True
+                with self._changed:
+                    self._error = caught.error  # the first one, for `take`
+                    self._changed.notify()
 
     def _add(self, number: int, answer: Answer) -> None:
         with self._changed:

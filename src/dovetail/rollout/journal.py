@@ -1,7 +1,6 @@
-"""Finished groups of an asynchronous run on disk, a file each: what a kill does not lose. Safetensors and JSON, with a checksum.
+"""Finished groups of an asynchronous run, a safetensors file each.
 
-A group is saved before it may train, and removed once every checkpoint of the run is later than the step that trained it.
-Which groups are trained follows from a checkpoint's step alone (`Pool.restore`), so that none trains twice.
+A group is saved before it may train, and removed when all checkpoints are later than its step.
 """
 
 import json
@@ -21,43 +20,38 @@ from dovetail.weights.atomic import make_directory, replace_file
 from dovetail.weights.safe_paths import LEFTOVERS
 
 NAME = re.compile(r"group_(\d{9,})\.safetensors")
-Span = tuple[int, int, int]  # version, and the tokens that it sampled: start, end
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One sample of a group."""
-
     sample: int
     ids: tuple[int, ...]
     log_probs: tuple[float, ...]
-    versions: tuple[Span, ...]
+    versions: tuple[tuple[int, int, int], ...]  # version, start, end
     finish: Literal["stop", "length"]
 
 
 @dataclass(frozen=True)
 class FinishedGroup:
-    """answers: by sample."""
-
     id: int
-    answers: tuple[Answer, ...]
+    answers: tuple[Answer, ...]  # by sample
 
     @property
     def ages(self) -> tuple[int, int]:
-        """Versions of the oldest and the newest token."""
+        """Oldest and newest version."""
         versions = [version for answer in self.answers for version, _, _ in answer.versions]
         return min(versions), max(versions)
 
 
 class Journal:
-    """key: of what samples depend on besides the policy (first weights, data, sampling); groups of another key are not loaded."""
+    """key: of first weights, data and sampling; groups of another key are not loaded."""
 
     def __init__(self, path: Path, key: str) -> None:
         self.path, self.key = path, key
         make_directory(path)
 
     def save(self, group: FinishedGroup) -> None:
-        """On disk, whole, when it returns."""
+        """On disk when it returns."""
         answers = group.answers
         arrays = {
             "sample": np.array([answer.sample for answer in answers], np.int64),
@@ -72,7 +66,7 @@ class Journal:
         replace_file(self._file(group.id), save(arrays, metadata))
 
     def load(self, first: int) -> tuple[dict[int, FinishedGroup], list[str]]:
-        """Groups from `first` on, and the problems of files that cannot be used, whose groups run again."""
+        """Groups from `first` on, and problems of unusable files."""
         for debris in (path for pattern in LEFTOVERS for path in self.path.glob(pattern)):
             debris.unlink()
         groups, problems = dict[int, FinishedGroup](), list[str]()
@@ -85,7 +79,7 @@ class Journal:
         return groups, problems
 
     def forget(self, first: int) -> None:
-        """Groups below `first`, which the oldest checkpoint has trained on."""
+        """Groups below `first`."""
         for number, file in self._files():
             if number < first:
                 file.unlink()
@@ -117,15 +111,9 @@ class Journal:
             tokens = slice(token, token + int(arrays["length"][i]))
             spans = slice(span, span + int(arrays["spans"][i]))
             token, span = tokens.stop, spans.stop
-            answers.append(
-                Answer(
-                    sample=sample,
-                    ids=tuple(arrays["ids"][tokens].tolist()),
-                    log_probs=tuple(arrays["log_probs"][tokens].tolist()),
-                    versions=tuple((v, start, end) for v, start, end in arrays["versions"][spans].tolist()),
-                    finish=facts["finish"][i],
-                )
-            )
+            ids, log_probs = (tuple(arrays[name][tokens].tolist()) for name in ("ids", "log_probs"))
+            versions = tuple((version, start, end) for version, start, end in arrays["versions"][spans].tolist())
+            answers.append(Answer(sample, ids, log_probs, versions, facts["finish"][i]))
         return FinishedGroup(number, tuple(answers))
 
 

@@ -1,4 +1,4 @@
-"""The sampler of an asynchronous run: engines draw samples of later steps while the trainer trains."""
+"""The sampler of an asynchronous run."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -16,9 +16,9 @@ from dovetail.rollout.remote.sampler import RemoteSampler
 
 
 class StreamSampler:
-    """Implements `Sampler`. The samples of a step come from the feed; any others from `sampler`, which the engines serve, too.
+    """Implements `Sampler`. Samples of a step come from the feed, others from `sampler`.
 
-    The rows of a step do not depend on what runs when (rollout/pool.py), so the trainer asks as it asks any sampler.
+    make_feed: of the first rank. params: of training. step: the run's next.
     """
 
     def __init__(
@@ -30,7 +30,6 @@ class StreamSampler:
         groups_per_step: int,
         step: int,
     ) -> None:
-        """make_feed: of the first rank. params: of training, but their step. step: the run's next."""
         self.sampler, self.mesh, self.params = sampler, mesh, params
         self.groups_per_step, self.step = groups_per_step, step
         self.make_feed = make_feed
@@ -43,7 +42,7 @@ class StreamSampler:
         return self.sampler.dtype
 
     def resume(self, *, repeats: bool) -> list[str]:
-        """Before the first push, as `Feed.resume`. Collective."""
+        """As `Feed.resume`. Collective."""
         problems = list[str]()
         with agreed(self.mesh):
             if self.make_feed is not None:
@@ -52,7 +51,7 @@ class StreamSampler:
         return problems
 
     def refill(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """A push of the run's step, if one was taken since the last push; then the feed begins what it may."""
+        """A push, if a step was taken since the last one."""
         if self._held == self.step:
             return
         self.sampler.push(weights, self.step)
@@ -61,7 +60,7 @@ class StreamSampler:
             self.feed.pushed(self.step)
 
     def sample(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Completion]:
-        """Waits for the samples of the next step, if asked for these. MachineError on every rank if engines fail."""
+        """MachineError on every rank if engines fail."""
         of_step = replace(params, step=0) == replace(self.params, step=0) and params.step == self.step
         if not of_step or [prompt.row for prompt in prompts] != list(range(self.groups_per_step)):
             return self.sampler.sample(prompts, params)
@@ -78,7 +77,7 @@ class StreamSampler:
         return completions
 
     def saved(self, oldest: int) -> None:
-        """oldest: step of the checkpoint that the run may go back to."""
+        """oldest: step that the run may go back to."""
         if self.feed is not None:
             self.feed.forget(oldest)
 

@@ -1,4 +1,4 @@
-"""The transformers sampler: a model's own `generate` with our sampling, in static batches padded on the left."""
+"""The transformers sampler: `generate` of static batches, padded on the left."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,12 +22,12 @@ from dovetail.rollout.sampling import draw, uniforms
 from dovetail.weights.hf_reader import TensorSource
 from dovetail.weights.shards import FUSED, MIXTRAL
 
-MAX_TOKENS = 1 << 15  # of a batch, padding included
-StaticBatch = list[tuple[int, int]]  # (index of a prompt, sample)
+MAX_TOKENS = 1 << 15  # of a batch, with padding
+StaticBatch = list[tuple[int, int]]  # (prompt, sample)
 
 
 def plan_static_batches(lengths: Mapping[int, int], samples: int, new: int, budget: int) -> list[StaticBatch]:
-    """(index -> length): rows of like length, with at most `budget` entries (rows times the longest), or one row."""
+    """lengths: by prompt. At most `budget` tokens with padding, or one row."""
     batches: list[StaticBatch] = []
     longest = 0
     for prompt in sorted(lengths, key=lambda i: (-lengths[i], i)):
@@ -40,7 +40,7 @@ def plan_static_batches(lengths: Mapping[int, int], samples: int, new: int, budg
 
 
 class TransformersSampler:
-    """The whole model on every rank. Implements `Sampler`."""
+    """Implements `Sampler`; the whole model is on every rank."""
 
     def __init__(self, config: Mapping[str, Any], mesh: Mesh, dtype: torch.dtype) -> None:
         assert mesh["tp"].size == mesh["pp"].size == 1, "factory.sampler makes all ranks replicas"
@@ -52,7 +52,7 @@ class TransformersSampler:
         group_even_experts(model)
         _keep_in_float32(model)
         check_sections(model.get_decoder())
-        model.generation_config = transformers.GenerationConfig()  # `generate` would merge it
+        model.generation_config = transformers.GenerationConfig()  # which `generate` merges
         self.model = model.to(mesh.device).eval().requires_grad_(False)
         self.vocab_size: int = known.get_text_config().vocab_size
         self.limit = length_limit(known)
@@ -75,10 +75,10 @@ class TransformersSampler:
             whole, place = places[name]
             if place.shape != tensor.shape and name.endswith(tuple(ending for ending, _ in FUSED)):
                 place = place.transpose(1, 2)  # experts [E, in, out]
-            if place.shape != tensor.shape:
-                problems.append(f"{name}: shape {list(tensor.shape)}, expected {list(places[name][1].shape)}")
-            else:
+            if place.shape == tensor.shape:
                 place.copy_(tensor)
+            else:
+                problems.append(f"{name}: shape {list(tensor.shape)}, expected {list(places[name][1].shape)}")
             first, missing = left[id(whole)]
             left[id(whole)] = (first, missing - place.numel())
         check_weights(problems + sorted(f"{name}: missing" for name, missing in left.values() if missing > 0))
@@ -117,32 +117,26 @@ class TransformersSampler:
         alive = torch.ones(len(rows), dtype=torch.bool, device=device)
 
         def draw_next(input_ids: Tensor, scores: Tensor) -> Tensor:
-            """A logits processor that stores the drawn tokens and leaves no others."""
+            """Stores drawn tokens and leaves no others."""
             position = input_ids.shape[1] - longest
             noise = torch.from_numpy(uniforms(params.seed, params.step, numbers, samples, position)).to(device)
             drawn, log_probs = draw(scores.to(torch.promote_types(scores.dtype, torch.float32)), noise, params)
             buffer.ids[slots, position] = drawn
             buffer.log_probs[slots, position] = log_probs
-            buffer.counts[slots] += alive.long()  # tokens behind a stop do not count
+            buffer.counts[slots] += alive.long()  # none after a stop
             alive.logical_and_(~torch.isin(drawn, stop_ids))
             return torch.full_like(scores, -torch.inf).scatter_(1, drawn[:, None], 0.0)
 
+        ends = list(params.stop_ids) or None
         config = transformers.GenerationConfig(
-            max_new_tokens=params.max_new_tokens,
-            do_sample=False,
-            eos_token_id=list(params.stop_ids) or None,
-            pad_token_id=0,
+            max_new_tokens=params.max_new_tokens, do_sample=False, eos_token_id=ends, pad_token_id=0
         )
-        self.model.generate(
-            ids.to(device),
-            attention_mask=mask.to(device),
-            **self._media(rows, ids),
-            generation_config=config,
-            logits_processor=transformers.LogitsProcessorList([draw_next]),
-        )
+        inputs = {"attention_mask": mask.to(device), **self._media(rows, ids)}
+        processors = transformers.LogitsProcessorList([draw_next])
+        self.model.generate(ids.to(device), **inputs, generation_config=config, logits_processor=processors)
 
     def _media(self, rows: Sequence[Prompt], ids: Tensor) -> dict[str, Tensor]:
-        """As the model's arguments for ids [n, longest]."""
+        """Arguments of the model with ids [n, longest]."""
         shown = [(row, prompt.media) for row, prompt in zip(ids, rows, strict=True) if prompt.media is not None]
         if not shown:
             return {}
@@ -159,7 +153,7 @@ class TransformersSampler:
         return {name: x.to(self.mesh.device) for name, x in inputs.items()}
 
     def _places(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """Every name that a checkpoint may list -> a tensor, and the named part of it."""
+        """Names of checkpoints -> a tensor and the named part of it."""
         places: dict[str, tuple[Tensor, Tensor]] = {}
         for name, whole in self.model.state_dict(keep_vars=True).items():
             for alias, place in ((name, whole), *_experts(name, whole)):
@@ -169,7 +163,7 @@ class TransformersSampler:
 
 
 def _keep_in_float32(model: "transformers.PreTrainedModel") -> None:
-    """In any dtype, such as routers' correction biases."""
+    """What transformers marks so, such as routers' correction biases."""
     for part in model.modules():
         if isinstance(part, transformers.PreTrainedModel):
             wide = [re.compile(rf"(^|\.)({name})($|\.)") for name in part._keep_in_fp32_modules_strict or ()]
@@ -179,7 +173,7 @@ def _keep_in_float32(model: "transformers.PreTrainedModel") -> None:
 
 
 def _experts(name: str, whole: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Fused experts under the names of checkpoints that have them apart."""
+    """Fused experts by the names of unfused checkpoints."""
     for ending, parts in FUSED:
         if name.endswith(ending):
             stem = name.rpartition(".")[0]

@@ -1,4 +1,4 @@
-"""Work on threads that nobody waits for at the end: a hanging collective does not keep the program alive."""
+"""Daemon threads: a hanging collective does not keep the program alive."""
 
 import threading
 from collections.abc import Callable

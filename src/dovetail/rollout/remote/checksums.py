@@ -1,11 +1,8 @@
-"""What vLLM's /weight_checker must answer: SHA-256 of fused, TP-cut parameters, computed from whole tensors by HF names.
-
-Known are the parameters of dense decoders in the Llama manner. Others are left out: for them replicas are compared.
-"""
+"""Answers of vLLM's /weight_checker for decoders like Llama: SHA-256 of fused, sharded parameters."""
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 import torch
@@ -20,18 +17,23 @@ FUSED: Mapping[str, tuple[str, tuple[str, ...]]] = MappingProxyType(
 LAYER = re.compile(r"model\.layers\.\d+\.(self_attn|mlp)\.(\w+)\.(weight|bias)")
 VOCAB = ("model.embed_tokens.weight", "lm_head.weight")
 WHOLE = re.compile(r"model\.(layers\.\d+\.(\w+_layernorm|self_attn\.[qk]_norm)|norm)\.weight")
-VOCAB_MULTIPLE = 64  # vLLM's padding of rows, of zeros
+VOCAB_MULTIPLE = 64  # vLLM pads with rows of zeros
 EMPTY = hashlib.sha256().hexdigest()
 PLACE = re.compile(r"dp(\d+):pp(\d+):pcp(\d+):tp(\d+):(.+)")
 
 
 class ExpectedDigests:
-    """Fed with a stream of whole tensors. kv_heads: where tp > 1, else q, k and v are left out there."""
+    """kv_heads: needed for q, k and v where tp > 1."""
 
     def __init__(self, tp_sizes: Iterable[int], kv_heads: int | None = None) -> None:
         self.tp_sizes, self.kv_heads = sorted(set(tp_sizes)), kv_heads
-        self._found: dict[tuple[int, int, str], str] = {}  # tp, its rank, parameter
-        self._parts: dict[str, dict[str, Tensor]] = {}  # of fused parameters that are not whole yet
+        self._found: dict[tuple[int, int, str], str] = {}  # by tp, rank, parameter
+        self._parts: dict[str, dict[str, Tensor]] = {}  # of fused parameters
+
+    def watched(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in weights:
+            self.add(name, tensor.detach())
+            yield name, tensor
 
     def add(self, name: str, tensor: Tensor) -> None:
         match = LAYER.fullmatch(name)
@@ -40,22 +42,20 @@ class ExpectedDigests:
             target, parts = FUSED[part]
             whole = name.replace(part, target)
             waiting = self._parts.setdefault(whole, {})
-            waiting[part] = tensor.detach().cpu()
+            waiting[part] = tensor.cpu()
             if len(waiting) == len(parts):
                 self._keep(whole, [waiting[one] for one in parts], 0)
                 del self._parts[whole]
         elif name in VOCAB:
-            rows = -len(tensor) % VOCAB_MULTIPLE
-            self._keep(
-                name, [torch.cat([tensor.detach().cpu(), torch.zeros(rows, *tensor.shape[1:], dtype=tensor.dtype)])], 0
-            )
+            padding = tensor.new_zeros(-len(tensor) % VOCAB_MULTIPLE, *tensor.shape[1:])
+            self._keep(name, [torch.cat([tensor, padding])], 0)
         elif part in ("o_proj", "down_proj"):
-            self._keep(name, [tensor.detach().cpu()], 1 if name.endswith(".weight") else None)
+            self._keep(name, [tensor], 1 if name.endswith(".weight") else None)
         elif WHOLE.fullmatch(name):
-            self._keep(name, [tensor.detach().cpu()], None)
+            self._keep(name, [tensor], None)
 
     def problems(self, tp: int, answer: Mapping[str, str]) -> tuple[list[str], set[str]]:
-        """Parameters that are not as expected, and those of which nothing is known: also those that a CPU emptied."""
+        """Wrong parameters, and unknown ones, also those that a CPU emptied."""
         wrong, unknown = [], set()
         for key, digest in answer.items():
             place = PLACE.fullmatch(key)
@@ -67,6 +67,7 @@ class ExpectedDigests:
         return wrong, unknown
 
     def _keep(self, name: str, parts: Sequence[Tensor], dim: int | None) -> None:
+        parts = [part.cpu() for part in parts]
         for tp in self.tp_sizes:
             if tp > 1 and name.endswith(("qkv_proj.weight", "qkv_proj.bias")) and self.kv_heads is None:
                 continue

@@ -1,4 +1,4 @@
-"""Several replicas of one inference server: a request goes on elsewhere when its replica is lost. Imports no torch."""
+"""Replicas of an inference server; requests of lost ones go on elsewhere."""
 
 import resource
 import threading
@@ -11,18 +11,21 @@ from dataclasses import dataclass, field, replace
 
 from dovetail.batch.balancing import plan_microbatches
 from dovetail.rollout.remote.http import Client, EngineError
-from dovetail.rollout.remote.wire import Abilities, Finish, Request, Spans, Wire
+from dovetail.rollout.remote.sglang import Sglang
+from dovetail.rollout.remote.vllm import Vllm
+from dovetail.rollout.remote.wire import Abilities, Finish, Request, Spans
 
+Wire = Vllm | Sglang
 BATCHES = 64  # whose replica is remembered
-MOST_IMBALANCE = 16  # requests that a replica may have more than another, to keep a prompt's samples together
+MOST_IMBALANCE = 16  # requests, to keep a prompt's samples together
 HEALTH_SECONDS = 10.0
-ATTEMPTS, FIRST_WAIT = 6, 0.25  # without a token in between; seconds, doubled each time
-PASSING = frozenset({408, 409, 425, 429, 500, 502, 503, 504})  # statuses of a server, not of a request
+ATTEMPTS, FIRST_WAIT = 6, 0.25  # without a token; seconds, doubled
+PASSING = frozenset({408, 409, 425, 429, 500, 502, 503, 504})  # not due to the request
 
 
 @dataclass
 class Reply:
-    """Tokens received so far. versions: of the weights, as far as a server or the last push says."""
+    """Tokens received so far."""
 
     ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
@@ -53,10 +56,7 @@ class Replica:
 
 
 class Fleet:
-    """Draws samples, each as one request, on the replica with the fewest.
-
-    silence: seconds until a replica is lost. max_num_seqs: requests in flight for each.
-    """
+    """A request goes to the replica with the fewest. silence: seconds until one is lost."""
 
     def __init__(
         self,
@@ -71,9 +71,9 @@ class Fleet:
         self._lock = threading.Lock()
         self._pushing = self._closed = False
         self._pinned: dict[str, Replica] = {}  # by batch
-        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]  # a thread has a connection
-        most = max_num_seqs * len(replicas)
-        self.capacity = most if files == resource.RLIM_INFINITY else min(most, max(1, files // 2))  # requests in flight
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        most = max_num_seqs * len(replicas)  # each has a thread with a connection
+        self.capacity = most if files == resource.RLIM_INFINITY else min(most, max(1, files // 2))
         self.threads = ThreadPoolExecutor(self.capacity, thread_name_prefix="engines")
 
     def submit(self, request: Request) -> "Future[Reply]":
@@ -81,7 +81,7 @@ class Fleet:
 
     @contextmanager
     def pushing(self) -> Iterator[None]:
-        """During a push no replica is lost for its silence."""
+        """No replica is lost for its silence."""
         self._pushing = True
         try:
             yield
@@ -91,7 +91,7 @@ class Fleet:
             self._pushing = False
 
     def together(self, requests: Sequence[Request]) -> Sequence[Request]:
-        """Requests with a batch for each server of the embedded sampler, so that runs repeat; unchanged beyond `capacity`."""
+        """With a batch for each embedded sampler, so that runs repeat; unchanged beyond `capacity`."""
         serving = [replica for replica in self.replicas if replica.serves]
         keyed = bool(serving) and all(replica.server.keyed for replica in serving)
         if not keyed or len(requests) > self.capacity - sum(replica.busy for replica in serving):
@@ -110,7 +110,7 @@ class Fleet:
         return out
 
     def pushed(self, replica: Replica, version: int, problem: EngineError | None) -> None:
-        """After a push: with a problem the replica serves nothing until the next one."""
+        """With a problem the replica serves nothing until the next push."""
         with self._lock:
             replica.version, replica.problem = version, problem
         if problem is not None:
@@ -122,7 +122,7 @@ class Fleet:
         self.threads.shutdown(wait=False, cancel_futures=True)
 
     def draw(self, request: Request) -> Reply:
-        """EngineError if no replica is left, or if one refuses the request."""
+        """EngineError if no replica is left, or one refuses the request."""
         reply, attempts = Reply(), 0
         while True:
             replica, kept = self._take(request), len(reply.ids)
@@ -139,7 +139,7 @@ class Fleet:
             finally:
                 with self._lock:
                     replica.busy -= 1
-            if self._is_whole(reply, request):  # the stream broke behind its last token
+            if self._is_whole(reply, request):  # the stream broke after its last token
                 return reply
             if not self._wire.continues(request.params):
                 reply = Reply()
@@ -147,13 +147,13 @@ class Fleet:
                 time.sleep(FIRST_WAIT * 2 ** (attempts - 1))
 
     def _read(self, replica: Replica, request: Request, reply: Reply) -> None:
-        """Until the reply is whole. Tokens of a stream that breaks have the oldest version that they can have."""
+        """Tokens of a stream that breaks have the oldest version that they can have."""
         kept, version = len(reply.ids), replica.version
         spans: Spans = ()
         known = list[tuple[int, int, int]]()
 
         def deadline() -> float:
-            if self._closed or not replica.serves:  # such as after a push that it did not take
+            if self._closed or not replica.serves:
                 return 0.0
             return (time.monotonic() if self._pushing else replica.heard) + self.silence
 

@@ -1,27 +1,28 @@
-"""JSON over HTTP with an inference server: deadlines on everything, and a key that is written nowhere. Imports no torch."""
+"""JSON over HTTP with deadlines. The key is written nowhere."""
 
 import http.client
-import io
 import json
 import select
+import socket
 import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 from dovetail.errors import ConfigError, MachineError, shortened
 
-IDLE_SECONDS = 2.0  # after which a kept connection is not used again: uvicorn closes it after 5
-LOOK_SECONDS = 1.0  # after which a wait asks for its deadline again
-SHOWN = 500  # characters of a server's message
+Deadline = Callable[[], float]  # by time.monotonic(), asked again while waiting
+IDLE_SECONDS = 2.0  # of a kept connection; uvicorn closes it after 5
+LOOK_SECONDS = 1.0  # between looks at the deadline
+SHOWN = 500  # characters
 DONE = b"[DONE]"
 
 
 class EngineError(MachineError):
-    """An inference server did not do what it was asked. status: of HTTP; None: no answer came."""
+    """status: of HTTP; None: no answer came."""
 
     def __init__(self, url: str, path: str, status: int | None, message: str) -> None:
         answer = "" if status is None else f"HTTP {status}: "
@@ -30,10 +31,9 @@ class EngineError(MachineError):
 
 
 class Client:
-    """One server. Threads may share it; each has a connection of its own, kept between requests."""
+    """Of http(s)://HOST[:PORT][/PREFIX]. Each thread keeps a connection. timeout: seconds with the answer."""
 
     def __init__(self, url: str, *, key: str | None = None, timeout: float = 60.0) -> None:
-        """url: http(s)://HOST[:PORT][/PREFIX]. timeout: seconds for a whole request and its answer."""
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
             raise ConfigError(f"engine {shortened(url)!r}: expected a URL such as http://127.0.0.1:8000")
@@ -48,6 +48,8 @@ class Client:
             raise ConfigError(f"engine {shortened(url)!r}: {error}") from None
         self.url, self.timeout = url.rstrip("/"), timeout
         self._context = ssl.create_default_context() if parts.scheme == "https" else None
+        if self._context is not None:
+            self._context.sslsocket_class = _TimedTLSSocket
         self._host, self._port, self._prefix = parts.hostname, port, parts.path.rstrip("/")
         self._key, self._kept = key, threading.local()
 
@@ -58,16 +60,16 @@ class Client:
         return self._whole("GET", path, None, timeout)
 
     def post(self, path: str, body: Mapping[str, Any] | None = None, *, timeout: float | None = None) -> dict[str, Any]:
-        """The answer's JSON object; of an answer that is text, {"message": text}; of an empty one {}."""
+        """The answer's JSON object; of text {"message": text}, of nothing {}."""
         return self._whole("POST", path, body, timeout)
 
-    def stream(self, path: str, body: Mapping[str, Any], deadline: Callable[[], float]) -> Iterator[dict[str, Any]]:
-        """The objects of server-sent events, until [DONE]. deadline: asked again while waiting, by time.monotonic()."""
+    def stream(self, path: str, body: Mapping[str, Any], deadline: Deadline) -> Iterator[dict[str, Any]]:
+        """The objects of server-sent events, until [DONE]."""
         with self._answer("POST", path, body, deadline) as answer:
             for line in iter(answer.readline, b""):
                 field, _, value = line.strip().partition(b":")
                 if field == b"data" and value.strip() == DONE:
-                    answer.read()  # nothing more, so that the connection can be kept
+                    answer.read()  # nothing; then the connection can be kept
                     return
                 if field == b"data":
                     event = self._object(path, value)
@@ -87,9 +89,9 @@ class Client:
 
     @contextmanager
     def _answer(
-        self, method: str, path: str, body: Mapping[str, Any] | None, deadline: Callable[[], float]
+        self, method: str, path: str, body: Mapping[str, Any] | None, deadline: Deadline
     ) -> Iterator[http.client.HTTPResponse]:
-        """An answer with a status below 400. Its connection is kept if it was read to its end."""
+        """Of a status below 400. Its connection is kept if it was read to its end."""
         headers = {"Content-Type": "application/json"} if body is not None else {}
         if self._key is not None:
             headers["Authorization"] = f"Bearer {self._key}"
@@ -114,16 +116,14 @@ class Client:
             elif connection is not None:
                 connection.close()
 
-    def _connection(self, deadline: Callable[[], float]) -> http.client.HTTPConnection:
-        """This thread's kept connection if the server has not closed it, else a new one."""
-        kept: http.client.HTTPConnection | None = self._kept.__dict__.pop("connection", None)
+    def _connection(self, deadline: Deadline) -> http.client.HTTPConnection:
+        kept: Any = self._kept.__dict__.pop("connection", None)
         if kept is not None:
-            sock: Any = kept.sock
             waiting = select.poll()
-            waiting.register(sock, select.POLLIN)  # nothing is due: it would be the end
+            waiting.register(kept.sock, select.POLLIN)  # nothing is due but the end
             if time.monotonic() - self._kept.since < IDLE_SECONDS and not waiting.poll(0):
-                sock.deadline = deadline
-                return kept
+                kept.sock.deadline = deadline
+                return cast(http.client.HTTPConnection, kept)
             kept.close()
         left = _left(deadline)
         if self._context is None:
@@ -131,7 +131,8 @@ class Client:
         else:
             new = http.client.HTTPSConnection(self._host, self._port, timeout=left, context=self._context)
         new.connect()
-        new.sock = _TimedSocket(new.sock, deadline)
+        sock = new.sock if isinstance(new.sock, _TimedSocket) else _TimedSocket(fileno=new.sock.detach())
+        new.sock, sock.deadline = sock, deadline
         return new
 
     def _object(self, path: str, text: bytes) -> dict[str, Any]:
@@ -148,64 +149,29 @@ class Client:
         return text.replace(self._key, "***") if self._key else text
 
 
-class _TimedSocket:
-    """What http.client uses of a socket. A socket's own timeout is for each piece: a trickle would never end."""
+class _TimedSocket(socket.socket):
+    """With a deadline: a socket's own timeout is for each piece."""
 
-    def __init__(self, sock: Any, deadline: Callable[[], float]) -> None:
-        self.sock, self.deadline = sock, deadline
-        self._users, self._closed = 0, False
+    deadline: Deadline
 
-    def fileno(self) -> int:
-        return int(self.sock.fileno())
+    def sendall(self, *args: Any) -> None:
+        self.settimeout(_left(self.deadline))
+        super().sendall(*args)
 
-    def sendall(self, data: Any) -> None:
-        self.sock.settimeout(_left(self.deadline))
-        self.sock.sendall(data)
-
-    def makefile(self, mode: str) -> io.BufferedReader:
-        self._users += 1
-        return io.BufferedReader(_Reader(self))
-
-    def receive(self, into: Any) -> int:
+    def recv_into(self, *args: Any) -> int:
         while True:
-            self.sock.settimeout(min(_left(self.deadline), LOOK_SECONDS))
+            self.settimeout(min(_left(self.deadline), LOOK_SECONDS))
             try:
-                return int(self.sock.recv_into(into))
+                return super().recv_into(*args)
             except TimeoutError:  # the deadline may have moved
                 continue
 
-    def release(self) -> None:
-        self._users -= 1
-        self._close_unused()
 
-    def close(self) -> None:
-        """An answer that still reads keeps the connection open, as with a real socket."""
-        self._closed = True
-        self._close_unused()
-
-    def _close_unused(self) -> None:
-        if self._closed and self._users <= 0:
-            self.sock.close()
+class _TimedTLSSocket(_TimedSocket, ssl.SSLSocket):
+    pass
 
 
-class _Reader(io.RawIOBase):
-    def __init__(self, sock: _TimedSocket) -> None:
-        super().__init__()
-        self._sock = sock
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, into: Any) -> int:
-        return self._sock.receive(into)
-
-    def close(self) -> None:
-        if not self.closed:
-            self._sock.release()
-        super().close()
-
-
-def _left(deadline: Callable[[], float]) -> float:
+def _left(deadline: Deadline) -> float:
     left = deadline() - time.monotonic()
     if left <= 0:
         raise TimeoutError
@@ -213,7 +179,7 @@ def _left(deadline: Callable[[], float]) -> float:
 
 
 def _message(body: bytes) -> str:
-    """What a server says of an error: vLLM {"error": {"message"}}, FastAPI {"detail"}, or text."""
+    """From vLLM's {"error": {"message"}}, FastAPI's {"detail"}, or text."""
     text = body.decode(errors="replace").strip()
     try:
         value = json.loads(text)

@@ -1,8 +1,4 @@
-"""Images of a prompt for vLLM's token endpoint: the pixels that training reads, at placeholders that are expanded already.
-
-The format is that of vLLM 0.33.0: base64 of msgpack of the tensors of each image (`MultiModalKwargsItem`), with how it joins
-those of several images.
-"""
+"""Images of a prompt for vLLM's token endpoint: base64 of msgpack of `MultiModalKwargsItem` of vLLM 0.33.0."""
 
 import base64
 import hashlib
@@ -17,17 +13,15 @@ from dovetail.errors import ConfigError, DataError
 
 QWEN_LIKE = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "glm4v_moe"})
 PIXELS, GRID = "pixel_values", "image_grid_thw"
-FIXED: Mapping[int, bytes] = {1: b"\xd4", 2: b"\xd5", 4: b"\xd6", 8: b"\xd7", 16: b"\xd8"}  # of an extension's length
+FIXED: Mapping[int, bytes] = {1: b"\xd4", 2: b"\xd5", 4: b"\xd6", 8: b"\xd7", 16: b"\xd8"}  # by an extension's length
 
 
 def check_media(kind: str, model: str, *, takes_features: bool, videos: bool) -> None:
-    """ConfigError for rows with images that an engine cannot be given as they are. model: its model_type. videos: in a row."""
+    """ConfigError for rows with images that an engine cannot be given. model: its model_type."""
     if kind == "sglang":
         why = "SGLang turns the ids of a prompt with images into text and tokenizes that again"
     elif model not in QWEN_LIKE:
-        why = (
-            f"vLLM takes the pixels of {model} in another form; Dovetail writes that of {', '.join(sorted(QWEN_LIKE))}"
-        )
+        why = f"vLLM takes pixels of {model} in another form; Dovetail writes that of {', '.join(sorted(QWEN_LIKE))}"
     elif videos:
         why = "places and times of a video's frames cannot be given with token ids, only images"
     elif not takes_features:
@@ -38,10 +32,7 @@ def check_media(kind: str, model: str, *, takes_features: bool, videos: bool) ->
 
 
 def image_features(ids: Sequence[int], media: Media, token: int, dtype: torch.dtype, salt: str) -> dict[str, Any]:
-    """`features` of a request. token: the placeholder. dtype: of the model. salt: of weights; features of others are stale.
-
-    DataError if the placeholders in `ids` are not those of the images.
-    """
+    """`features` of a request. token: the placeholder, expanded. salt: of the weights, since servers cache features."""
     if extra := sorted(set(media) - {PIXELS, GRID}):
         raise DataError(f"a prompt has {', '.join(extra)}; engines of their own take images alone")
     grids: Tensor = media[GRID].to(torch.int64)
@@ -69,7 +60,7 @@ def image_features(ids: Sequence[int], media: Media, token: int, dtype: torch.dt
 
 
 def packed(value: Any) -> bytes:
-    """msgpack; a tensor is its dtype, its shape, and an extension of type 3 with its bytes."""
+    """msgpack; a tensor is its dtype, its shape, and its bytes as an extension of type 3."""
     if isinstance(value, Tensor):
         raw = value.contiguous().view(torch.uint8).numpy().tobytes()
         head = FIXED.get(len(raw)) or _sized(len(raw), {8: b"\xc7", 16: b"\xc8", 32: b"\xc9"})
@@ -89,6 +80,6 @@ def packed(value: Any) -> bytes:
 
 
 def _sized(number: int, heads: Mapping[int, bytes]) -> bytes:
-    """The first head that has room, and the number behind it."""
+    """The first head with room, and the number."""
     bits = next(bits for bits in heads if number < 1 << bits)
     return heads[bits] + number.to_bytes(bits // 8, "big")

@@ -1,7 +1,8 @@
-"""The embedded sampler's own server (`dovetail serve`): vLLM's wire, with the noise of the embedded sampler. Imports no torch."""
+"""`dovetail serve`: vLLM's wire with the noise of the embedded sampler."""
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import ClassVar
 
 from dovetail.errors import ConfigError
 from dovetail.rollout.remote.http import Client
@@ -12,9 +13,7 @@ TITLE = "dovetail serve"  # in its OpenAPI description
 
 
 class Native(Vllm):
-    @property
-    def starts(self) -> Mapping[LogProbs, str]:
-        return {"tempered": TITLE}
+    starts: ClassVar[Mapping[LogProbs, str]] = {"tempered": TITLE}
 
     def probe(self, client: Client, vocab_size: int | None) -> Abilities:
         if client.get("/openapi.json").get("info", {}).get("title") != TITLE:

@@ -1,14 +1,11 @@
-"""Verified pushes of weights to inference servers (docs/pushes.md).
+"""Verified pushes of weights to inference servers (docs/pushes.md)."""
 
-All servers pause, take the buckets while the next ones are gathered, are verified, and resume, each apart from the others: one
-that fails stays paused and is reported. HTTP and collectives run on threads with deadlines.
-"""
-
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
+from operator import methodcaller
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -19,34 +16,17 @@ from dovetail.rollout.remote.checksums import ExpectedDigests
 from dovetail.rollout.remote.http import Client, EngineError
 from dovetail.rollout.remote.push_sglang import SglangReplica
 from dovetail.rollout.remote.push_vllm import VllmReplica
-from dovetail.rollout.remote.transports import Bucket, Entry, Transport, fill, make_transport
+from dovetail.rollout.remote.transports import Entry, Transport, fill, make_transport
 
-if TYPE_CHECKING:  # pydantic is not needed to push
+if TYPE_CHECKING:
     from dovetail.recipe.push import PushSection
 
-T = TypeVar("T")
+Replica = VllmReplica | SglangReplica
 GRACE = 10.0  # seconds for a thread that has a deadline of its own
 
 
-class Replica(Protocol):
-    """A server; every call raises EngineError. `connect` must work after any failure."""
-
-    client: Client
-    alignment: int
-    tp: int
-
-    def connect(self) -> None: ...
-    def pause(self) -> None: ...
-    def start(self) -> None: ...
-    def send(self, bucket: Bucket) -> None: ...
-    def finish(self, entries: Sequence[Entry], version: str) -> None: ...
-    def digests(self) -> Mapping[str, str]: ...
-    def resume(self, version: str) -> None: ...
-    def close(self) -> None: ...
-
-
 class Pusher:
-    """On rank 0 with the servers' clients, on other ranks with none: there `push` takes part in gathering alone."""
+    """kind: of the servers. device: of the weights. kv_heads: for proof=checker where servers have tp > 1."""
 
     def __init__(
         self,
@@ -57,13 +37,9 @@ class Pusher:
         device: torch.device | str = "cpu",
         kv_heads: int | None = None,
     ) -> None:
-        """device: of the weights. kv_heads: of the model, for proof=checker where servers have tp > 1."""
         self.options, self._kind, self._kv_heads = push, kind, kv_heads
         self._checked = kind == "vllm" and push.proof == "checker"
-        self.proved = (
-            0,
-            0,
-        )  # of proof=checker: parameters that the servers hold, and how many of them were only compared
+        self.proved = (0, 0)  # parameters, and those that were only compared
         device, directory = torch.device(device), Path(push.directory)
         if kind == "sglang" and push.transport != "file":
             raise ConfigError(f"rollout.push.transport={push.transport}: SGLang takes weights by file alone; set file")
@@ -77,7 +53,7 @@ class Pusher:
         )
         self._replicas = [self._replica(client, directory / f"sglang-{i}") for i, client in enumerate(clients)]
         self._errors: dict[int, EngineError] = {}
-        self._last: tuple[int, Mapping[str, str]] | None = None  # a version, and what servers said of it
+        self._last: tuple[int, Mapping[str, str]] | None = None  # a version and its digests
 
     def _replica(self, client: Client, directory: Path) -> Replica:
         options, clear = self.options, self.options.kv == "recompute"
@@ -86,7 +62,7 @@ class Pusher:
         return VllmReplica(client, self._transport, options)
 
     def push(self, weights: Iterable[tuple[str, Tensor]], version: int) -> list[EngineError | None]:
-        """One result for each server: None serves `version` now, the others are paused or gone. Always exhausts `weights`."""
+        """For each server None, or why it stays paused. Always exhausts `weights`."""
         self._errors = {}
         weights = iter(weights)
         try:
@@ -105,56 +81,54 @@ class Pusher:
             replica.close()
 
     def _push(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
-        self._each("connect", lambda replica: replica.connect())
+        self._each("connect")
         if not self._live():
             return
         expected = None
         if self._checked:
             expected = ExpectedDigests({self._replicas[i].tp for i in self._live()}, self._kv_heads)
-            weights = _fed(weights, expected)
+            weights = expected.watched(weights)
         entries: list[Entry] = []
         sending: dict[int, Future[None]] | None = None
         alignment = self._replicas[0].alignment
         for bucket in fill(weights, self._transport, self.options.bucket_mb << 20, alignment=alignment):
             self._transport.publish(bucket)
             if sending is None:  # the first is gathered before generation stops
-                self._each("pause", lambda replica: replica.pause())
-                self._each("start", lambda replica: replica.start())
+                self._each("pause")
+                self._each("start")
             else:
                 self._settle("send", sending)
             if not self._live():
                 return
             entries += bucket.entries
-            sending = self._begin(partial(_send, bucket=bucket))
+            sending = self._begin("send", bucket)
         if sending is None:
             raise ValueError("a push without weights")
         self._settle("send", sending)
-        self._each("finish", lambda replica: replica.finish(entries, str(version)))
+        self._each("finish", entries, str(version))
         if expected is not None or self._kind == "sglang":
             self._compare(expected, version)
-        self._each("resume", lambda replica: replica.resume(str(version)))
+        self._each("resume", str(version))
 
     def _compare(self, expected: ExpectedDigests | None, version: int) -> None:
-        """Digests against what the weights must give; those that are not known against each other and an equal push."""
-        futures: dict[int, Future[Mapping[str, str]]] = self._begin(lambda replica: replica.digests())
+        """Unknown digests are compared with those of other servers and of the version's last push."""
+        futures: dict[int, Future[Mapping[str, str]]] = self._begin("digests")
         self._settle("digests", futures)
         answers = {i: futures[i].result() for i in self._live()}
-        unknown = set[str]()
+        path, unknown = "/weight_checker", set[str]()
         for i, answer in answers.items():
             wrong, left = expected.problems(self._replicas[i].tp, answer) if expected is not None else ([], set(answer))
             unknown |= left
             if wrong:
-                self._fail(i, "/weight_checker", f"these parameters are not the trainer's:\n{listing(wrong)}")
+                self._fail(i, path, f"these parameters are not the trainer's:\n{listing(wrong)}")
         for name in sorted(unknown):
             values = {i: answer[name] for i, answer in answers.items() if name in answer}
             if self._last is not None and self._last[0] == version and name in self._last[1]:
                 values[-1] = self._last[1][name]
-            if len(set(values.values())) > 1:  # nobody knows which is right
+            if len(set(values.values())) > 1:
                 for i in values.keys() & set(self._live()):
                     self._fail(
-                        i,
-                        "/weight_checker",
-                        f"{name} differs between the engines, or from the last push of version {version}",
+                        i, path, f"{name} differs between the engines, or from the last push of version {version}"
                     )
         self.proved = (len({name for answer in answers.values() for name in answer}), len(unknown))
         self._last = (version, {name: answers[i][name] for i in self._live() for name in unknown & answers[i].keys()})
@@ -162,11 +136,12 @@ class Pusher:
     def _live(self) -> list[int]:
         return [i for i in range(len(self._replicas)) if i not in self._errors]
 
-    def _each(self, step: str, action: Callable[[Replica], None]) -> None:
-        self._settle(step, self._begin(action))
+    def _each(self, step: str, *args: Any) -> None:
+        self._settle(step, self._begin(step, *args))
 
-    def _begin(self, action: Callable[[Replica], T]) -> dict[int, Future[T]]:
-        return {i: in_background(partial(action, self._replicas[i])) for i in self._live()}
+    def _begin(self, step: str, *args: Any) -> dict[int, Future[Any]]:
+        """A method of all replicas."""
+        return {i: in_background(partial(methodcaller(step, *args), self._replicas[i])) for i in self._live()}
 
     def _settle(self, step: str, futures: Mapping[int, Future[Any]]) -> None:
         for i, future in futures.items():
@@ -181,13 +156,3 @@ class Pusher:
 
     def _fail(self, i: int, path: str, message: str) -> None:
         self._errors[i] = EngineError(self._replicas[i].client.url, path, None, message)
-
-
-def _send(replica: Replica, bucket: Bucket) -> None:
-    replica.send(bucket)
-
-
-def _fed(weights: Iterable[tuple[str, Tensor]], expected: ExpectedDigests) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in weights:
-        expected.add(name, tensor)
-        yield name, tensor

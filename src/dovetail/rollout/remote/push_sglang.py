@@ -1,13 +1,9 @@
-"""One SGLang server as the target of pushes: a checkpoint in a directory that it sees, by `/update_weights_from_disk`.
-
-Written to SGLang's published messages (srt/managers/io_struct.py); it was never run against a real server.
-"""
+"""Pushes to SGLang through a directory; by srt/managers/io_struct.py, never run against a real server."""
 
 import json
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,11 +11,7 @@ import torch
 from dovetail.memory import ALIGNMENT, view_at
 from dovetail.rollout.remote.http import Client, EngineError
 from dovetail.rollout.remote.transports import Bucket, Entry
-from dovetail.weights.safetensors import DTYPES, TensorFileWriter, TensorSpec
-
-NAMES: Mapping[str, torch.dtype] = MappingProxyType(
-    {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
-)
+from dovetail.weights.safetensors import TensorFileWriter, TensorSpec
 
 
 class SglangReplica:
@@ -35,7 +27,7 @@ class SglangReplica:
         self._version()
 
     def pause(self) -> None:
-        """in_place keeps requests and their KV; retract frees the KV, which is computed again."""
+        """retract frees the KV cache of requests, in_place keeps it."""
         self._post("/pause_generation", {"mode": "retract" if self.clear_cache else "in_place"})
 
     def start(self) -> None:
@@ -43,7 +35,7 @@ class SglangReplica:
         self._directory.mkdir(parents=True)
 
     def send(self, bucket: Bucket) -> None:
-        specs = [TensorSpec(entry.name, NAMES[entry.dtype], tuple(entry.shape)) for entry in bucket.entries]
+        specs = [TensorSpec(entry.name, vars(torch)[entry.dtype], tuple(entry.shape)) for entry in bucket.entries]
         file = TensorFileWriter(self._directory / f"model-{bucket.number:05d}.safetensors", specs)
         for entry, spec in zip(bucket.entries, specs, strict=True):
             file.write(entry.name, view_at(bucket.data, entry.start, spec.dtype, spec.shape))
@@ -54,13 +46,12 @@ class SglangReplica:
         self._post("/update_weights_from_disk", {**body, "flush_cache": self.clear_cache, "abort_all_requests": False})
         found = self._version()
         if found != version:
-            raise EngineError(
-                self.client.url, "/model_info", None, f"its weights are version {found}, pushed was {version}"
-            )
+            problem = f"its weights are version {found}, pushed was {version}"
+            raise EngineError(self.client.url, "/model_info", None, problem)
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def digests(self) -> Mapping[str, str]:
-        """The server's own sums of all its ranks as one text; nothing where it has none."""
+        """The server's own sums as one text, if it has any."""
         try:
             return {"all ranks": json.dumps(self._post("/weights_checker", {"action": "checksum"}), sort_keys=True)}
         except EngineError as error:

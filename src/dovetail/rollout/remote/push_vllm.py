@@ -1,7 +1,4 @@
-"""One vLLM server as the target of pushes: the calls of its RL router, in their order, each with a deadline.
-
-With our plugin the server checks each bucket before it loads it. Without it the server's own back end `nccl` is used.
-"""
+"""Pushes to vLLM with our plugin, which checks each bucket, or by vLLM's own back end `nccl`."""
 
 import base64
 import time
@@ -16,11 +13,11 @@ from dovetail.rollout.remote.background import in_background
 from dovetail.rollout.remote.http import Client, EngineError
 from dovetail.rollout.remote.transports import Bucket, Entry, Transport
 
-if TYPE_CHECKING:  # pydantic is not needed to push
+if TYPE_CHECKING:
     from dovetail.recipe.push import PushSection
 
-ONE_BROADCAST = 1 << 62  # bytes of vLLM's own buffers: a bucket is never cut
-SETTLE = 2.0  # seconds in which the other side of a failed transfer says what went wrong
+ONE_BROADCAST = 1 << 62  # bytes
+SETTLE = 2.0  # seconds for the other side of a failed transfer to say why
 
 
 class VllmReplica:
@@ -32,17 +29,17 @@ class VllmReplica:
         self.alignment = ALIGNMENT if self.plugin else 1
         self.tp = self._workers = 0
         self._group: PrivateGroup | None = None
-        self._version: str | None = None  # of the last push, if all is as it left it
+        self._version: str | None = None  # of the last push, if it succeeded
 
     def connect(self) -> None:
-        """Also finds out whether the server is there, and the one that was pushed to."""
+        """To a server that is not as the last push left it."""
         known, self._version = self._version, None
         current = self._get("/weight_info")["weight_version"]
         if known is not None and known == current:
             return
         self._leave()
         self._workers = self._get("/get_world_size?include_dp=true")["world_size"]
-        self.tp = self._get("/get_world_size?include_dp=false")["world_size"]  # unless it has a pipeline
+        self.tp = self._get("/get_world_size?include_dp=false")["world_size"]  # without a pipeline
         if self.options.transport == "nccl":
             self._join()
         else:
@@ -56,7 +53,7 @@ class VllmReplica:
         self._post("/start_weight_update")
 
     def send(self, bucket: Bucket) -> None:
-        """Returns when the server has loaded it."""
+        """Until the server has loaded it."""
         if self._group is None:
             described = self._described(bucket)
             infos = [{**described, **fields} for fields in self.transport.fields(bucket, self._workers)]
@@ -69,19 +66,18 @@ class VllmReplica:
         )
 
     def finish(self, entries: Sequence[Entry], version: str) -> None:
-        """entries: of all buckets. The server now has the new weights, and is still paused."""
+        """entries: of all buckets."""
         if self.plugin:
             manifest = [[entry.name, entry.dtype, entry.shape, entry.sum] for entry in entries]
             self._post("/update_weights", {"update_info": {"manifest": manifest}})
         self._post("/finish_weight_update", {"weight_version": version})
         found = self._get("/weight_info")["weight_version"]
         if found != version:
-            raise EngineError(
-                self.client.url, "/weight_info", None, f"its weights are version {found}, pushed was {version}"
-            )
+            problem = f"its weights are version {found}, pushed was {version}"
+            raise EngineError(self.client.url, "/weight_info", None, problem)
 
     def digests(self) -> Mapping[str, str]:
-        """Parameter, after "dp0:pp0:pcp0:tp0:", -> SHA-256 of its bytes: fused and cut as the server holds them."""
+        """SHA-256 by "dp0:pp0:pcp0:tp0:PARAMETER"."""
         return self._post("/weight_checker", {"action": "checksum"})["checksums"]
 
     def resume(self, version: str) -> None:
@@ -95,22 +91,19 @@ class VllmReplica:
 
     def _described(self, bucket: Bucket) -> dict[str, Any]:
         if self.plugin:
-            return {
-                "bucket": bucket.number,
-                "num_bytes": len(bucket.data),
-                "tensors": [list(row) for row in bucket.entries],
-            }
+            rows = [list(row) for row in bucket.entries]
+            return {"bucket": bucket.number, "num_bytes": len(bucket.data), "tensors": rows}
         names, dtypes, shapes, _, _ = (list(column) for column in zip(*bucket.entries, strict=True))
         return {"names": names, "dtype_names": dtypes, "shapes": shapes}
 
     def _leave(self) -> None:
-        """Ends an update that another trainer, or a failure, left open. vLLM would count its tensors as the next one's."""
+        """Ends an open update, whose tensors vLLM would count as the next one's."""
         self.close()
         calls: list[tuple[str, dict[str, Any] | None]] = [("/update_weights", {"update_info": {"abort": True}})]
         if not self.plugin:
             calls += [("/start_weight_update", None), ("/finish_weight_update", {})]
         for path, body in calls:
-            with suppress(EngineError):  # where nothing is open
+            with suppress(EngineError):  # nothing is open
                 self._post(path, body)
 
     def _join(self) -> None:
@@ -119,7 +112,7 @@ class VllmReplica:
         joined = in_background(lambda: group.connect(self.transport.device))
         info: dict[str, Any] = {"rank_offset": 1, "world_size": group.size}
         if self.plugin:
-            info |= {"timeout": self.timeout / 2, "backend": backend}  # so that it is free again when we ask
+            info |= {"timeout": self.timeout / 2, "backend": backend}  # it ends before ours
             info |= {"master_address": group.address, "master_port": group.port}
         else:
             unique = base64.b64encode(group.unique_id()).decode()
@@ -127,21 +120,19 @@ class VllmReplica:
         self._both(in_background(lambda: self._post("/init_weight_transfer_engine", {"init_info": info})), joined)
 
     def _both(self, call: Future[Any], collective: Future[None]) -> None:
-        """Waits for a call and the collective that it belongs to. An error of either ends both."""
+        """Waits for a call and its collective. An error of either ends both."""
         pair: tuple[Future[Any], ...] = (call, collective)
         end = time.monotonic() + self.timeout
         done, _ = wait(pair, self.timeout, FIRST_EXCEPTION)
         if len(done) < len(pair) or call.exception() is not None or collective.exception() is not None:
             wait(pair, SETTLE)
         if not (collective.done() and collective.exception() is None):
-            self.close()  # frees whoever still waits in it
+            self.close()  # frees those that wait in it
             wait((call,), max(SETTLE, end - time.monotonic()) if collective.done() else SETTLE)
         if call.done():
             call.result()
-        if collective.done():
-            error = collective.exception()
-            if error is not None:
-                raise EngineError(self.client.url, "the broadcast to it", None, str(error)) from error
+        if collective.done() and (error := collective.exception()) is not None:
+            raise EngineError(self.client.url, "the broadcast to it", None, str(error)) from error
         if not (call.done() and collective.done()):
             raise EngineError(self.client.url, "a transfer to it", None, f"it did not end within {self.timeout:g} s")
 

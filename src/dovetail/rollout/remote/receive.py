@@ -1,4 +1,4 @@
-"""The receiving side of pushes (transports.py): a bucket's tensors are given on after all their sums are checked."""
+"""The receiving side of pushes."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,7 +14,7 @@ from dovetail.rollout.remote.transports import Entry
 
 
 class Receiver:
-    """An update is `begin`, `take` for each bucket, and `check`. CheckpointError names the tensor that is not as announced."""
+    """An update is `begin`, `take` of each bucket, and `check`. CheckpointError names a wrong tensor."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -22,12 +22,11 @@ class Receiver:
         self.begin()
 
     def connect(self, info: Mapping[str, Any]) -> None:
-        """Joins the trainer's group, if it has one. info: what `VllmReplica` sends."""
+        """Joins the trainer's group, if it has one. info: of `VllmReplica`."""
         self.close()
         if "master_address" in info:
-            address, port, rank = info["master_address"], info["master_port"], info["rank_offset"]
-            backend, size, timeout = info["backend"], info["world_size"], info["timeout"]
-            group = PrivateGroup(backend, address, size, timeout, rank=rank, port=port)
+            address, size, rank = info["master_address"], info["world_size"], info["rank_offset"]
+            group = PrivateGroup(info["backend"], address, size, info["timeout"], rank=rank, port=info["master_port"])
             group.connect(self.device)
             self._group = group
 
@@ -36,7 +35,7 @@ class Receiver:
         self._buckets = 0
 
     def take(self, update: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
-        """Whole tensors by name: views of the bucket's memory."""
+        """Views of the bucket's memory, once all sums are checked."""
         number, entries = update["bucket"], [Entry(*row) for row in update["tensors"]]
         first = entries[0].name
         if number != self._buckets:
@@ -76,9 +75,8 @@ class Receiver:
         if "memory" in update:
             if "path" not in update["memory"]:
                 raise CheckpointError("rollout.push.transport=ipc of a GPU: this server takes nccl or file from it")
-            return torch.from_file(update["memory"]["path"], shared=True, size=count, dtype=torch.uint8).to(
-                self.device, copy=True
-            )
+            mapped = torch.from_file(update["memory"]["path"], shared=True, size=count, dtype=torch.uint8)
+            return mapped.to(self.device, copy=True)
         if self._group is None:
             raise CheckpointError("no group with the trainer: its last broadcast failed; initialize the transfer again")
         place = self.device if self._group.backend == "nccl" else torch.device("cpu")

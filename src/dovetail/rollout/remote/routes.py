@@ -1,4 +1,4 @@
-"""The experts that an engine returns for each token, in the formats of vLLM 0.33.0 and SGLang 0.5.10."""
+"""Experts of each token, as vLLM 0.33.0 and SGLang 0.5.10 return them."""
 
 import base64
 import io
@@ -19,10 +19,9 @@ NPY = b"\x93NUMPY"
 
 
 def read_experts(text: str, tokens: int, moe: MoeSpec) -> Tensor:
-    """The experts of the prompt and the reply, [tokens - 1, M, K] in the layers of `moe`: the last token was not routed.
+    """[tokens - 1, M, K] in the layers of `moe`; the last token was not routed. MachineError if they are of another model.
 
-    text: base64 of an array of all layers, as a file of NumPy (vLLM) or as bare int32 (SGLang). MachineError if it is of
-    another model, or has rows that were never written.
+    text: base64 of an array of all layers, as a file of NumPy (vLLM) or bare int32 (SGLang).
     """
     if not text:
         raise MachineError(f"an engine returned no routes of experts; start it with {RETURNS_ROUTES}")
@@ -33,9 +32,8 @@ def read_experts(text: str, tokens: int, moe: MoeSpec) -> Tensor:
         every = np.lib.format.read_array(io.BytesIO(data), allow_pickle=False) if named else np.frombuffer(data, "<i4")
     except ValueError as error:
         raise MachineError(f"an engine returned routes that cannot be read: {error}") from None
-    if every.dtype.kind not in "iu" or (every.shape if named else every.size) != (
-        expected if named else math.prod(expected)
-    ):
+    fits = every.shape == expected if named else every.size == math.prod(expected)
+    if every.dtype.kind not in "iu" or not fits:
         raise MachineError(
             f"an engine returned routes of shape {every.shape} and type {every.dtype}, expected {expected}: tokens without "
             "the last one, layers, experts of a token"
@@ -51,7 +49,7 @@ def read_experts(text: str, tokens: int, moe: MoeSpec) -> Tensor:
 
 
 def share_trace(experts: Tensor | None, tokens: int, moe: MoeSpec, mesh: Mesh) -> RoutingTrace:
-    """Of one sample; experts: the first rank's. Collective."""
+    """experts: of the first rank. Collective."""
     whole = torch.zeros((tokens, len(moe.numbers), moe.top_k), dtype=narrow_dtype(moe.num_experts))
     if experts is not None:
         whole[:-1] = experts

@@ -1,11 +1,10 @@
-"""The sampler of engines in processes of their own: vLLM or SGLang servers, reached over HTTP by the first rank."""
+"""The sampler of inference servers, which the first rank reaches over HTTP."""
 
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, as_completed
 from dataclasses import replace
-from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -18,21 +17,14 @@ from dovetail.parallel.mesh import Mesh
 from dovetail.rollout.base import Completion, Prompt, SamplingParams, Watch, check_request
 from dovetail.rollout.journal import Answer
 from dovetail.rollout.remote.fleet import Fleet, Reply
-from dovetail.rollout.remote.http import EngineError
 from dovetail.rollout.remote.images import image_features
+from dovetail.rollout.remote.push import Pusher
 from dovetail.rollout.remote.routes import read_experts, share_trace
 from dovetail.rollout.remote.wire import Request
 
 
-class Push(Protocol):
-    """Puts weights into every replica and verifies them; an error for each that did not take them."""
-
-    def push(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Sequence[EngineError | None]: ...
-    def close(self) -> None: ...
-
-
 class RemoteSampler:
-    """Implements `Sampler`. fleet and pusher: of the first rank alone. moe: of traced experts. image_token: placeholder."""
+    """Implements `Sampler`. fleet, pusher: of the first rank. moe: of traced experts."""
 
     def __init__(
         self,
@@ -40,7 +32,7 @@ class RemoteSampler:
         dtype: torch.dtype,
         vocab_size: int,
         fleet: Fleet | None,
-        pusher: Push | None,
+        pusher: Pusher | None,
         moe: MoeSpec | None = None,
         image_token: int | None = None,
     ) -> None:
@@ -48,23 +40,24 @@ class RemoteSampler:
         self.moe, self.image_token = moe, image_token
         self.fleet, self.pusher = fleet, pusher
         self.version: int | None = None  # of the last push
-        self._run = uuid.uuid4().hex  # another run's cached prefixes have other weights
+        self._run = uuid.uuid4().hex  # servers cache prefixes of other runs
         self.watch: Watch | None = None
 
     def refill(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """As `Sampler.refill`: a push, which counts as one more version."""
+        """A push of the next version."""
         self.push(weights, 1 + (self.version or 0))
 
     def push(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """A verified push. Requests in flight continue after it. A replica that refuses it serves nothing until the next.
-
-        MachineError on every rank if none is left.
-        """
+        """Requests in flight continue after it. MachineError on every rank if no replica took it."""
         self.version = version
         stream, problem = iter(weights), ""
         try:
             if self.fleet is not None and self.pusher is not None:
-                problem = self._push(self.fleet, self.pusher, stream, version)
+                with self.fleet.pushing():
+                    errors = self.pusher.push(stream, version)
+                    for replica, error in zip(self.fleet.replicas, errors, strict=True):
+                        self.fleet.pushed(replica, version, error)
+                problem = "" if None in errors else "; ".join(map(str, errors))
         finally:
             for _ in stream:  # gathered with the other ranks
                 pass
@@ -74,13 +67,6 @@ class RemoteSampler:
         if self.fleet is not None and self.pusher is not None:
             self.fleet.close()
             self.pusher.close()
-
-    def _push(self, fleet: Fleet, pusher: Push, stream: Iterator[tuple[str, Tensor]], version: int) -> str:
-        with fleet.pushing():
-            errors = pusher.push(stream, version)
-            for replica, error in zip(fleet.replicas, errors, strict=True):
-                fleet.pushed(replica, version, error)
-        return "" if None in errors else "; ".join(map(str, errors))
 
     def sample(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Completion]:
         check_request(prompts, params, self.vocab_size, None, filled=self.version is not None)
@@ -94,16 +80,11 @@ class RemoteSampler:
         return self.shared(prompts, params, replies, problem, experts)
 
     def submit(self, samples: Sequence[tuple[Prompt, int, SamplingParams]]) -> "list[Future[Answer]]":
-        """Prompts with the number of a sample, for the first rank. Returns at once; pushes do not end them.
-
-        Tokens name their versions.
-        """
+        """Of the first rank. Returns at once; pushes do not end them."""
         fleet, version = self.fleet, self.version
         assert fleet is not None and version is not None, "the first rank, after a push"
         requests = [replace(self._request(prompt, params), sample=sample) for prompt, sample, params in samples]
-        return [
-            fleet.threads.submit(partial(self._answer, fleet, request, version)) for request in fleet.together(requests)
-        ]
+        return [fleet.threads.submit(self._answer, fleet, request, version) for request in fleet.together(requests)]
 
     def shared(
         self,
@@ -113,15 +94,33 @@ class RemoteSampler:
         problem: Exception | None,
         experts: Sequence[Tensor] = (),
     ) -> list[Completion]:
-        """The first rank's replies, ordered by prompt, then sample; its problem is raised on every rank. Collective."""
-        outcome = {
-            "problem": "" if problem is None else str(problem),
-            "data": isinstance(problem, DataError),
-            "finish": [reply.finish for reply in replies],
-            "versions": [reply.versions for reply in replies],
-            "lengths": [len(reply.ids) for reply in replies],
-        }
-        return self._completions(prompts, params, self._agree(outcome), replies, experts)
+        """The first rank's replies, by prompt, then sample; its problem is raised on every rank. Collective."""
+        outcome: dict[str, Any] = {"problem": str(problem or ""), "data": isinstance(problem, DataError)}
+        outcome |= {"finish": [reply.finish for reply in replies], "versions": [reply.versions for reply in replies]}
+        outcome = self._agree(outcome | {"lengths": [len(reply.ids) for reply in replies]})
+        world, device, lengths = self.mesh["world"], self.mesh.device, outcome["lengths"]
+        ids = torch.zeros(sum(lengths), dtype=torch.int64)
+        log_probs = torch.zeros(sum(lengths), dtype=torch.float64)
+        if replies:
+            ids = torch.tensor([token for reply in replies for token in reply.ids])
+            log_probs = torch.tensor([each for reply in replies for each in reply.log_probs], dtype=torch.float64)
+        drawn: list[int] = sum_over(ids.to(device), world).tolist()  # other ranks have zeros
+        scored: list[float] = sum_over(log_probs.to(device), world).tolist()
+        completions, first = [], 0
+        for slot, length in enumerate(lengths):
+            index, sample = divmod(slot, params.samples)
+            finish, versions = outcome["finish"][slot], outcome["versions"][slot]
+            span = slice(first, first + length)
+            spans = tuple((version, start, end) for version, start, end in versions)
+            trace = None
+            if self.moe is not None and params.trace:
+                mine = experts[slot] if experts else None
+                trace = share_trace(mine, len(prompts[index].ids) + length, self.moe, self.mesh)
+            completions.append(
+                Completion(prompts[index].row, sample, tuple(drawn[span]), tuple(scored[span]), finish, trace, spans)
+            )
+            first += length
+        return completions
 
     def _answer(self, fleet: Fleet, request: Request, oldest: int) -> Answer:
         reply = fleet.draw(request)
@@ -130,7 +129,6 @@ class RemoteSampler:
         return Answer(request.sample, tuple(reply.ids), tuple(reply.log_probs), reply.versions, reply.finish)
 
     def _draw(self, fleet: Fleet, prompts: Sequence[Prompt], params: SamplingParams) -> list[Reply]:
-        """Ordered by prompt, then sample."""
         assert self.version is not None
         prepared = [self._request(prompt, params) for prompt in prompts]
         requests = [replace(request, sample=sample) for request in prepared for sample in range(params.samples)]
@@ -160,7 +158,7 @@ class RemoteSampler:
         return Request(ids=ids, row=prompt.row, sample=0, params=params, salt=salt, images=images)
 
     def _check(self, reply: Reply, oldest: int) -> None:
-        """oldest: version when it was asked for."""
+        """oldest: version at the request."""
         newest = self.version
         assert newest is not None
         if other := [version for version, _, _ in reply.versions if not oldest <= version <= newest]:
@@ -172,7 +170,7 @@ class RemoteSampler:
             raise MachineError(f"an engine drew the id {max(reply.ids)} of a vocabulary of {self.vocab_size}")
 
     def _experts(self, prompts: Sequence[Prompt], params: SamplingParams, replies: Sequence[Reply]) -> list[Tensor]:
-        """Of each reply with its prompt; none if they are not traced."""
+        """Of each reply with its prompt, if traced."""
         if self.moe is None or not params.trace:
             return []
         lengths = [len(prompt.ids) for prompt in prompts for _ in range(params.samples)]
@@ -182,42 +180,8 @@ class RemoteSampler:
         ]
 
     def _agree(self, outcome: dict[str, Any]) -> dict[str, Any]:
-        """The first rank's. MachineError (DataError of a row) on every rank if it has a problem. Collective."""
+        """The first rank's; its problem is raised on every rank. Collective."""
         agreed = cast(dict[str, Any], of_first(outcome, self.mesh))
         if agreed["problem"]:
             raise (DataError if agreed.get("data") else MachineError)(agreed["problem"])
         return agreed
-
-    def _completions(
-        self,
-        prompts: Sequence[Prompt],
-        params: SamplingParams,
-        outcome: dict[str, Any],
-        replies: Sequence[Reply | Answer],
-        experts: Sequence[Tensor],
-    ) -> list[Completion]:
-        """Ids, log-probs and experts are those of the first rank, which others get by a sum with zeros."""
-        world, device, lengths = self.mesh["world"], self.mesh.device, outcome["lengths"]
-        ids = torch.zeros(sum(lengths), dtype=torch.int64)
-        log_probs = torch.zeros(sum(lengths), dtype=torch.float64)
-        if replies:
-            ids = torch.tensor([token for reply in replies for token in reply.ids])
-            log_probs = torch.tensor([each for reply in replies for each in reply.log_probs], dtype=torch.float64)
-        drawn: list[int] = sum_over(ids.to(device), world).tolist()
-        scored: list[float] = sum_over(log_probs.to(device), world).tolist()
-        completions, first = [], 0
-        for slot, (length, finish, versions) in enumerate(
-            zip(lengths, outcome["finish"], outcome["versions"], strict=True)
-        ):
-            index, sample = divmod(slot, params.samples)
-            span = slice(first, first + length)
-            spans = tuple((version, start, end) for version, start, end in versions)
-            trace = None
-            if self.moe is not None and params.trace:
-                mine = experts[slot] if experts else None
-                trace = share_trace(mine, len(prompts[index].ids) + length, self.moe, self.mesh)
-            completions.append(
-                Completion(prompts[index].row, sample, tuple(drawn[span]), tuple(scored[span]), finish, trace, spans)
-            )
-            first += length
-        return completions

@@ -1,11 +1,11 @@
-"""SGLang's server, written to the message classes of 0.5.10.post1 and run against a stand-in alone. Imports no torch."""
+"""SGLang's server, by the message classes of 0.5.10.post1; never run against a real one."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from dovetail.errors import ConfigError
-from dovetail.rollout.remote.http import Client, EngineError
-from dovetail.rollout.remote.wire import FINISHES, NO_BIAS, STREAMED, Abilities, LogProbs, Part, Request, Spans
+from dovetail.rollout.remote.http import Client, Deadline, EngineError
+from dovetail.rollout.remote.wire import FINISHES, NO_BIAS, STREAMED, Abilities, LogProbs, Part, Request
 
 if TYPE_CHECKING:
     from dovetail.rollout.base import SamplingParams
@@ -24,20 +24,14 @@ COLD = 0.5  # a temperature that shows which log-probs come back
 
 
 class Sglang:
-    """Implements `Wire`."""
-
-    @property
-    def starts(self) -> Mapping[LogProbs, str]:
-        return STARTS
+    starts: ClassVar[Mapping[LogProbs, str]] = STARTS
 
     def probe(self, client: Client, vocab_size: int | None) -> Abilities:
         paths = client.get("/openapi.json").get("paths", {})
         if missing := [path for path in (GENERATE, *PUSH_PATHS) if path not in paths]:
-            other = (
-                "; it looks like vLLM, which rollout.backend=vllm is for" if "/inference/v1/generate" in paths else ""
-            )
+            vllm = "; it looks like vLLM, which rollout.backend=vllm is for" * ("/inference/v1/generate" in paths)
             raise ConfigError(
-                f"engine {client.url} has no {', '.join(missing)}, which SGLang 0.5.10 and newer have{other}"
+                f"engine {client.url} has no {', '.join(missing)}, which SGLang 0.5.10 and newer have{vllm}"
             )
         info, config = client.get("/model_info"), client.get("/server_info")
         cards = client.get("/v1/models").get("data") or [{}]
@@ -54,12 +48,7 @@ class Sglang:
         )
 
     def generate(
-        self,
-        client: Client,
-        server: Abilities,
-        request: Request,
-        received: Sequence[int],
-        deadline: Callable[[], float],
+        self, client: Client, server: Abilities, request: Request, received: Sequence[int], deadline: Deadline
     ) -> Iterator[Part]:
         drawn, spans = 0, list[tuple[int, int, int]]()
         for event in client.stream(GENERATE, generate_body(server, request, received), deadline):
@@ -76,12 +65,12 @@ class Sglang:
             if str(meta.get("weight_version", "")).isdigit() and fresh:
                 spans.append((int(meta["weight_version"]), drawn, drawn + fresh))
             drawn += fresh
-            versions = _whole(spans, drawn) if finish else ()
+            versions = tuple(spans) if finish and sum(end - start for _, start, end in spans) == drawn else ()
             routes = meta.get("routed_experts") or ""
             yield Part(ids, [entry[0] for entry in entries], FINISHES.get(finish), versions, routes)
 
     def continues(self, params: "SamplingParams") -> bool:
-        """Its repetition penalty may count the tokens of a reply alone, and routes come with the last token."""
+        """As of `Vllm`; its repetition penalty may count the tokens of a reply alone."""
         return not params.stop and not params.trace and params.repetition_penalty == 1
 
 
@@ -120,19 +109,8 @@ def generate_body(server: Abilities, request: Request, received: Sequence[int]) 
     }
 
 
-def _whole(spans: Sequence[tuple[int, int, int]], length: int) -> Spans:
-    """Joined where versions are equal; empty unless they cover the reply."""
-    joined = list[tuple[int, int, int]]()
-    for version, start, end in spans:
-        if joined and joined[-1][0] == version and joined[-1][2] == start:
-            joined[-1] = (version, joined[-1][1], end)
-        else:
-            joined.append((version, start, end))
-    return tuple(joined) if sum(end - start for _, start, end in joined) == length else ()
-
-
 def _log_probs(client: Client, token: int) -> LogProbs:
-    """By the likeliest tokens at two temperatures: before it, their log-probs are the same."""
+    """By the likeliest tokens at two temperatures."""
     spread = dict[float, float]()
     for temperature in (1.0, COLD):
         sampling = {"max_new_tokens": 1, "temperature": temperature, "top_k": -1, "top_p": 1.0, "ignore_eos": True}

@@ -1,12 +1,8 @@
-"""Position-dependent sums of tensors: what proves that a weight arrived as it left (docs/adr/026-sums-of-weights.md).
+"""Sums of weights (docs/adr/026-sums-of-weights.md).
 
-The bytes of a tensor, padded with zeros to whole 64-bit words w_0, w_1, ... (little-endian), have the sum
+Bytes are padded with zeros to 64-bit words w_0, w_1, ... (little-endian); mix is the finalizer of SplitMix64:
 
-    num_bytes + sum over i of mix(w_i xor (i * STEP))    modulo 2^64,
-
-where mix, the finalizer of SplitMix64, is a bijection. One changed word always changes the sum; anything else that differs,
-also words in another order, has an equal sum with a probability of 2^-64. Additions commute: any order of the words, on any
-device, gives the same bits.
+    num_bytes + sum over i of mix(w_i xor (i * STEP))    modulo 2^64
 """
 
 import importlib
@@ -18,13 +14,13 @@ from torch import Tensor
 
 STEP, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # of SplitMix64
 WORD = 8  # bytes
-CHUNK = 1 << 16  # words at once on a CPU: they stay in its cache
+CHUNK = 1 << 16  # words that a CPU's cache holds
 MASK = (1 << 64) - 1
 TOTALS = 256  # allocated together
 
 
 def sums_of(tensors: Iterable[Tensor]) -> list[str]:
-    """The sum of each tensor, of any dtype and shape, as 16 hexadecimal digits. Waits for the device once."""
+    """16 hexadecimal digits for each tensor. Waits for the device once."""
     sums = Sums()
     for tensor in tensors:
         sums.add(tensor)
@@ -32,7 +28,7 @@ def sums_of(tensors: Iterable[Tensor]) -> list[str]:
 
 
 class Sums:
-    """Of tensors on one device, one after the other. `add` waits for nothing."""
+    """Of tensors on one device. `add` does not wait for it."""
 
     def __init__(self) -> None:
         self._sizes: list[int] = []
@@ -59,13 +55,12 @@ class Sums:
         self._totals.append(total)
 
     def hexadecimal(self) -> list[str]:
-        """16 digits for each. Waits for the device."""
         totals = torch.stack(self._totals).tolist() if self._totals else []
         return [f"{(total + size) & MASK:016x}" for total, size in zip(totals, self._sizes, strict=True)]
 
 
 def add_words(words: Tensor, total: Tensor, first: int) -> None:
-    """Adds the mixed words [n] int64, the first of which is number `first`, to `total`. The definition."""
+    """Adds mixed words [n] int64 from number `first` on to `total`. The definition."""
     for start in range(0, len(words), CHUNK):
         x = words[start : start + CHUNK]
         place = torch.arange(first + start, first + start + len(x), dtype=torch.int64, device=words.device)
@@ -76,7 +71,7 @@ def add_words(words: Tensor, total: Tensor, first: int) -> None:
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:
-    """To the right, zeros from the left: torch repeats the sign."""
+    """To the right, with zeros: torch repeats the sign."""
     return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 

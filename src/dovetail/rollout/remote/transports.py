@@ -1,4 +1,4 @@
-"""How the bytes of a bucket reach the servers: by files, by shared memory, or by a broadcast."""
+"""Buckets of weights, by files, shared memory or broadcasts."""
 
 import base64
 import os
@@ -21,10 +21,8 @@ SLOTS = 2  # one is filled while the other is sent
 
 
 class Entry(NamedTuple):
-    """A tensor of a bucket. dtype: torch's name without "torch."."""
-
     name: str
-    dtype: str
+    dtype: str  # without "torch."
     shape: tuple[int, ...]
     start: int
     sum: str
@@ -32,22 +30,20 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class Bucket:
-    """data: uint8, on the transport's device."""
-
     number: int
     entries: tuple[Entry, ...]
-    data: Tensor
+    data: Tensor  # uint8
 
 
 class Transport:
-    """Memory for two buckets in turn. Buckets of a broadcast are sent from it as they are."""
+    """Memory for two buckets in turn; all that broadcasts need."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._slots: dict[int, Tensor] = {}
 
     def memory(self, number: int, num_bytes: int) -> Tensor:
-        """At least `num_bytes`, uint8, for bucket `number`; it holds bucket `number - SLOTS` until then."""
+        """uint8, at least `num_bytes`, that of bucket `number - SLOTS`."""
         slot = self._slots.get(number % SLOTS)
         if slot is None or len(slot) < num_bytes:
             self._slots.pop(number % SLOTS, None)
@@ -55,14 +51,14 @@ class Transport:
         return slot
 
     def publish(self, bucket: Bucket) -> None:
-        """Once for all servers, before any of them is told of it."""
+        """Once for all servers."""
 
     def fields(self, bucket: Bucket, workers: int) -> list[dict[str, Any]]:
-        """How a server gets at the bytes: one for all of its workers, or one for each."""
+        """Of a request: for all workers of a server, or for each."""
         return [{}]
 
     def close(self) -> None:
-        """Ends a push: frees the memory."""
+        """Frees the memory."""
         self._slots = {}
 
     def _allocate(self, slot: int, num_bytes: int) -> Tensor:
@@ -70,7 +66,7 @@ class Transport:
 
 
 class FileTransport(Transport):
-    """Two files in turn, in a directory that the servers see by the same path."""
+    """Two files in turn, at paths that the servers see."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(torch.device("cpu"))
@@ -94,14 +90,14 @@ class FileTransport(Transport):
         return self._own / f"{bucket.number % SLOTS}.bucket"
 
     def _sweep(self) -> None:
-        """Removes what killed processes of this host left."""
+        """Removes files of killed processes of this host."""
         for left in self._parent.glob(f"push-{socket.gethostname()}-*"):
             if not Path("/proc", left.name.rpartition("-")[2]).exists():
                 shutil.rmtree(left, ignore_errors=True)
 
 
 class MemoryTransport(Transport):
-    """Memory of this process that others of its host map: of a GPU by CUDA IPC, else an anonymous file of Linux."""
+    """Memory that processes of this host map: by CUDA IPC, or an anonymous file of Linux."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -130,13 +126,11 @@ class MemoryTransport(Transport):
         return torch.from_file(f"/proc/self/fd/{file}", shared=True, size=num_bytes, dtype=torch.uint8)
 
     def _handle(self, data: Tensor) -> dict[str, Any]:
-        """Exported anew for each process that opens it, which torch counts."""
+        """For one process: torch counts those that open it."""
         storage = data.untyped_storage()
         _, handle, size, offset, counter, counter_offset, event, waits = storage._share_cuda_()
-        text = {
-            name: base64.b64encode(raw).decode()
-            for name, raw in (("handle", handle), ("counter", counter), ("event", event))
-        }
+        parts = {"handle": handle, "counter": counter, "event": event}
+        text = {name: base64.b64encode(raw).decode() for name, raw in parts.items()}
         numbers = {"size": size, "offset": offset, "counter_offset": counter_offset, "event_waits": waits}
         return {"device": str(torch.cuda.get_device_properties(data.device).uuid), **text, **numbers}
 
@@ -150,10 +144,7 @@ def make_transport(kind: Kind, device: torch.device, directory: Path) -> Transpo
 def fill(
     weights: Iterable[tuple[str, Tensor]], transport: Transport, bucket_bytes: int, *, alignment: int
 ) -> Iterator[Bucket]:
-    """Whole tensors in buckets of at most `bucket_bytes`, or of one larger tensor, and their sums.
-
-    The caller sends a bucket before it asks for the next but one, whose memory is the same.
-    """
+    """Whole tensors in buckets of at most `bucket_bytes`, or of one larger tensor."""
     number, end = 0, 0
     entries: list[tuple[str, str, tuple[int, ...], int]] = []
     sums = Sums()
@@ -162,7 +153,7 @@ def fill(
         rows = tuple(Entry(*entry, text) for entry, text in zip(entries, sums.hexadecimal(), strict=True))
         data = transport.memory(number, end)[:end]
         if data.is_cuda:
-            torch.cuda.current_stream(data.device).synchronize()  # weights of a host may still be on their way
+            torch.cuda.current_stream(data.device).synchronize()  # weights may be on their way from the host
         return Bucket(number, rows, data)
 
     for name, tensor in weights:

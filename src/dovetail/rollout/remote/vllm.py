@@ -1,20 +1,11 @@
-"""vLLM's server: token ids in, token ids and log-probs out. Written to vLLM 0.33.0. Imports no torch."""
+"""vLLM's server, as of 0.33.0."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from dovetail.errors import ConfigError, MachineError
-from dovetail.rollout.remote.http import Client, EngineError
-from dovetail.rollout.remote.wire import (
-    FINISHES,
-    NO_BIAS,
-    STREAMED,
-    Abilities,
-    LogProbs,
-    Part,
-    Request,
-    pushed_spans,
-)
+from dovetail.rollout.remote.http import Client, Deadline, EngineError
+from dovetail.rollout.remote.wire import FINISHES, NO_BIAS, STREAMED, Abilities, LogProbs, Part, Request, pushed_spans
 
 if TYPE_CHECKING:
     from dovetail.rollout.base import SamplingParams
@@ -31,13 +22,10 @@ TRANSFER = '--weight-transfer-config \'{"backend": "dovetail_nccl"}\' and the pl
 
 
 class Vllm:
-    """Implements `Wire`."""
-
-    @property
-    def starts(self) -> Mapping[LogProbs, str]:
-        return STARTS
+    starts: ClassVar[Mapping[LogProbs, str]] = STARTS
 
     def probe(self, client: Client, vocab_size: int | None) -> Abilities:
+        """ConfigError if it lacks what a run needs."""
         described = client.get("/openapi.json")
         paths = described.get("paths", {})
         if GENERATE not in paths:
@@ -49,14 +37,16 @@ class Vllm:
                 f"engine {client.url} (vLLM {version}) has no {', '.join(missing)}, so that no weights can be pushed to "
                 f"it; start it with {DEV_MODE}"
             )
-        card = _first_model(client)
+        card = (client.get("/v1/models").get("data") or [{}])[0]
+        if "id" not in card:
+            raise ConfigError(f"engine {client.url} serves no model")
         config = client.get("/server_info?config_format=json")["vllm_config"]
         mode, transfer = config["model_config"]["logprobs_mode"], config.get("weight_transfer_config")
         if mode not in MODES:
             raise ConfigError(f"engine {client.url} gives {mode}; start it with {STARTS['processed']}")
         if not transfer:
             raise ConfigError(f"engine {client.url} takes no weights; start it with {TRANSFER}")
-        request = described["components"]["schemas"]["GenerateRequest"]["properties"]
+        schemas = described["components"]["schemas"]
         server = Abilities(
             kind="vllm",
             model=card["id"],
@@ -64,23 +54,18 @@ class Vllm:
             max_length=card.get("max_model_len"),
             log_probs=MODES[mode],
             transfer=transfer["backend"],
-            fields=frozenset(request["sampling_params"]["properties"]),
-            images="kwargs_data"
-            in described["components"]["schemas"].get("MultiModalFeatures", {}).get("properties", {}),
+            fields=frozenset(schemas["GenerateRequest"]["properties"]["sampling_params"]["properties"]),
+            images="kwargs_data" in schemas.get("MultiModalFeatures", {}).get("properties", {}),
             routes=bool((config.get("aux_output_config") or {}).get("enable_return_routed_experts")),
         )
-        if not client.get("/is_paused").get("is_paused"):  # else its last trainer ended in a push; ours comes first
+        if not client.get("/is_paused").get("is_paused"):  # else its last trainer ended in a push
             _check_generation(client, server, vocab_size)
         return server
 
     def generate(
-        self,
-        client: Client,
-        server: Abilities,
-        request: Request,
-        received: Sequence[int],
-        deadline: Callable[[], float],
+        self, client: Client, server: Abilities, request: Request, received: Sequence[int], deadline: Deadline
     ) -> Iterator[Part]:
+        """Continue the prompt and the tokens received."""
         drawn, body = 0, generate_body(server, request, received)
         for event in client.stream(GENERATE, body, deadline):
             if request.images and not drawn and event.get("prompt_token_ids") != body["token_ids"]:
@@ -97,12 +82,12 @@ class Vllm:
                 yield Part(ids, [each["logprob"] for each in content], FINISHES.get(finish), versions, routes)
 
     def continues(self, params: "SamplingParams") -> bool:
-        """A string to stop at may have begun in the tokens that are then the prompt; routes come with the last token."""
+        """Whether a reply can be continued: stop strings may have begun in it; routes come with the last token."""
         return not params.stop and not params.trace
 
 
 def generate_body(server: Abilities, request: Request, received: Sequence[int]) -> dict[str, Any]:
-    """Every sampling field is sent: those left out come from the model's generation_config.json."""
+    """All sampling fields: others would come from generation_config.json."""
     params = request.params
     sampling = {
         "n": 1,
@@ -139,18 +124,9 @@ def generate_body(server: Abilities, request: Request, received: Sequence[int]) 
     return body if request.images is None else {**body, "features": request.images, "return_token_ids": True}
 
 
-def _first_model(client: Client) -> dict[str, Any]:
-    cards = client.get("/v1/models").get("data") or [{}]
-    if "id" not in cards[0]:
-        raise ConfigError(f"engine {client.url} serves no model")
-    card: dict[str, Any] = cards[0]
-    return card
-
-
 def _check_generation(client: Client, server: Abilities, vocab_size: int | None) -> None:
-    """One token behind the last id of the vocabulary, and none behind the id after it."""
-    last = 0 if vocab_size is None else vocab_size - 1
-    for token, known in ((last, True), (last + 1, False)) if vocab_size is not None else ((last, True),):
+    """The server takes the last id of the vocabulary, and not the next one."""
+    for token, known in [(0, True)] if vocab_size is None else [(vocab_size - 1, True), (vocab_size, False)]:
         sampling = {"max_tokens": 1, "temperature": 0.0, "logprobs": 0, "detokenize": False}
         body = {"model": server.model, "token_ids": [token], "sampling_params": sampling}
         try:

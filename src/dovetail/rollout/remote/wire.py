@@ -1,12 +1,12 @@
-"""What is asked of an inference server, and what it answers. Imports no torch."""
+"""Requests to inference servers, and their answers."""
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from dovetail.errors import ConfigError
-from dovetail.rollout.remote.http import Client, EngineError
+from dovetail.rollout.remote.http import EngineError
 
 if TYPE_CHECKING:  # imports torch
     from dovetail.rollout.base import SamplingParams
@@ -15,70 +15,65 @@ Spans = tuple[tuple[int, int, int], ...]  # (version of the weights, first token
 Finish = Literal["stop", "length"]
 LogProbs = Literal["processed", "tempered", "penalized", "raw"]
 FINISHES: Mapping[object, Finish] = {"stop": "stop", "length": "length"}
-STREAMED = 128  # tokens of an event: what is lost with an engine; each costs the server's and the trainer's Python time
-NO_BIAS = -100.0  # added to the logits of banned ids
-RETURNS_ROUTES = "--enable-return-routed-experts"  # of both servers, for a mixture of experts
-MOST_BANNED = 1024  # of a request, in vLLM
+STREAMED = 128  # tokens of an event; each costs Python time of the server and the trainer
+NO_BIAS = -100.0  # of the logits of banned ids
+RETURNS_ROUTES = "--enable-return-routed-experts"  # of both servers
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One sample of a prompt. salt: of the server's prefix cache. batch: a name, requests that begin together, and its number."""
+    """One sample of a prompt."""
 
     ids: Sequence[int]
     row: int
     sample: int
     params: "SamplingParams"
-    salt: str
-    images: Mapping[str, Any] | None = None  # of the prompt, as vLLM takes them
-    batch: tuple[str, int, int] | None = None
+    salt: str  # of the prefix cache
+    images: Mapping[str, Any] | None = None  # vLLM's `features`
+    batch: tuple[str, int, int] | None = None  # name, number of requests, own number
 
     def seed(self, received: int) -> int:
-        """Another one behind tokens that are kept: a server counts its draws from its first one."""
+        """Depends on the tokens received: a server counts draws from its first one."""
         params = self.params
         key = f"{params.seed}/{params.step}/{self.row}/{self.sample}/{received}"
         return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8]) >> 1
 
     def keys(self, received: int) -> dict[str, Any]:
-        """For a server of the embedded sampler: what the noise depends on, and the batch."""
+        """For `dovetail serve`: what the noise depends on, and the batch."""
         params, batch = self.params, None if received else self.batch
         return {"noise": [params.seed, params.step, self.row, self.sample], "drawn": received, "batch": batch}
 
 
 class Part(NamedTuple):
-    """Tokens of a stream. With the last ones come versions, of all its tokens (empty: unknown), and routes, as received."""
+    """Tokens of a stream. versions and routes, of all, come with the last."""
 
     ids: Sequence[int]
     log_probs: Sequence[float]
     finish: Finish | None = None
-    versions: Spans = ()
-    routes: str = ""  # of the prompt and all tokens but the last; see routes.py
+    versions: Spans = ()  # empty: unknown
+    routes: str = ""  # see routes.py
 
 
 @dataclass(frozen=True, kw_only=True)
 class Abilities:
-    """Of a server as it was started.
-
-    log_probs: raw, before penalties, temperature and cuts; penalized, behind the first; tempered, behind the second;
-    processed, behind all. transfer: how it takes weights. incremental: an event holds its own tokens alone.
-    """
+    """log_probs: raw; penalized; tempered: also at the temperature; processed: also after cuts."""
 
     kind: Literal["vllm", "sglang"]
     model: str
     version: str
     max_length: int | None
     log_probs: LogProbs
-    transfer: str | None = None
-    incremental: bool = True
-    routes: bool = False  # it returns the experts of each token
-    images: bool = False  # it takes them with token ids
+    transfer: str | None = None  # of weights
+    incremental: bool = True  # an event has its own tokens alone
+    routes: bool = False  # returns experts
+    images: bool = False  # with token ids
     fields: frozenset[str] = frozenset()  # of vLLM's sampling parameters
-    keyed: bool = False  # it is the embedded sampler
+    keyed: bool = False  # the embedded sampler
 
 
 @dataclass(frozen=True, kw_only=True)
 class Drawing:
-    """What a run or an evaluation samples with, as far as it concerns log-probs."""
+    """Sampling parameters that concern log-probs."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -87,36 +82,8 @@ class Drawing:
     repetition_penalty: float = 1.0
 
 
-class Wire(Protocol):
-    """How one kind of server is spoken to."""
-
-    @property
-    def starts(self) -> Mapping[LogProbs, str]:
-        """What it is started with to give a kind of log-probs."""
-        ...
-
-    def probe(self, client: Client, vocab_size: int | None) -> Abilities:
-        """ConfigError if it lacks what a run needs."""
-        ...
-
-    def generate(
-        self,
-        client: Client,
-        server: Abilities,
-        request: Request,
-        received: Sequence[int],
-        deadline: Callable[[], float],
-    ) -> Iterator[Part]:
-        """Draw on behind the prompt and the tokens received."""
-        ...
-
-    def continues(self, params: "SamplingParams") -> bool:
-        """Whether tokens of one server can be gone on from by another, else a sample begins anew."""
-        ...
-
-
 def fitting_log_probs(drawing: Drawing) -> list[LogProbs]:
-    """The kinds that are at the sampling temperature, before cuts and penalties, as training computes them."""
+    """The kinds that equal those at the temperature, before cuts and penalties."""
     plain, warm = drawing.repetition_penalty == 1, drawing.temperature not in (0, 1)
     cut = drawing.temperature > 0 and (drawing.top_p < 1 or drawing.top_k > 0 or drawing.min_p > 0)
     fits: dict[LogProbs, bool] = {
@@ -128,17 +95,15 @@ def fitting_log_probs(drawing: Drawing) -> list[LogProbs]:
     return [kind for kind, fit in fits.items() if fit]
 
 
-def check_log_probs(url: str, server: Abilities, wire: Wire, drawings: Sequence[Drawing]) -> None:
-    """ConfigError if the server's log-probs are not those that training needs of each."""
-    kinds = [kind for kind in wire.starts if all(kind in fitting_log_probs(drawing) for drawing in drawings)]
+def check_log_probs(url: str, server: Abilities, starts: Mapping[LogProbs, str], drawings: Sequence[Drawing]) -> None:
+    """ConfigError if training needs another kind. starts: how to get a kind."""
+    kinds = [kind for kind in starts if all(kind in fitting_log_probs(drawing) for drawing in drawings)]
     wrong = next((drawing for drawing in drawings if server.log_probs not in fitting_log_probs(drawing)), None)
     if wrong is None:
         return
-    usual = Drawing()
-    given = ", ".join(f"{name}={value:g}" for name, value in vars(wrong).items() if value != vars(usual)[name])
-    remedy = (
-        f"start it with {wire.starts[kinds[0]]}" if kinds else f"no start of it gives these, so change one of {given}"
-    )
+    usual = vars(Drawing())
+    given = ", ".join(f"{name}={value:g}" for name, value in vars(wrong).items() if value != usual[name])
+    remedy = f"start it with {starts[kinds[0]]}" if kinds else f"no start of it gives these, so change one of {given}"
     raise ConfigError(
         f"engine {url} gives log-probs that are {server.log_probs}, but with {given} training needs those at the temperature "
         f"and before cuts and penalties; {remedy}"
@@ -146,7 +111,7 @@ def check_log_probs(url: str, server: Abilities, wire: Wire, drawings: Sequence[
 
 
 def pushed_spans(spans: Any, length: int, url: str) -> Spans:
-    """Of a reply, checked to cover its tokens; empty if it has none, or of weights that no trainer pushed."""
+    """Checked to cover a reply; empty without pushed versions."""
     if not spans:
         return ()
     try:
