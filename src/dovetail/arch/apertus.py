@@ -1,4 +1,4 @@
-"""Apertus: RMSNorm on the heads of q and k, an ungated feed-forward block with xIELU, norms under names of their own."""
+"""Apertus: QK-norm, an ungated MLP with xIELU, its own names of norms."""
 
 from dataclasses import replace
 
@@ -9,7 +9,7 @@ THETA = 12000000.0
 
 
 def apertus_spec(config: Config) -> ArchSpec:
-    if config.get("rope_parameters") is None and not config.get("rope_scaling"):  # an empty set is that of no scaling
+    if config.get("rope_parameters") is None and not config.get("rope_scaling"):  # an empty set: no scaling
         config = {
             **config,
             "rope_parameters": {

@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V3 (also Moonlight, Kimi-K2): latent attention, dense first layers, shared experts, grouped routing."""
+"""DeepSeek-V2, V3, Moonlight, Kimi-K2: latent attention, dense first layers, shared experts, grouped routing."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -100,7 +100,7 @@ def deepseek_v3_spec(config: Config) -> ArchSpec:
 
 
 def _predictors(c: Fields, depth: int) -> tuple[str, ...]:
-    """Tensors of multi-token prediction, after the last layer."""
+    """Of multi-token prediction, after the last layer."""
     count = min(c.integer("num_mtp_layers"), MAX_PREDICTORS) if c.get("num_mtp_layers") else 1
     return tuple(f"model.layers.{depth + module}.*" for module in range(count))
 
@@ -128,7 +128,7 @@ def _moe(c: Fields, *, grouped: bool) -> MoeSpec:
 
 
 def _latent(c: Fields, *, interleaved: bool = True, mlp_bias: bool = False) -> ArchSpec:
-    """The dense part, with latent attention."""
+    """Without experts."""
     heads, bias = c.integer("num_attention_heads"), c.flag("attention_bias")
     if c.get("num_key_value_heads") not in (None, heads):
         raise c.refusal("num_key_value_heads", f"num_attention_heads={heads}: every head has its own key and value")
@@ -142,7 +142,6 @@ def _latent(c: Fields, *, interleaved: bool = True, mlp_bias: bool = False) -> A
         interleaved=interleaved,
         bias=bias,
     )
-    # The rotary table has rope_dim channels.
     c = replace(c, config={**c.config, "head_dim": latent.rope_dim, "num_key_value_heads": heads})
     spec = dense_spec(c, windows=layer_windows(c, used=False, per_layer=False), o_bias=bias, mlp_bias=mlp_bias)
     if spec.rope.rotary_dim != latent.rope_dim:
@@ -153,7 +152,7 @@ def _latent(c: Fields, *, interleaved: bool = True, mlp_bias: bool = False) -> A
 
 
 def _stretch(c: Fields) -> float:
-    """With `mscale_all_dim`, yarn's mscale squared."""
+    """yarn's mscale squared."""
     r = rope_fields(c)
     if r.get("rope_type") == "default" or not r.get("mscale_all_dim") or not r.get("factor"):
         return 1.0

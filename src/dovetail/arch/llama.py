@@ -1,4 +1,4 @@
-"""Llama 2 and 3.x: no window; `attention_bias` covers all four projections, `mlp_bias` all three."""
+"""Llama 2 and 3.x: no window; `attention_bias` and `mlp_bias` cover all projections."""
 
 from dovetail.arch.common import BASE, Config, dense_spec, family_fields, layer_windows
 from dovetail.arch.spec import ArchSpec

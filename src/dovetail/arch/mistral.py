@@ -1,4 +1,4 @@
-"""Mistral: no biases, one sliding window for all layers. Mixtral: experts in every layer, a softmax over the chosen ones."""
+"""Mistral: one sliding window. Mixtral: experts in every layer, a softmax over the chosen ones."""
 
 from dovetail.arch.common import BASE, Config, dense_spec, family_fields, layer_windows, renamed, with_experts
 from dovetail.arch.spec import ArchSpec, MoeSpec
@@ -33,6 +33,6 @@ def mixtral_spec(config: Config) -> ArchSpec:
         num_experts=c.integer("num_local_experts"),
         top_k=c.integer("num_experts_per_tok"),
         ffn_width=spec.ffn_width,
-        normalize=True,  # equals a softmax over the chosen ones
+        normalize=True,  # a softmax over the chosen ones
     )
     return with_experts(spec, c, moe)

@@ -1,4 +1,4 @@
-"""Qwen2 and 2.5: biases on q, k, v; optional sliding windows. Qwen2-MoE: softmax routing, a shared expert with a sigmoid gate."""
+"""Qwen2, 2.5: biases on q, k, v; optional windows. Qwen2-MoE: softmax routing, a gated shared expert."""
 
 from dataclasses import replace
 
@@ -42,7 +42,7 @@ def qwen2_moe_spec(config: Config) -> ArchSpec:
         norm_topk_prob=False,
     )
     windowed = c.flag("use_sliding_window")
-    if windowed and c.get("layer_types") is None:  # older configs mean every other one of the first layers
+    if windowed and c.get("layer_types") is None:  # every other one, in older configs
         last, depth = c.integer("max_window_layers", least=0), c.integer("num_hidden_layers")
         types = [SLIDING if layer % 2 == 0 and layer < last else FULL for layer in range(depth)]
         c = replace(c, config={**config, "layer_types": types})

@@ -1,4 +1,4 @@
-"""Qwen3: RMSNorm on the heads of q and k, `attention_bias` on all projections. Qwen3-MoE: softmax routing."""
+"""Qwen3: QK-norm, `attention_bias` on all projections. Qwen3-MoE: softmax routing."""
 
 from dovetail.arch.common import (
     QWEN,

@@ -1,4 +1,4 @@
-"""Sizes of a model that the transformers engine runs. No torch here."""
+"""Sizes of a model of the transformers engine. No torch here."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ class TransformersHeads:
 
 @dataclass(frozen=True, kw_only=True)
 class TransformersSpec:
-    """Of the text backbone, named as in `ArchSpec`."""
+    """Of the text backbone, as in `ArchSpec`."""
 
     family: str
     vocab_size: int
@@ -26,11 +26,11 @@ class TransformersSpec:
     attention: TransformersHeads
     tie_embeddings: bool
     ignored: tuple[str, ...] = ()
-    lacking: str = ""  # the option that the native engine does not support
+    lacking: str = ""  # for the native engine
 
     @property
     def layer_params(self) -> tuple[int, ...]:
-        """An estimate: four square projections and a gated feed-forward block."""
+        """An estimate."""
         shared = self.attention.num_kv_heads / self.attention.num_heads
         return (int(self.width * self.width * (2 + 2 * shared)) + 3 * self.width * self.ffn_width,) * self.depth
 
@@ -39,7 +39,7 @@ class TransformersSpec:
         return self.width * self.vocab_size
 
     def flops(self, length: int) -> float:
-        """An estimate of `ArchSpec.flops`."""
+        """An estimate."""
         products = 2.0 * (sum(self.layer_params) + self.head_params) * length
         return products + 2.0 * length * length * self.width * self.depth
 
@@ -49,7 +49,7 @@ MAX_SIZE, MAX_LAYERS = 1 << 31, 1 << 16
 
 
 def transformers_spec(config: Mapping[str, Any]) -> TransformersSpec:
-    """Raises ModelError for a missing or invalid size."""
+    """ModelError for a missing or invalid size."""
     family = config.get("model_type")
     inner = config.get("text_config")
     text = {**config, **(inner if isinstance(inner, Mapping) else {})}
@@ -70,7 +70,7 @@ def transformers_spec(config: Mapping[str, Any]) -> TransformersSpec:
         vocab_size=text["vocab_size"],
         width=text["hidden_size"],
         depth=text["num_hidden_layers"],
-        ffn_width=ffn_width if _is_size(ffn_width) else 4 * text["hidden_size"],  # some families have a list
+        ffn_width=ffn_width if _is_size(ffn_width) else 4 * text["hidden_size"],  # some have a list
         attention=TransformersHeads(num_heads=heads, num_kv_heads=kv_heads if _is_size(kv_heads) else heads),
         tie_embeddings=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
     )

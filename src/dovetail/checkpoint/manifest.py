@@ -1,4 +1,4 @@
-"""The manifest of a sharded checkpoint: which file holds which region of which tensor."""
+"""Which file holds which region of which tensor."""
 
 import json
 import zlib
@@ -16,14 +16,14 @@ from dovetail.weights.safetensors import CODES, DTYPES
 
 FORMAT = "dovetail-sharded"
 VERSION = 2
-MOST_IN_A_FILE = 16  # regions of one tensor: the search for overlaps is quadratic
-READABLE = (1, VERSION)  # the first version had no training state
-TRAINING = "training/"  # prefix of names
+MOST_IN_A_FILE = 16  # of one tensor: the search is quadratic
+READABLE = (1, VERSION)  # the first had no training state
+TRAINING = "training/"  # of names
 
 
 @dataclass(frozen=True)
 class StoredFile:
-    """`crc32`: of a side file, or of the header of a file of pieces."""
+    """crc32: of a side file, or of a piece's header."""
 
     size: int
     crc32: int
@@ -31,7 +31,7 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class Manifest:
-    """`sides`: config, tokenizer, ... `state`: training state other than tensors."""
+    """sides: config, tokenizer, ... state: other than tensors."""
 
     layout: Mapping[str, int]
     step: int | None

@@ -1,4 +1,4 @@
-"""The saved steps of a run: which exist, which to resume from, which to keep."""
+"""The saved steps of a run: which exist, are resumed from, and are kept."""
 
 import gc
 import math
@@ -22,13 +22,13 @@ T = TypeVar("T")
 NONE: Mapping[str, str] = {}
 NAME = re.compile(r"step_(\d{6,})\.\w+")
 LINK = re.compile(r"step_\d{6,}")
-ORDER, SCORE = "order", "score"  # keys of a manifest's state
-LATEST = "latest"  # for people and scripts
+ORDER, SCORE = "order", "score"  # of a manifest's state
+LATEST = "latest"  # for people
 
 
 @dataclass(frozen=True)
 class SavedStep:
-    """`order` is -1 without training state; a higher `score` is better."""
+    """order: -1 without training state. score: higher is better."""
 
     path: Path
     step: int
@@ -37,14 +37,14 @@ class SavedStep:
 
 
 def oldest_of_last(folder: Path, last: int) -> int:
-    """The step of the oldest of the `last` newest checkpoints."""
+    """Of the `last` newest."""
     steps, _ = saved_steps(folder)
     return min(saved.step for saved in [saved for saved in steps if saved.order >= 0][:last])
 
 
 @dataclass(frozen=True)
 class Retention:
-    """Keep the `last`, those that `every` divides, and the `best`. 0: none."""
+    """The `last`, those that `every` divides, and the `best`. 0: none."""
 
     last: int
     every: int = 0
@@ -53,14 +53,14 @@ class Retention:
     def keeps(self, steps: Sequence[SavedStep]) -> set[Path]:
         newest_first = sorted(steps, key=lambda saved: saved.order, reverse=True)
         scored = [saved for saved in newest_first if saved.score is not None]
-        scored.sort(key=lambda saved: saved.score or 0.0, reverse=True)  # stable: of equals the newest
+        scored.sort(key=lambda saved: saved.score or 0.0, reverse=True)  # of equals the newest
         chosen = [*newest_first[: max(1, self.last)], *scored[: self.best]]
         chosen += [saved for saved in newest_first if self.every and saved.step % self.every == 0]
         return {saved.path for saved in chosen}
 
 
 def saved_steps(folder: Path) -> tuple[list[SavedStep], list[str]]:
-    """Complete steps, the newest first, and the problems of others."""
+    """Complete ones, the newest first; problems of others."""
     sound, problems = [], []
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if NAME.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
@@ -81,10 +81,7 @@ def saved_steps(folder: Path) -> tuple[list[SavedStep], list[str]]:
 def open_newest(
     folder: Path, mesh: Mesh, step: int | None = None, damaged: Mapping[str, str] = NONE
 ) -> tuple[ShardedReader | None, list[str]]:
-    """The newest readable step, or `step`, and the problems of those skipped. Collective.
-
-    `damaged`: directory name -> known problem. Raises if there are steps, but none can be read.
-    """
+    """The newest readable step, or `step`, and problems of those skipped. damaged: name -> problem. Collective."""
     named: list[str] = []
     others: list[int] = []
     problems: list[str] = []
@@ -114,7 +111,7 @@ def open_newest(
 
 
 def from_a_whole_step(folder: Path, attempt: Callable[[Mapping[str, str]], T]) -> T:
-    """`attempt(damaged)`, repeated without each step that proves damaged."""
+    """Repeats `attempt(damaged)` without steps that prove damaged."""
     damaged: dict[str, str] = {}
     while True:
         try:
@@ -127,13 +124,13 @@ def from_a_whole_step(folder: Path, attempt: Callable[[Mapping[str, str]], T]) -
 
 
 def prune(folder: Path, retention: Retention) -> None:
-    """Remove steps that are not kept; what is in use is removed later."""
+    """What is in use is removed later."""
     steps, _ = saved_steps(folder)
     kept = retention.keeps(steps)
     for saved in steps:
         if saved.path not in kept:
             _unlink(saved.path)
-            with suppress(FileNotFoundError):  # another process was faster
+            with suppress(FileNotFoundError):  # by another process
                 saved.path.rename(saved.path.with_name(f".trash-{saved.path.name}"))
     for trash in folder.glob(".trash-*"):
         shutil.rmtree(trash, ignore_errors=True)
@@ -142,7 +139,7 @@ def prune(folder: Path, retention: Retention) -> None:
 def set_aside(folder: Path, order: int, aside: Path) -> None:
     """Move steps after the `order`-th save, and unreadable ones, to `aside`, the newest first.
 
-    Also directories in place of links and `latest`: a save could not replace them.
+    Also directories in place of links: a save could not replace them.
     """
 
     def move(path: Path) -> None:
@@ -158,7 +155,7 @@ def set_aside(folder: Path, order: int, aside: Path) -> None:
             move(path)
             _unlink(path)
     for path in [path for path in folder.glob("step_*") if LINK.fullmatch(path.name)]:
-        if path.is_dir() and not path.is_symlink():  # as `scp -r` leaves links
+        if path.is_dir() and not path.is_symlink():  # by `scp -r`
             move(path)
             if named := [step.name for step in kept if step.stem == path.name]:
                 path.symlink_to(named[0])
@@ -177,7 +174,7 @@ def _unlink(path: Path) -> None:
 
 
 def clear_debris(folder: Path) -> None:
-    """Remove what interrupted saves left. Only for the run that writes to `folder`."""
+    """Of interrupted saves. Only for the run that writes to `folder`."""
     for link in folder.glob("step_*"):
         if link.is_symlink() and not link.exists():
             link.unlink()

@@ -37,7 +37,7 @@ from dovetail.pipeline.schedule import Costs, make_plan
 from dovetail.weights.hf_directory import CheckpointSource
 from dovetail.weights.shards import reshard
 
-MICROS_PER_STAGE = 2  # at least, where there are sequences enough: bubbles below 1/3
+MICROS_PER_STAGE = 2  # at least: bubbles below 1/3
 
 
 class NativeEngine(EngineState):
@@ -55,10 +55,7 @@ class NativeEngine(EngineState):
         balance: BalanceSettings | None = None,
         watch: StepWatch | None = None,
     ) -> None:
-        """model: wrapped by `shard_over_data`. dtype: of the computation; default: the parameters' own.
-
-        tokens_per_batch: most tokens of a replica's micro-batch, with padding.
-        """
+        """model: of `shard_over_data`. dtype: of the computation. tokens_per_batch: most of a micro-batch, with padding."""
         assert isinstance(model, FSDPModule), "shard_over_data comes first"
         self.model, self.mesh, self.origin = model, mesh, origin
         self.tokens_per_batch = tokens_per_batch
@@ -83,7 +80,7 @@ class NativeEngine(EngineState):
 
     @cached_property
     def reshard_policy(self) -> ReshardPolicy:
-        """The first call is collective."""
+        """First call: collective."""
         return ReshardPolicy.of(self.model, self.mesh, self.dtype)
 
     @cached_property
@@ -110,28 +107,28 @@ class NativeEngine(EngineState):
 
     def values(self, batch: PackedBatch) -> Tensor:
         def keep(index: Tensor, micro: MicroBatch, values: Tensor) -> None:
-            real = micro.order < len(index)  # the rest is padding
+            real = micro.order < len(index)  # no padding
             out[0, index[micro.order[real]]] = values[real]
 
         with self._call(critic=True):
             out = torch.zeros(1, len(batch), dtype=self._wide, device=self.mesh.device)
-            self._infer(list(self._prepare(batch)), keep)  # not lazily: `keep` waits for the device
+            self._infer(list(self._prepare(batch)), keep)  # not lazily: `keep` waits
             return self._gather_tokens(out, batch)[0]
 
     def infer(self, batch: PackedBatch, loss: LossFn, keep: Callable[[Tensor, MicroBatch, Any], None]) -> None:
-        """What `loss` makes of each micro-batch without a gradient, to `keep` on ranks of the last stage."""
+        """What `loss` makes of micro-batches, to `keep` on ranks of the last stage."""
         with self._call(critic=self.model.is_critic):
             self._infer(self._prepare(batch), keep, loss)
 
     def train_step(self, batch: PackedBatch, loss: LossFn, *, trace: bool = False) -> StepReport:
-        """trace: report the experts of every token. The host waits once."""
+        """trace: report the experts of every token."""
         self.zero_grad()
         with self._call():
             self._accumulate(batch, ValidatedLoss(loss), trace=trace)
             return self._update(None)
 
     def forward_backward(self, batch: PackedBatch, loss: LossFn, *, trace: bool = False) -> BatchReport:
-        """trace: report the experts of every token. Over dp every call reduces gradients to each rank's shards."""
+        """trace: report the experts of every token. Over dp every call reduces gradients."""
         with self._call():
             done = self._accumulate(batch, ValidatedLoss(loss), trace=trace)
             totals = done.read(self.mesh)
@@ -161,7 +158,7 @@ class NativeEngine(EngineState):
             raise DataError("the batch to train on has no sequences; skip the step instead")
         if self._routing is not None:
             pairs = self._routing.with_balance(pairs, loss, len(batch), self._wide)
-        optimizer.reserve()  # before activations take the host's memory
+        optimizer.reserve()  # before activations take host memory
         watch = None if progress is None or progress.listener is None else progress.advance
         stages = TrainingRunner(self.model, self.mesh, _micros_of(pairs), self.dtype, loss, policy, watch)
         if progress is not None:
@@ -182,7 +179,7 @@ class NativeEngine(EngineState):
     def _update(self, denominator: float | None) -> StepReport:
         done = self._accumulated
         if self.watch.progress is not None:
-            self.watch.progress.phase("optimizer")  # of the host; a GPU may still be in backward
+            self.watch.progress.phase("optimizer")  # of the host
         count = torch.stack([each.count for each in done]).sum() if denominator is None else denominator
         update = self.optimizer.step(count, [x for each in done for x in each.watched])
         totals: dict[str, tuple[float, float]] = {}
@@ -212,13 +209,13 @@ class NativeEngine(EngineState):
 
     @property
     def resident_model(self) -> StagedModel:
-        """Reading offloaded storages would crash the process."""
+        """Reading offloaded storage would crash."""
         if self._offloaded is not None:
             raise ModelError("this engine was moved to the host by offload(); call onload() first")
         return self.model
 
     def micro_batches(self, batch: PackedBatch) -> PlannedMicroBatches:
-        """This replica's, as many as others'. Lazily, but of a batch on the device at once: each waits for it."""
+        """As many as others'. Lazy, unless the batch is on the device: each waits for it."""
         check_same(batch, self.mesh)
         self.model.check(batch)
         multiple, share = self.mesh.token_multiple, self.context_shard
@@ -231,7 +228,7 @@ class NativeEngine(EngineState):
 
         def make(number: int) -> tuple[Tensor, MicroBatch]:
             chosen = batch.select(own[number])
-            start_reading(chosen.media)  # those that found no memory before
+            start_reading(chosen.media)  # those without memory before
             lengths = [[batch.lengths[i] for i in replica[number]] for replica in plan]
             if self.dual_batch.should_split(lengths, multiple, budget):
                 micro = MicroBatch.halved(chosen, balanced_split(chosen.lengths), multiple, share, tp).to(device)
@@ -253,7 +250,7 @@ class NativeEngine(EngineState):
     def _infer(
         self, pairs: PlannedMicroBatches, keep: Callable[[Tensor, MicroBatch, Any], None], loss: LossFn | None = None
     ) -> None:
-        """`keep` gets each result, on ranks of the last stage."""
+        """keep: on ranks of the last stage."""
 
         def on_result(micro: int, result: Any) -> None:
             keep(*pairs[micro], result)
@@ -262,7 +259,7 @@ class NativeEngine(EngineState):
             stages = InferenceRunner(self.model, self.mesh, _micros_of(pairs), self.dtype, on_result, loss)
             self._run("forward", stages)
         if self.mesh["pp"].size > 1:
-            reshard(self.model)  # a pipeline keeps parameters gathered after forward
+            reshard(self.model)  # a pipeline keeps them gathered
 
     def _run(self, schedule: str, stages: InferenceRunner | TrainingRunner) -> None:
         layout = self.mesh.layout
@@ -274,7 +271,7 @@ class NativeEngine(EngineState):
 
     @contextmanager
     def _call(self, *, critic: bool | None = None) -> Iterator[None]:
-        """Without the caller's inference mode and autocast. An error undoes it. critic: the head that it scores with."""
+        """Undoes the caller's modes, and on an error its own work. critic: the head that it needs."""
         if critic is not None and self.model.is_critic != critic:
             raise ModelError(
                 "this engine has a value head, so it has values(batch) and no log-probs; for score take from_pretrained(..., "
@@ -288,7 +285,7 @@ class NativeEngine(EngineState):
                 yield
             except BaseException:
                 forget_step(self.model, self.mesh)
-                if critic is None:  # of gradients a part may have been added
+                if critic is None:  # a part may have been added
                     self.zero_grad()
                 raise
 

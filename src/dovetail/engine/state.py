@@ -25,8 +25,6 @@ from dovetail.weights.stream import Export, export, stream
 
 
 class EngineState:
-    """A part of `NativeEngine`."""
-
     model: StagedModel
     mesh: Mesh
     origin: CheckpointSource
@@ -40,7 +38,7 @@ class EngineState:
 
     @property
     def resident_model(self) -> StagedModel:
-        """ModelError while it is on the host."""
+        """ModelError while offloaded."""
         raise NotImplementedError
 
     def zero_grad(self) -> None:
@@ -54,7 +52,7 @@ class EngineState:
         check_replicas(self.resident_model, self.mesh, self._optimizer)
 
     def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Buffers keep their own dtype."""
+        """Buffers keep their dtype."""
         dtype_of = self.origin.dtype_of if dtype is None else parameters_in(dtype, self.resident_model)
         return stream(self.resident_model, self.mesh, dtype_of=dtype_of, listed=self.origin.listed)
 

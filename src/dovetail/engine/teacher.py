@@ -1,4 +1,4 @@
-"""A teacher's hidden states and its head for distillation, and a loss without an update."""
+"""A teacher's hidden states and head for distillation; a loss without an update."""
 
 from dataclasses import dataclass
 
@@ -22,15 +22,15 @@ from dovetail.weights.stream import export_params, gather_whole
 
 @dataclass(frozen=True)
 class Teacher:
-    """Reads batches for a student's head. weight: the teacher's rows for this rank's columns, in the student's dtype."""
+    """Reads batches for a student's head. weight: its rows for this rank's columns."""
 
     engine: NativeEngine
     weight: Tensor
-    needed: bool  # whether this rank has the student's head
+    needed: bool  # has the student's head
 
     @classmethod
     def of(cls, engine: NativeEngine, student: NativeEngine) -> "Teacher":
-        """Each of a layout of its own, over the same ranks, with the same tokenizer. Collective."""
+        """Layouts may differ; ranks and tokenizer are the same. Collective."""
         theirs, ours = engine.model.spec.vocab_size, student.model.spec.vocab_size
         if theirs < ours:
             raise ModelError(
@@ -46,7 +46,7 @@ class Teacher:
         return cls(engine, whole[head.first : head.first + head.columns].clone(), needed=True)
 
     def read(self, batch: PackedBatch) -> tuple[PackedBatch, TeacherStates]:
-        """The batch with each counted token's row of the states. Parts of it share them. Collective."""
+        """The batch with rows of the states. Collective."""
         hidden = hidden_states(self.engine, batch)
         kept = hidden if self.needed else hidden[:0]
         rows = (batch.mask.cumsum(0) - 1).clamp(min=0)
@@ -59,7 +59,7 @@ def _is_head(engine: NativeEngine, parameter: object) -> bool:
 
 
 def hidden_states(engine: NativeEngine, batch: PackedBatch) -> Tensor:
-    """What the head reads at each counted token [n, D], in order, on every rank, in the engine's dtype. Collective."""
+    """[n, D] of counted tokens, in order, on every rank. Collective."""
     mesh, rows = engine.mesh, batch.mask.cumsum(0) - 1
     out = torch.zeros(int(batch.mask.sum()), engine.model.spec.width, dtype=engine.dtype, device=mesh.device)
 
@@ -71,7 +71,7 @@ def hidden_states(engine: NativeEngine, batch: PackedBatch) -> Tensor:
 
 
 def evaluate(engine: NativeEngine, batch: PackedBatch, loss: LossFn) -> BatchReport:
-    """A loss and its metrics without gradients. Collective."""
+    """Without gradients. Collective."""
     sums, mesh = Sums(), engine.mesh
 
     def add(_: Tensor, __: MicroBatch, value: Loss) -> None:

@@ -22,7 +22,7 @@ COMPARED = ("lengths", "groups", "names of fields", "tokens", "targets", "mask")
 
 
 def check_same(batch: PackedBatch, mesh: Mesh) -> None:
-    """Raise DataError on every rank where ranks hold different batches. Collective, over gloo."""
+    """DataError on every rank where ranks hold different batches. Collective, over gloo."""
     world = mesh["world"]
     prints = stack_numbers(fingerprint(batch), world, mesh.device) if world.size > 1 else []
     for rank, values in enumerate(prints):
@@ -39,7 +39,7 @@ def check_same(batch: PackedBatch, mesh: Mesh) -> None:
 
 
 def fingerprint(batch: Any) -> list[int]:
-    """A checksum for each of `COMPARED`; -1: no batch; 0: not on the host."""
+    """Checksums of `COMPARED`; -1: no batch; 0: not on the host."""
     if not isinstance(batch, PackedBatch):
         return [-1] * len(COMPARED)
     names = sorted((name, str(x.dtype)) for name, x in batch.fields.items())
@@ -50,7 +50,7 @@ def fingerprint(batch: Any) -> list[int]:
 
 @dataclass(frozen=True)
 class ValidatedLoss:
-    """A loss whose results are checked to be scalars."""
+    """Checks that results are scalars."""
 
     loss: LossFn
 
@@ -60,7 +60,7 @@ class ValidatedLoss:
 
     @property
     def in_head(self) -> Callable[..., Any]:
-        """AttributeError unless the loss has one."""
+        """AttributeError without one."""
         own: Any = self.loss
         return partial(own.in_head)
 
@@ -93,12 +93,12 @@ class ValidatedLoss:
                     f"the loss's total, {float(total):.4g}, has no gradient: compute it from the {named} that the "
                     "loss is given; look for detach(), item() or no_grad()"
                 )
-            total = total + first[:0].sum()  # backward still needs a graph
+            total = total + first[:0].sum()  # backward needs a graph
         return Loss(total, count, {name: _metric(name, value, first) for name, value in result.metrics.items()})
 
 
 def _metric(name: Any, value: Any, like: Tensor) -> Sum:
-    if not (isinstance(name, str) and name):  # "" is the loss itself in the engine's sums
+    if not (isinstance(name, str) and name):  # "" is the loss
         raise ConfigError(f"the loss names a metric {name!r}; give it a name that is a string and not empty")
     if not isinstance(value, Sum):
         raise ConfigError(

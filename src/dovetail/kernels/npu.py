@@ -1,4 +1,4 @@
-"""Ops of Ascend NPUs by torch_npu. Not run on hardware yet; tests/npu has the signatures of its wheel."""
+"""Ascend NPUs by torch_npu. Not run on hardware yet; tests/npu has the signatures of its wheel."""
 
 import itertools
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_HEAD_DIM, MAX_HEADS = 768, 256  # of fused attention
 MAX_SEQUENCES = 1024  # per attention call
 ROTARY_LIMIT = 896  # rotated channels, exclusive
-MASK = 2048  # side of the triangle that stands for any causal mask
+MASK = 2048  # side of the causal mask
 GROUPED_LIMIT = 65536  # inner dim of a grouped product, exclusive
 CAUSAL, BAND = 3, 4  # sparse_mode: aligned at the bottom right
 GROUP_BY_ROWS, GROUP_BY_INNER = 0, 2  # group_type
@@ -25,14 +25,13 @@ CUMULATIVE = 0  # group_list_type
 
 @dataclass(frozen=True)
 class NpuKernels:
-    """ops: the module torch_npu. What it does not support takes the reference."""
+    """ops: the module torch_npu. Unsupported inputs take the reference."""
 
     ops: Any
     device: torch.device
 
     @cached_property
     def causal_mask(self) -> Tensor:
-        """True where a query does not look."""
         return torch.ones(MASK, MASK, dtype=torch.bool, device=self.device).triu(1)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -66,7 +65,7 @@ class NpuKernels:
         if not _supported(q) or head_dim > MAX_HEAD_DIM or heads > MAX_HEADS:
             return reference.attention(q, k, v, q_spans, k_spans, window)
         sparse = {"sparse_mode": CAUSAL}
-        if window is not None:  # the latest keys, the query's own included
+        if window is not None:  # the query's own key included
             sparse = {"sparse_mode": BAND, "pre_tockens": window - 1, "next_tockens": 0}
         out, v_dim, v = [], v.shape[-1], reference.pad_values(k, v)
         start_q = start_k = 0
@@ -131,7 +130,7 @@ class _GroupedProduct(torch.autograd.Function):
             return dx, None, None, None
         dw = _grouped(ctx.ops, x.T, dy, ends, GROUP_BY_INNER)
         empty = ends.diff(prepend=ends.new_zeros(1)) == 0
-        return dx, dw.masked_fill(empty[:, None, None], 0), None, None  # results of empty groups are unspecified
+        return dx, dw.masked_fill(empty[:, None, None], 0), None, None  # unspecified for empty groups
 
 
 def _grouped(ops: Any, x: Tensor, weight: Tensor, ends: Tensor, group_type: int) -> Tensor:

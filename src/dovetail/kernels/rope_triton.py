@@ -1,4 +1,4 @@
-"""QKV split, QK-norm and RoPE in one pass each way as Triton kernels. A row is one head of one token."""
+"""QKV split, QK-norm and RoPE in one pass each way as Triton kernels. A row is a head of a token."""
 
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ Gains = tuple[Tensor, Tensor]
 
 
 class Shape(NamedTuple):
-    """Query heads, KV heads, and half of the rotary dim."""
+    """Query heads, KV heads, half of the rotary dim."""
 
     queries: int
     groups: int
@@ -39,7 +39,7 @@ def heads(
 
 
 class _Heads(torch.autograd.Function):
-    """forward: [T, H + 2 G, C] -> q and k, normed and rotated, and v, a view. backward: one joint gradient."""
+    """forward: [T, H + 2 G, C] -> q, k (normed, rotated) and v (a view). backward: one joint gradient."""
 
     @staticmethod
     def forward(
@@ -85,7 +85,6 @@ class _Heads(torch.autograd.Function):
 
 
 def _dense_heads(x: Tensor) -> Tensor:
-    """[T, H, C] with dense heads within a token."""
     return x if x.stride(2) == 1 and (x.stride(1) == x.shape[2] or x.shape[1] <= 1) else x.contiguous()
 
 
@@ -144,7 +143,7 @@ def _rotate_grad(
     SHAPE: constexpr,
     TILE: constexpr,
 ) -> None:
-    """Every num_programs-th tile of heads, and partial sums of the gains' gradients."""
+    """Every num_programs-th tile of heads."""
     ROTATED: constexpr = SHAPE.queries + SHAPE.groups
     HEADS: constexpr = SHAPE.queries + 2 * SHAPE.groups
     dq, dk, dv, cos, sin = inputs

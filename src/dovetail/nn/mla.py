@@ -2,7 +2,7 @@
 
     q = q_b(norm(q_a(x))) or q_proj(x)    k_nope, v = kv_b(norm(kv_a(x)))    one rotary key for all heads
 
-Where values are wider than keys, queries and keys are padded, and the scale head_dim^-1/2 of the scores is corrected.
+Values wider than keys: queries and keys are padded, and the scale corrected.
 """
 
 import math
@@ -19,7 +19,7 @@ from dovetail.parallel.collectives import all_gather
 from dovetail.parallel.mesh import Mesh
 from dovetail.parallel.overlap import AsyncForward
 
-LATENT_EPS = 1e-6  # of the latents' norms, whatever rms_norm_eps says
+LATENT_EPS = 1e-6  # whatever rms_norm_eps says
 
 
 class LatentAttention(nn.Module):
@@ -70,7 +70,7 @@ class LatentAttention(nn.Module):
         return q.unflatten(-1, (-1, self.latent.key_dim))
 
     def _rotate(self, x: Tensor, context: Context) -> Tensor:
-        """Heads [T, H, R], interleaved channels reordered into halves."""
+        """Heads [T, H, R]; interleaved channels are reordered into halves."""
         if self.latent.interleaved:
             x = torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1)
         return self.kernels.rope(x, context.cos, context.sin)

@@ -16,7 +16,7 @@ from dovetail.parallel.overlap import AsyncForward, finish, reduce_scatter_async
 
 
 class GatedMLP(nn.Module):
-    """Gate and up are one product, fused with the activation where the kernels can."""
+    """One product for gate and up, fused with the activation where the kernels can."""
 
     def __init__(self, spec: ArchSpec, mesh: Mesh, kernels: KernelSet, width: int | None = None) -> None:
         super().__init__()
@@ -60,10 +60,7 @@ class GatedMLP(nn.Module):
 
 
 class _FusedDown(torch.autograd.Function):
-    """forward: z = silu(gate) up w.T. backward: d_gate_up in pairs, silu(gate) up again for dw.
-
-    It saves nothing itself, so activation checkpointing does not repeat it.
-    """
+    """forward: z = silu(gate) up w.T. backward: d_gate_up in pairs, silu(gate) up again for dw. Saves nothing itself."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""The interface of a model to an engine."""
+"""An engine's interface to a model."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,13 +21,13 @@ from dovetail.nn.layers import WgradQueue
 from dovetail.parallel.mesh import Mesh
 from dovetail.parallel.placement import placements_of
 
-# How a checkpoint has a layer's experts: see `weights.shards`.
+# Of a layer's experts in a checkpoint: `weights.shards`.
 ExpertForm = Literal["fused", "turned", "apart", "mixtral"]
 
 
 @dataclass(frozen=True)
 class StageRange:
-    """Layers of a rank's stages; whether they include the model's ends."""
+    """Layers of a rank's stages, and whether they include the model's ends."""
 
     stages: tuple[range, ...]
     first: bool = True
@@ -39,12 +39,12 @@ class StageRange:
 
 
 class StagedModel(nn.Module):
-    """Parameters under the checkpoint's names, the head as `lm_head` or `score`. forward: see `Decoder.forward`."""
+    """Parameters under the checkpoint's names; head: `lm_head` or `score`. forward: `Decoder.forward`."""
 
     kernels: KernelSet
-    is_critic: bool  # has a value head
+    is_critic: bool
     recompute: Recompute = "none"
-    supports_dual_batch: bool = False  # whether a micro-batch may have halves
+    supports_dual_batch: bool = False  # micro-batches in halves
 
     def __init__(self, spec: AnySpec, mesh: Mesh, cut: StageRange, *, tied: bool) -> None:
         super().__init__()
@@ -68,10 +68,10 @@ class StagedModel(nn.Module):
         raise NotImplementedError
 
     def check(self, batch: PackedBatch) -> None:
-        """Raises DataError for a batch that this model cannot read."""
+        """DataError for a batch that this model cannot read."""
         if batch.media:
             raise DataError(f"the batch has images or videos, but {self.spec.family} reads text only; leave them out")
-        if batch.tokens.device.type == "cpu":  # elsewhere this would wait for the device
+        if batch.tokens.device.type == "cpu":  # elsewhere it would wait
             self._check_ids(batch.tokens)
             self._check_ids(batch.targets, batch.mask)
             if not self.is_critic:
@@ -80,7 +80,7 @@ class StagedModel(nn.Module):
             self._check_routing(batch.routing)
 
     def _check_ids(self, ids: Tensor, mask: Tensor | None = None) -> None:
-        """A sharded embedding would give zeros for an unknown id."""
+        """A sharded embedding gives zeros for an unknown id."""
         low, high = torch.aminmax(ids) if ids.numel() else (0, 0)
         if low >= 0 and high < self.spec.vocab_size:
             return None
@@ -110,19 +110,18 @@ class StagedModel(nn.Module):
             )
 
     def stored_name(self, name: str) -> str:
-        """The checkpoint's name."""
         return name
 
     def groups(self) -> Iterator[nn.Module]:
-        """The modules that FSDP2 gathers as one, children first."""
+        """Modules that FSDP2 gathers as one, children first."""
         raise NotImplementedError
 
     def first_groups(self) -> Iterator[nn.Module]:
-        """Those that every forward pass gathers first, where their order is known."""
+        """Those gathered first, where their order is known."""
         return iter(())
 
     def materialize(self, device: torch.device) -> None:
-        """Allocate the parameters: zeros in the padding, else uninitialized."""
+        """Padding is 0, the rest uninitialized."""
         with torch.no_grad():
             stored = [param.to_local() if isinstance(param, DTensor) else param for param in self.parameters()]
         ask_once([x.numel() * x.element_size() for x in stored], device)

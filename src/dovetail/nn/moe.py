@@ -1,4 +1,4 @@
-"""Mixtures of experts, sharded over ep and tp. A token is sent once to each rank of ep that has some of its K experts:
+"""Mixtures of experts over ep and tp. A token is sent once to each rank of ep that has some of its K experts:
 
 [t, D]   all_gather over tp               [T, D]
          a row for each of its ranks      sorted by rank
@@ -34,12 +34,12 @@ from dovetail.parallel.overlap import (
 )
 from dovetail.parallel.placement import Part, Placement, Split
 
-TINY = 1e-20  # so that the sum of chosen weights is not 0
+TINY = 1e-20
 T = TypeVar("T")
 
 
 class Router(nn.Module):
-    """[t, D] -> experts and weights (in the wide dtype) [t, K]. Replayed routes replace experts, not weights."""
+    """[t, D] -> experts and weights (wide) [t, K]. Replayed routes replace experts, not weights."""
 
     e_score_correction_bias: Tensor
 
@@ -61,7 +61,7 @@ class Router(nn.Module):
         return indices, weights * self.moe.scale
 
     def best(self, scores: Tensor) -> Tensor:
-        """[t, E] -> the best experts of the best groups [t, K]."""
+        """[t, E] -> experts [t, K] of the best groups."""
         moe = self.moe
         if moe.bias:
             scores = scores + self.e_score_correction_bias
@@ -75,7 +75,7 @@ class Router(nn.Module):
 
 
 class Experts(GradAccumulator):
-    """Tokens [T, D], experts and weights [T, K] -> weighted sums [T, D], partial over tp."""
+    """Tokens [T, D], experts and weights [T, K] -> [T, D], partial over tp."""
 
     def __init__(self, spec: ArchSpec, moe: MoeSpec, mesh: Mesh, kernels: KernelSet) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class Experts(GradAccumulator):
         }
 
     def forward(self, run: Callable[..., T], *arguments: Any) -> T:
-        """Run what needs the parameters: FSDP2 gathers them once for both halves of a batch."""
+        """FSDP2 gathers the parameters once for both halves of a batch."""
         return run(*arguments)
 
     def forward_async(self, x: Tensor, chosen: Tensor, weights: Tensor) -> AsyncForward[Tensor]:
@@ -103,14 +103,14 @@ class Experts(GradAccumulator):
         ranks, counts = destinations(chosen // here, ep.size)
         received = begin_exchange(counts, ep).wait()
         numbers = AsyncHostCopy(torch.stack((counts[:, 0], received[:, 0], received[:, 1])))
-        capacity = ranks.numel()  # the host does not know yet how many rows there are
+        capacity = ranks.numel()  # before the host knows the rows
         rows, places, _ = kernels.permute(x, ranks, ep.size, capacity)
         choices = kernels.permute_tokens(pack_choices(chosen, weights), places, ranks.shape[1], capacity)
         to_experts = [AsyncCollective(None, None), AsyncCollective(None, None)]
         sent = [start(part, collective) for part, collective in zip((rows, choices), to_experts, strict=True)]
-        matrices = self._matrices()  # after `start`: their gradients come before it is waited for
+        matrices = self._matrices()  # after `start`: their gradients come before the wait
         yield
-        to, by, copies = numbers.wait()  # the host waits once
+        to, by, copies = numbers.wait()  # the host's one wait
         num_rows, capacity = sum(by), round_rows(sum(by))
         for part, collective in zip((rows, choices), to_experts, strict=True):
             collective.collective = partial(begin_all_to_all, to=to, by=by, axis=ep, room=capacity)
@@ -118,7 +118,7 @@ class Experts(GradAccumulator):
             collective.start(part)
         rows, choices = (finish(part, collective) for part, collective in zip(sent, to_experts, strict=True))
         chosen, weights = unpack_choices(choices)
-        chosen = (chosen - ep.rank * here) % (ep.size * here)  # experts of other ranks are numbered from `here` on
+        chosen = (chosen - ep.rank * here) % (ep.size * here)  # others' experts are numbered from `here` on
         chosen[num_rows:] = here
         y = mixture_of_experts(kernels, rows, chosen, weights, matrices, sum(copies), defer)
         home = AsyncCollective(
@@ -145,13 +145,13 @@ def destinations(owners: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 
 def pack_choices(chosen: Tensor, weights: Tensor) -> Tensor:
-    """Experts, as bits of integers, and weights [T, K] -> [T, 2 K]."""
+    """Experts, as integers' bits, and weights [T, K] -> [T, 2 K]."""
     integer = torch.int32 if weights.element_size() == 4 else torch.int64
     return torch.cat((weights, chosen.to(integer).view(weights.dtype)), 1)
 
 
 def unpack_choices(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """The inverse of `pack_choices`. Weights alone have gradients."""
+    """The inverse. Only weights have gradients."""
     weights, bits = packed.chunk(2, dim=1)
     integer = torch.int32 if packed.element_size() == 4 else torch.int64
     return bits.detach().contiguous().view(integer), weights
@@ -176,7 +176,7 @@ class MoE(nn.Module):
         return run_sync(self.forward_async(x, routes))
 
     def forward_async(self, x: Tensor, routes: Routes) -> AsyncForward[Tensor]:
-        """Within `Experts.forward`, which gathers their parameters."""
+        """Within `Experts.forward`."""
         y = yield from self._routed(x, *self.gate(x, routes))
         if not self.shared_name:
             return y
@@ -194,7 +194,7 @@ class MoE(nn.Module):
 
 
 class _AddRouterLoss(torch.autograd.Function):
-    """forward: x. backward: its gradient unchanged, and 1 for the loss."""
+    """forward: x. backward: its gradient, and 1 for the loss."""
 
     @staticmethod
     def forward(_ctx: Any, x: Tensor, _loss: Tensor) -> Tensor:
@@ -206,5 +206,5 @@ class _AddRouterLoss(torch.autograd.Function):
 
 
 def add_router_loss(x: Tensor, loss: Tensor | None) -> Tensor:
-    """x; `loss` is added to the loss computed from it, in any pipeline stage."""
+    """Adds `loss` to the loss computed from x, in any pipeline stage."""
     return x if loss is None else _AddRouterLoss.apply(x, loss)

@@ -13,12 +13,12 @@ from dovetail.parallel.placement import Placement
 
 
 class XIELU(nn.Module):
-    """arXiv 2411.13010, with two learned scalars:
+    """arXiv 2411.13010:
 
         x > 0    a x^2 + b x                            a = softplus(alpha_p)
         x <= 0   c (e^min(x, eps) - 1 - x) + b x        c = b + softplus(alpha_n)
 
-    Ranks see their own features: gradients are partial. b and eps are in the checkpoint.
+    Gradients are partial: ranks see their own features.
     """
 
     def __init__(self) -> None:

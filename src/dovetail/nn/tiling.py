@@ -1,4 +1,4 @@
-"""MLPs by tiles of tokens: only the input is saved, and backward computes each tile again."""
+"""MLPs by tiles of tokens: only the input is saved; backward computes each tile again."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -14,11 +14,11 @@ from dovetail.parallel.overlap import AsyncForward
 
 
 class Tiled(GradAccumulator):
-    """Its children are the MLP's, under their names."""
+    """With the MLP's children, under their names."""
 
     def __init__(self, mlp: nn.Module, tokens: int) -> None:
         super().__init__()
-        self.mlp = (mlp,)  # in a tuple, so as not to be a child
+        self.mlp = (mlp,)  # not a child
         self.tokens = tokens
         for name, part in mlp.named_children():
             self.add_module(name, part)
@@ -28,14 +28,14 @@ class Tiled(GradAccumulator):
         return self(x)
 
     def forward(self, x: Tensor) -> Tensor:
-        if not x.requires_grad:  # or nothing would be saved
+        if not x.requires_grad:  # else nothing is saved
             x = x.detach().requires_grad_()
         x, saved = save_for_backward_early(x)
         y: Tensor = _Tiles.apply(x, self, saved, *self.tile_weights())
         return y
 
     def tile_weights(self) -> list[nn.Parameter]:
-        """The parameters whose gradients no queue accumulates."""
+        """Without those of a queue."""
         queued = {id(part.weight) for part in self.modules() if isinstance(part, Linear) and part.wgrad_queue}
         return [weight for weight in self.parameters() if id(weight) not in queued]
 
@@ -45,7 +45,7 @@ class Tiled(GradAccumulator):
 
 
 class _Tiles(torch.autograd.Function):
-    """forward: each tile's MLP. backward: dx; dw of `tile_weights`, summed in the wide dtype."""
+    """forward: each tile's MLP. backward: dx, and dw summed in the wide dtype."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, tiled: Tiled, saved: SavedTensor, *_: Tensor) -> Tensor:
@@ -75,7 +75,7 @@ class _Tiles(torch.autograd.Function):
 
 
 def tile_mlps(model: nn.Module, tokens: int, *, elsewhere: bool = False) -> None:
-    """Tile every dense MLP. ModelError if there is none, here or `elsewhere`."""
+    """ModelError if there is no dense MLP, here or `elsewhere`."""
     blocks = [block for block in model.modules() if _is_dense(block._modules.get("mlp"))]
     for block in blocks:
         block.add_module("mlp", Tiled(block.get_submodule("mlp"), tokens))

@@ -1,4 +1,4 @@
-"""Update rules by name or class: AdamW, Muon, AdamW with moments of 8 bits, and elementwise optimizers of torch or a user's."""
+"""AdamW, Muon, AdamW of 8 bits, and elementwise optimizers of torch or a user's."""
 
 import inspect
 import math
@@ -19,7 +19,7 @@ from dovetail.parallel.mesh import Mesh
 from dovetail.recipe.optimizers import refuse_name
 
 Schedule = Literal["constant", "linear", "cosine", "wsd"]
-OURS = ("params", "lr", "weight_decay")  # keys of `OptimSettings` itself
+OURS = ("params", "lr", "weight_decay")  # of `OptimSettings`
 MUON = tuple(field.name for field in fields(MuonOptions))
 OPTIONS: Mapping[str, Sequence[str]] = {"adamw": (), "adamw8bit": ("block_size",), "muon": MUON}
 Class = Callable[..., torch.optim.Optimizer]
@@ -28,10 +28,10 @@ Class = Callable[..., torch.optim.Optimizer]
 def make_rule(
     name: str | Class, groups: list[dict[str, Any]], held: Sequence[Held] = (), mesh: Mesh | None = None, **given: Any
 ) -> UpdateRule:
-    """Collective. given: lr, betas, eps, options and on_host of `OptimSettings`."""
+    """given: lr, betas, eps, options and on_host of `OptimSettings`. Collective."""
     adam, options = {"betas": given["betas"], "eps": given["eps"]}, given["options"]
     params = [parameter for group in groups for parameter in group["params"]]
-    if name == "adamw":  # a stage whose parameters are all frozen has none
+    if name == "adamw":  # a frozen stage has none
         return (CPUOffloadAdamW if given["on_host"] and params else SkippableAdamW)(groups, **adam, fused=True)
     if name == "muon":
         return Muon(groups, held, mesh or Mesh.solo(), MuonOptions(**options), given["lr"], **adam)
@@ -42,7 +42,7 @@ def make_rule(
 
 
 def try_rule(name: str | Class, options: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> None:
-    """Raises ConfigError where torchao is missing, or the update of a shard is not the shard of the update."""
+    """ConfigError without torchao, or for an update that is not elementwise."""
     if name == "adamw8bit":
         adamw8bit()
     elif name not in OPTIONS:
@@ -50,10 +50,7 @@ def try_rule(name: str | Class, options: Mapping[str, Any], device: torch.device
 
 
 def checked(given: Mapping[str, Any], usual: Mapping[str, Any]) -> dict[str, Any]:
-    """Name and options of these `OptimSettings`, with what is not usual of betas and eps for a class that takes them.
-
-    Raises ConfigError.
-    """
+    """Name and options of `OptimSettings`; classes also get unusual betas and eps. ConfigError."""
     if given["schedule"] not in get_args(Schedule):
         raise ConfigError(f"schedule={given['schedule']!r}; expected one of {', '.join(get_args(Schedule))}")
     for key in ("lr", "weight_decay", "min_lr_ratio"):
@@ -121,7 +118,7 @@ def _tried(name: str | Class, options: Mapping[str, Any], device: torch.device, 
 
 
 def _made(name: str | Class, options: Mapping[str, Any]) -> tuple[Class, list[str]]:
-    """From torch's parameter groups; the keys of a group that it takes."""
+    """And the keys of a group that it takes."""
     takes = _takes(name)
     return partial(_class(name), **options), [key for key in OURS[1:] if takes is None or key in takes]
 

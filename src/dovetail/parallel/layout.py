@@ -1,4 +1,4 @@
-"""Parallel degrees of a model, without torch. Ranks = tp x pp x cp x dp; `ep` adds none, it divides dp x cp."""
+"""Parallel degrees, without torch. Ranks = tp x pp x cp x dp; `ep` divides dp x cp."""
 
 from dataclasses import dataclass, fields, replace
 
@@ -10,7 +10,7 @@ MAX_DIGITS = 9  # of a degree
 
 @dataclass(frozen=True)
 class Layout:
-    """`dp=None`: the ranks that the other degrees leave over."""
+    """dp=None: the ranks that are left over."""
 
     tp: int = 1
     pp: int = 1
@@ -32,7 +32,7 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str) -> "Layout":
-        """`"tp=2,dp=2"`, in any order; an unnamed dp is None. `copy_engines=true` or `false` has no effect."""
+        """ "tp=2,dp=2", in any order; an unnamed dp is None. `copy_engines=true` or `false` has no effect."""
         degrees: dict[str, int | None] = {"dp": None}
         for item in filter(None, (part.strip() for part in text.split(","))):
             name, equals, value = item.partition("=")
@@ -61,7 +61,7 @@ class Layout:
         return self.model_ranks * (self.dp or 1)
 
     def resolve(self, world: int) -> "Layout":
-        """With dp known, checked against `world` ranks. Raises LayoutError."""
+        """With dp, checked against `world` ranks. LayoutError."""
         if self.dp is None:
             if world % self.model_ranks:
                 raise LayoutError(

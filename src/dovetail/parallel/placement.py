@@ -1,4 +1,4 @@
-"""Placements: the checkpoint slices that a local parameter consists of, declared in `placements` by the layer that owns it."""
+"""Placements: the checkpoint slices of a local parameter, declared in a layer's `placements`."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -11,10 +11,7 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Part:
-    """One checkpoint tensor of a (fused) local parameter; parts of one name follow each other in it.
-
-    size: in the checkpoint. copies: neighboring ranks with the same slice. padding: zero rows so that the axis divides it.
-    """
+    """A checkpoint tensor of a (fused) local parameter. copies: neighboring ranks with the same slice. padding: zero rows."""
 
     name: str
     size: int
@@ -44,22 +41,22 @@ class Placement:
 
     splits: tuple[Split, ...] = ()
     partial_over: tuple[str, ...] = ()
-    sharded_over: str = "fsdp"  # FSDP2's axis
+    sharded_over: str = "fsdp"  # FSDP2's
 
 
 REPLICATED = Placement()
-Slices = tuple[tuple[int, int], ...]  # (start, stop) for every dim
+Slices = tuple[tuple[int, int], ...]  # (start, stop) by dim
 
 
 @dataclass(frozen=True)
 class Region:
-    """A rectangle of a checkpoint tensor, and the same of the local parameter."""
+    """Of a checkpoint tensor, and of the local parameter."""
 
     checkpoint_name: str
     checkpoint_shape: tuple[int, ...]
     checkpoint_slice: Slices
     local_slice: Slices
-    owned: bool  # among the ranks that hold it, this one writes it and counts it in norms
+    owned: bool  # this holder writes it and counts it in norms
     copies: int = 1  # as `Part.copies`
 
     @property
@@ -88,7 +85,7 @@ def _part_names(placement: Placement) -> list[str]:
 
 
 def checkpoint_names(name: str, placement: Placement) -> tuple[str, ...]:
-    """`...self_attn.qkv_proj.weight` with parts q, k, v has three."""
+    """`...self_attn.qkv_proj.weight` has three."""
     parts = _part_names(placement)
     if len(parts) < 2:
         return (name,)
@@ -98,7 +95,7 @@ def checkpoint_names(name: str, placement: Placement) -> tuple[str, ...]:
 
 
 def checkpoint_shapes(name: str, placement: Placement, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """Name and global shape of each checkpoint tensor."""
+    """Global shapes by name."""
     names = checkpoint_names(name, placement)
     shapes = dict.fromkeys(names, shape)
     for split in placement.splits:
@@ -112,7 +109,7 @@ def checkpoint_shapes(name: str, placement: Placement, shape: tuple[int, ...]) -
 
 
 class _Stretch(NamedTuple):
-    """A part's rows [start, stop), in its tensor and in the local parameter."""
+    """Rows [start, stop) of a part."""
 
     part: Part
     checkpoint: tuple[int, int]
@@ -135,7 +132,7 @@ def _stretches(split: Split, rank: int, size: int) -> Iterator[_Stretch]:
 def regions(
     name: str, placement: Placement, local_shape: tuple[int, ...], coords: Mapping[str, int], sizes: Mapping[str, int]
 ) -> tuple[Region, ...]:
-    """The checkpoint slices of a local parameter, without padding, each owned by the first rank that holds it."""
+    """Slices of a local parameter without padding, owned by their first holder."""
     shapes = checkpoint_shapes(name, placement, local_shape)
     named = dict(zip(_part_names(placement), shapes, strict=True)) if len(shapes) > 1 else {}
     copied_over = {"tp", *placement.partial_over} - {split.axis for split in placement.splits}
@@ -154,13 +151,13 @@ def regions(
 
 
 def fsdp_rows(rows: int, rank: int, size: int) -> tuple[int, int]:
-    """One FSDP2 rank's rows: equal chunks rounded up."""
+    """Equal chunks, rounded up."""
     chunk = -(-rows // size)
     return min(rank * chunk, rows), min((rank + 1) * chunk, rows)
 
 
 def narrow_rows(held: tuple[Region, ...], start: int, stop: int) -> tuple[Region, ...]:
-    """The parts of regions in local rows [start, stop), counted from `start`."""
+    """Within local rows [start, stop), counted from `start`."""
     out = []
     for region in held:
         (low, high), *rest = region.local_slice
@@ -181,7 +178,7 @@ def held_regions(
     *,
     sharded: bool,
 ) -> tuple[Region, ...]:
-    """A rank's regions after FSDP2's sharding, or all, owned by one replica."""
+    """After FSDP2's sharding; else one replica owns them."""
     held = regions(name, placement, local_shape, coords, sizes)
     axis = placement.sharded_over
     if sharded:
@@ -190,7 +187,6 @@ def held_regions(
 
 
 def overlap(first: Slices, second: Slices) -> Slices | None:
-    """The intersection of two slices, or None."""
     shared = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(first, second, strict=True))
     return shared if all(start < stop for start, stop in shared) else None
 

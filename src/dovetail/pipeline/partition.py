@@ -12,7 +12,7 @@ SCHEDULES = ("1f1b", "interleaved", "gpipe", "zero_bubble")  # of training
 
 
 def partition(spec: AnySpec, layout: Layout) -> tuple[range, ...]:
-    """The layers of each stage, by `pp_split` or so that the costliest costs least, by weights of matrix products."""
+    """By `pp_split`, or so that the costliest costs least."""
     check_pipeline(spec, layout)
     split = layout.pp_split
     sizes = _balanced(spec, layout.pp * layout.virtual_stages) if isinstance(split, str) else split
@@ -21,7 +21,7 @@ def partition(spec: AnySpec, layout: Layout) -> tuple[range, ...]:
 
 
 def stage_costs(spec: AnySpec, layout: Layout) -> Costs:
-    """Weights of matrix products. The head's run in the last stage's forward."""
+    """By weights of products. The last forward has the head."""
     layers = tuple(float(sum(spec.layer_params[layer] for layer in stage)) for stage in partition(spec, layout))
     return Costs(forward=(*layers[:-1], layers[-1] + 3.0 * spec.head_params), input=layers, weight=layers)
 
@@ -82,14 +82,11 @@ def _nearest(depth: int, layout: Layout) -> str:
 
 @lru_cache(maxsize=64)
 def _balanced(spec: AnySpec, stages: int) -> tuple[int, ...]:
-    """Layers of each stage, by dynamic programs over (stage, layers so far).
-
-    Among equals: least variance, then fewest layers in the last stage, then more in later stages.
-    """
+    """By dynamic programs over (stage, layers so far). Of equals: least variance, fewest last layers, more in later stages."""
     totals, depth = [0, *accumulate(spec.layer_params)], spec.depth
     totals[-1] += spec.head_params
 
-    def ends(stage: int) -> range:  # leaves a layer for each later stage
+    def ends(stage: int) -> range:  # a layer for each later stage
         return range(stage, depth - stages + stage + 1)
 
     worst = {0: 0}

@@ -14,7 +14,7 @@ COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def pinned(name: str | Path) -> tuple[str, str] | None:
-    """Repository and commit of OWNER/NAME@COMMIT; None for a directory. CheckpointError for anything else."""
+    """OWNER/NAME@COMMIT's repository and commit; None for a directory. Else CheckpointError."""
     if Path(name).is_dir():
         return None
     repository, at, revision = str(name).partition("@")

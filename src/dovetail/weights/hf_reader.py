@@ -1,4 +1,4 @@
-"""Reads tensors, or slices of them, from checkpoints: the interface, and Hugging Face directories."""
+"""Reads tensors or slices of checkpoints; Hugging Face directories."""
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from dovetail.weights.safetensors import TensorFile
 
 @dataclass(frozen=True)
 class StoredRegion:
-    """A rectangle of a tensor, stored in `file` as `key`."""
+    """A rectangle of a tensor: `key` in `file`."""
 
     file: str
     key: str
@@ -39,7 +39,7 @@ class StoredTensor:
 
 
 class TensorSource:
-    """Named tensors in safetensors files, each in one or several regions."""
+    """Named tensors in safetensors files."""
 
     has_checksums = False
 
@@ -58,7 +58,7 @@ class TensorSource:
         return self.tensors[name].dtype
 
     def read(self, name: str, slices: Slices | None = None) -> Tensor:
-        """The tensor or a rectangle of it, on the CPU."""
+        """On the CPU."""
         tensor = self.tensors[name]
         slices = tuple((0, length) for length in tensor.shape) if slices is None else slices
         out = torch.empty([stop - start for start, stop in slices], dtype=tensor.dtype)
@@ -75,7 +75,7 @@ class TensorSource:
         for region in self.tensors[name].regions:
             if (shared := overlap(slices, region.slices)) is not None:
                 here, place = within(shared, region.slices), out[as_index(within(shared, slices))]
-                whole = self.has_checksums and shared == region.slices  # in one job, which checks it
+                whole = self.has_checksums and shared == region.slices  # one job, which checks it
                 for part, target in [(here, place)] if whole else job_parts(here, place, self.dtype(name)):
                     yield partial(self._fill, region, part, target)
 
@@ -83,11 +83,11 @@ class TensorSource:
         self._files[region.file].fill(region.key, part, out, buffer)
 
     def verify_checksums(self, mesh: Mesh) -> None:
-        """Raise on every rank if data read is damaged; HF's format has no checksums. Collective."""
+        """Raise on every rank if data read is damaged. HF has no checksums. Collective."""
 
 
 class HFReader(TensorSource):
-    """A directory with `model.safetensors`, or with an index and its files."""
+    """With `model.safetensors`, or an index and its files."""
 
     def __init__(self, path: Path | str) -> None:
         path, index = Path(path), dict[str, str]()

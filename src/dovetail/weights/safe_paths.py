@@ -1,6 +1,6 @@
 """Which files of a model directory may be read (none outside, no pickles), and which paths written. Imports no torch.
 
-Only links of the hub's cache may lead out: from `snapshots/REVISION` into `blobs`.
+Only links of the hub's cache may lead out, from `snapshots/REVISION` into `blobs`.
 """
 
 import os
@@ -16,14 +16,14 @@ INDEX = "model.safetensors.index.json"
 MANIFEST = "MANIFEST.json"
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 WEIGHTS = (".safetensors", *PICKLED, ".gguf", ".h5", ".msgpack", ".onnx", ".ot", ".tflite")
-LEFTOVERS = (".tmp-*", ".trash-*")  # of interrupted saves and removals
+LEFTOVERS = (".tmp-*", ".trash-*")  # of interrupted saves
 SIDE_FOLDER = "additional_chat_templates"
 
-SideFiles = Mapping[str, Path | bytes]  # name -> source path, or content
+SideFiles = Mapping[str, Path | bytes]  # name -> path or content
 
 
 def contained(directory: Path, name: str) -> Path:
-    """The file `name` of `directory`; CheckpointError if it leads outside."""
+    """CheckpointError if it leads outside."""
     parts = PurePosixPath(name)
     if not name or re.search("[\0\ud800-\udfff]", name) or "\\" in name or parts.is_absolute() or ".." in parts.parts:
         raise CheckpointError(
@@ -38,7 +38,7 @@ def contained(directory: Path, name: str) -> Path:
         raise CheckpointError(f"{directory / name} is a link to {target}, outside the directory; copy the file into it")
     try:
         is_file, exists = target.is_file(), target.exists()
-    except OSError as error:  # a name that is too long
+    except OSError as error:  # too long
         raise CheckpointError(
             f"{directory} names the file {name[:80]!r}: {error.strerror}; correct its index"
         ) from error
@@ -49,7 +49,7 @@ def contained(directory: Path, name: str) -> Path:
 
 
 def side_files(directory: Path | str) -> dict[str, Path]:
-    """All files but the weights."""
+    """Without the weights."""
     directory = Path(directory)
     files = {}
     for path in sorted([*directory.iterdir(), *directory.glob(f"{SIDE_FOLDER}/*")]):
@@ -90,7 +90,7 @@ def refuse_unwritable(path: Path, what: str) -> None:
     refusal = f"{what} {path} cannot be written: {folder} is no directory that you may write to"
     if not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
         raise ConfigError(refusal)
-    try:  # /proc, for one, looks writable to root
+    try:  # /proc looks writable to root
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
