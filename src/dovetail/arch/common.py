@@ -15,40 +15,26 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 FULL_NAMES = (FULL, "attention")  # the second in older configs
 DEFAULT_THETA = 10000.0
 MAX_INTEGER = 1 << 62  # of torch's sizes
+# transformers' defaults
 BASE: Mapping[str, Any] = {
-    "vocab_size": 32000,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": None,
-    "head_dim": None,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-}  # transformers' defaults
+    "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": None, "head_dim": None, "hidden_act": "silu",
+    "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "attention_bias": False,
+}  # fmt: skip
 QWEN: Mapping[str, Any] = {
-    **BASE,
-    "vocab_size": 151936,
-    "max_position_embeddings": 32768,
-    "use_sliding_window": False,
-    "sliding_window": 4096,
-    "max_window_layers": 28,
-}
-ROPE_KEYS = frozenset(
-    {
-        *("rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings"),
-        *("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
-        *("low_freq_factor", "high_freq_factor", "short_factor", "long_factor"),
-        "finetuned",  # without effect
-    }
-)
+    **BASE, "vocab_size": 151936, "max_position_embeddings": 32768,
+    "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28,
+}  # fmt: skip
+ROPE_KEYS = frozenset((
+    "rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings",
+    "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate",
+    "low_freq_factor", "high_freq_factor", "short_factor", "long_factor", "finetuned",  # the last without effect
+))  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Fields:
-    """With defaults. Readers raise ModelError with the key."""
+    """A config with defaults. Readers raise ModelError that names the key."""
 
     where: str
     config: Config
@@ -85,7 +71,6 @@ class Fields:
         return ModelError(f"{self.where}: {key} {state}; supported: {expected}")
 
     def lack(self, key: str, expected: str) -> OptionError:
-        """For the transformers engine only."""
         return OptionError(str(self.refusal(key, expected)))
 
 
@@ -99,7 +84,7 @@ def renamed(config: Config, name: str, to: str) -> Config:
 
 
 def dense_spec(c: Fields, *, mlp_bias: bool = False, activations: tuple[str, ...] = SILU, **attention: Any) -> ArchSpec:
-    """Of a dense family. attention: of AttentionSpec. ModelError where no model, OptionError where unsupported."""
+    """A dense family. attention: more of AttentionSpec. ModelError: no model; OptionError: an unsupported option."""
     _refuse_unsupported(c, activations)
     width, heads = c.integer("hidden_size"), c.integer("num_attention_heads")
     kv_heads = heads if c.get("num_key_value_heads") is None else c.integer("num_key_value_heads")
@@ -123,7 +108,7 @@ def dense_spec(c: Fields, *, mlp_bias: bool = False, activations: tuple[str, ...
 
 
 def _pad_id(c: Fields) -> int | None:
-    """Not trained by transformers."""
+    """The row that transformers does not train."""
     pad, rows = c.get("pad_token_id"), c.integer("vocab_size")
     if pad is not None and (not isinstance(pad, int) or isinstance(pad, bool)):
         raise c.refusal("pad_token_id", "a token id or null")
@@ -131,7 +116,7 @@ def _pad_id(c: Fields) -> int | None:
 
 
 def qwen_moe(c: Fields) -> MoeSpec:
-    """In every `decoder_sparse_step`-th layer outside of `mlp_only_layers`."""
+    """Experts in every `decoder_sparse_step`-th layer outside of `mlp_only_layers`."""
     step, dense = c.integer("decoder_sparse_step"), c.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
         raise c.refusal("mlp_only_layers", "a list of layer numbers")
@@ -153,7 +138,7 @@ def with_experts(spec: ArchSpec, c: Fields, moe: MoeSpec) -> ArchSpec:
 
 
 def layer_windows(c: Fields, *, used: bool = True, first: int = 0, per_layer: bool = True) -> tuple[int | None, ...]:
-    """From layer `first` on, or by `layer_types`, which must agree without `per_layer`."""
+    """Windows from layer `first` on, or by `layer_types`, which must agree without `per_layer`."""
     window = c.integer("sliding_window") if used and c.get("sliding_window") is not None else None
     depth = c.integer("num_hidden_layers")
     implied = [SLIDING if window is not None and layer >= first else FULL for layer in range(depth)]
@@ -175,7 +160,7 @@ def layer_windows(c: Fields, *, used: bool = True, first: int = 0, per_layer: bo
 
 
 def qwen_windows(c: Fields) -> tuple[int | None, ...]:
-    """From `max_window_layers` on, if `use_sliding_window`."""
+    """Windows from `max_window_layers` on, if `use_sliding_window`."""
     return layer_windows(c, used=c.flag("use_sliding_window"), first=c.integer("max_window_layers", least=0))
 
 

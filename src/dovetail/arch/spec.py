@@ -63,7 +63,7 @@ class MoeSpec:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Of layers."""
+        """Layers with experts."""
         return tuple(layer for layer, routes in enumerate(self.layers) if routes)
 
 
@@ -81,7 +81,6 @@ class AttentionSpec:
     latent: LatentSpec | None = None
 
     def params(self, width: int) -> int:
-        """Of one layer's products."""
         heads, latent = self.num_heads, self.latent
         if latent is None:
             return width * self.head_dim * (2 * heads + 2 * self.num_kv_heads)
@@ -115,7 +114,7 @@ class ArchSpec:
 
     @property
     def layer_params(self) -> tuple[int, ...]:
-        """Of products per token (active experts)."""
+        """Weights of products per token (active experts)."""
         attention = self.attention.params(self.width)
         dense = self.width * (3 if self.activation == "swiglu" else 2) * self.ffn_width
         moe, routed = self.moe, 0
@@ -132,7 +131,7 @@ class ArchSpec:
         return sum(self.layer_params) + self.head_params
 
     def flops(self, length: int) -> float:
-        """Of a forward pass: 2 per weight and token, and causal attention."""
+        """A forward pass: 2 per weight and token, and causal attention."""
         a = self.attention
         seen = sum(min(length, window or length) for window in a.windows)  # last query's keys
         channels = a.latent.key_dim + a.latent.v_dim if a.latent else 2 * a.head_dim  # scores, and the mean of values

@@ -16,7 +16,7 @@ class TransformersHeads:
 
 @dataclass(frozen=True, kw_only=True)
 class TransformersSpec:
-    """Of the text backbone, as in `ArchSpec`."""
+    """Sizes of the text backbone, as in `ArchSpec`."""
 
     family: str
     vocab_size: int

@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 class ShardedReader(TensorSource):
-    """With a valid manifest and headers. `names` omits training state, which can be read."""
+    """`names` omits training state, which can be read. `verify_checksums` checks the data."""
 
     has_checksums = True
 

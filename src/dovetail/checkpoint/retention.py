@@ -37,7 +37,6 @@ class SavedStep:
 
 
 def oldest_of_last(folder: Path, last: int) -> int:
-    """Of the `last` newest."""
     steps, _ = saved_steps(folder)
     return min(saved.step for saved in [saved for saved in steps if saved.order >= 0][:last])
 
@@ -124,7 +123,7 @@ def from_a_whole_step(folder: Path, attempt: Callable[[Mapping[str, str]], T]) -
 
 
 def prune(folder: Path, retention: Retention) -> None:
-    """What is in use is removed later."""
+    """Files in use are removed later."""
     steps, _ = saved_steps(folder)
     kept = retention.keeps(steps)
     for saved in steps:
@@ -174,7 +173,7 @@ def _unlink(path: Path) -> None:
 
 
 def clear_debris(folder: Path) -> None:
-    """Of interrupted saves. Only for the run that writes to `folder`."""
+    """Remove what interrupted saves left. Only for the run that writes to `folder`."""
     for link in folder.glob("step_*"):
         if link.is_symlink() and not link.exists():
             link.unlink()

@@ -57,7 +57,7 @@ def export_training(
 def load_training(
     model: StagedModel, mesh: Mesh, role: str, states: States, others: Others, reader: ShardedReader
 ) -> Mapping[str, Tensor]:
-    """-> those of `others` that it has. Without `verify_checksums`. Collective."""
+    """Returns those of `others` that were read. The caller calls `verify_checksums`. Collective."""
     exact = _saved_as_trained(reader, role) if role == MODEL_ROLE else ()
     _load_untied(checkpoint_params(model, mesh), reader.training_state(prefix(role, PARAM), exact), mesh)
     for kind, tensors in states.items():
@@ -106,7 +106,7 @@ def save_state(path: Path, mesh: Mesh, exports: Sequence[Export], sides: SideFil
 
 
 def open_state(path: Path | str, mesh: Mesh) -> ShardedReader:
-    """Of `save_state` or a run. Collective."""
+    """Opens what `save_state` or a run wrote. Collective."""
     with agreed(mesh):
         if not (Path(path) / MANIFEST).exists():
             raise CheckpointError(f"{path} is not a saved state: it has no {MANIFEST}; give what save_state wrote")
@@ -121,7 +121,7 @@ def prefix(role: str, kind: str) -> str:
 
 
 def _saved_as_trained(reader: ShardedReader, role: str) -> list[str]:
-    """Not rounded: optimizer state has the dtype of training, if of no fixed one."""
+    """Tensors that were not rounded: optimizer state has the dtype of training, if of no fixed one."""
     trained: dict[str, set[torch.dtype]] = defaultdict(set)
     for name, tensor in reader.manifest.tensors.items():
         kind, _, param = name.removeprefix(f"{TRAINING}{role}/").partition("/")

@@ -18,7 +18,7 @@ from dovetail.weights.stream import Export
 
 @dataclass(frozen=True)
 class BatchReport:
-    """Of one `forward_backward`: sums over counts; NaN without a count."""
+    """Sums of one `forward_backward` over their counts; NaN without a count."""
 
     loss: float
     count: float  # over all ranks
@@ -29,7 +29,7 @@ class BatchReport:
 
 @dataclass(frozen=True)
 class StepReport:
-    """Of all batches since the last step. One that counts nothing is `skipped` without `faults`; its loss is NaN."""
+    """A step over all batches since the last one. Without a count it is `skipped` without `faults`, and its loss is NaN."""
 
     loss: float  # as metrics a global sum over a global count
     grad_norm: float
@@ -83,7 +83,7 @@ class Engine(Protocol):
         """Weights, optimizer, schedule and `extra` (JSON) to a new or empty directory, atomically; no accumulated gradients."""
 
     def load_state(self, path: Path | str) -> Mapping[str, Any]:
-        """From `save_state` or a run's checkpoint, of any layout -> its `extra`."""
+        """Continue from `save_state` or a run's checkpoint, of any layout -> its `extra`."""
 
     def check_replicas(self) -> None:
         """MachineError on every rank where replicas differ."""
@@ -101,7 +101,7 @@ class Engine(Protocol):
         """Named by `role`. with_model: also the weights as saved."""
 
     def load_training(self, role: str, reader: ShardedReader, updates: int) -> None:
-        """As after `updates` optimizer steps, from any layout."""
+        """Continue as after `updates` optimizer steps, from any layout."""
 
     @property
     def updates(self) -> int: ...

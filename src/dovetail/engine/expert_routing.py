@@ -23,7 +23,7 @@ PlannedMicroBatches = Sequence[tuple[Tensor, MicroBatch]]
 
 @dataclass(frozen=True, kw_only=True)
 class BalanceSettings:
-    """Of `Balance`. bias_rate: step of selection biases (arXiv 2408.15664)."""
+    """Coefficients of `Balance`. bias_rate: step of selection biases (arXiv 2408.15664)."""
 
     aux_coef: float = 0.0
     z_coef: float = 0.0
@@ -83,7 +83,7 @@ class Routing:
         return metrics
 
     def trace(self, pairs: PlannedMicroBatches, tokens: int) -> RoutingTrace:
-        """On every rank. Collective."""
+        """Collective."""
         moe, device = self.moe, self.mesh.device
         indices = torch.zeros(tokens, len(moe.numbers), moe.top_k, dtype=torch.int32, device=device)
         for index, micro in split_halves(pairs):

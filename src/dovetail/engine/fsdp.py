@@ -49,7 +49,7 @@ class ReshardPolicy:
 
 
 def shard_over_data(model: StagedModel, mesh: Mesh, dtype: torch.dtype) -> None:
-    """Over dp x cp, experts over ranks with the same ones, in place. Computes in `dtype`, reduces in the wide one."""
+    """Shard dp x cp, experts over ranks with the same ones, in place. Computes in `dtype`, reduces in the wide one."""
     first = next(model.parameters())
     # stages run many times a step; one rank would only cast again
     keep = mesh["pp"].size > 1 or (mesh["fsdp"].size == 1 and dtype != first.dtype)
@@ -106,8 +106,6 @@ def enable_grad_accumulation_fusion(model: StagedModel) -> None:
 
 
 def _use_wide_grads(module: nn.Module) -> None:
-    """Once FSDP has gathered them."""
-
     def widen(_module: nn.Module, _inputs: object) -> None:
         for parameter in module.parameters():
             if not isinstance(parameter, DTensor):

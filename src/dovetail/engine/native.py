@@ -116,7 +116,6 @@ class NativeEngine(EngineState):
             return self._gather_tokens(out, batch)[0]
 
     def infer(self, batch: PackedBatch, loss: LossFn, keep: Callable[[Tensor, MicroBatch, Any], None]) -> None:
-        """What `loss` makes of micro-batches, to `keep` on ranks of the last stage."""
         with self._call(critic=self.model.is_critic):
             self._infer(self._prepare(batch), keep, loss)
 
@@ -215,7 +214,7 @@ class NativeEngine(EngineState):
         return self.model
 
     def micro_batches(self, batch: PackedBatch) -> PlannedMicroBatches:
-        """As many as others'. Lazy, unless the batch is on the device: each waits for it."""
+        """Lazy, unless the batch is on the device: each waits for it."""
         check_same(batch, self.mesh)
         self.model.check(batch)
         multiple, share = self.mesh.token_multiple, self.context_shard

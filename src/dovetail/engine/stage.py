@@ -67,12 +67,6 @@ class InferenceRunner:
         self.on_result(micro, y)
         return None
 
-    def backward(self, action: Action, grad: Tensor | None, *, last: bool) -> Tensor | None:
-        raise AssertionError(f"{action} in a plan without gradients")
-
-    def weight(self, stage: int, micro: int) -> None:
-        raise AssertionError(f"weight gradient of stage {stage} in a plan without gradients")
-
 
 class TrainingRunner(InferenceRunner):
     """sums, losses: on the last stage."""
@@ -163,7 +157,7 @@ class TrainingRunner(InferenceRunner):
 
 
 class Accumulated:
-    """What `forward_backward` leaves for the optimizer step. count: float64 [], on the device. Made collectively."""
+    """Results of a `forward_backward` for the optimizer step. count: float64 [], on the device. Made collectively."""
 
     def __init__(self, stages: TrainingRunner, batch: PackedBatch, pairs: Sequence[tuple[Tensor, MicroBatch]]) -> None:
         sums, mesh = stages.sums, stages.mesh
@@ -204,7 +198,6 @@ def add_sums(sums: Sums, value: Loss) -> None:
 
 
 def announce_failure(mesh: Mesh) -> None:
-    """To ranks in `unify_names`."""
     stack_numbers([FAILED], mesh["world"], mesh.device)
 
 
@@ -229,7 +222,7 @@ def reduce_sums(sums: Sums, mesh: Mesh) -> Tensor:
 
 
 def sums_by_name(names: list[str], rows: list[list[float]], mesh: Mesh) -> dict[str, tuple[float, float]]:
-    """On all pipeline ranks. Collective."""
+    """Collective over pp."""
     last = gather_objects(dict(zip(names, rows, strict=True)), mesh["pp"], mesh.device)[-1]
     return {name: (total, count) for name, (total, count) in last.items()}
 

@@ -71,7 +71,7 @@ def hidden_states(engine: NativeEngine, batch: PackedBatch) -> Tensor:
 
 
 def evaluate(engine: NativeEngine, batch: PackedBatch, loss: LossFn) -> BatchReport:
-    """Without gradients. Collective."""
+    """Collective."""
     sums, mesh = Sums(), engine.mesh
 
     def add(_: Tensor, __: MicroBatch, value: Loss) -> None:

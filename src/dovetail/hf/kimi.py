@@ -30,7 +30,7 @@ TEXT_ONLY: Mapping[str, Any] = {"scoring_func": "sigmoid", "topk_method": "noaux
 
 
 def translated(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """As transformers knows it. ModelError."""
+    """config.json as transformers knows it. ModelError."""
     form = FORMS.get(str(config.get("model_type")))
     return config if form is None else form(config)
 
@@ -86,7 +86,7 @@ class PositionTable(nn.Module):
 
 
 def _bicubic(table: Tensor, dim: int, size: int) -> Tensor:
-    """As a product [size, length]: deterministic on a GPU."""
+    """[size, length], for a product: its gradients are deterministic on a GPU."""
     length = table.shape[dim]
     identity = torch.eye(length, dtype=table.dtype, device=table.device)[None, None]
     return F.interpolate(identity, size=(size, length), mode="bicubic")[0, 0]
@@ -125,7 +125,7 @@ class Block(nn.Module):
 
 
 def _rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Of neighboring channels."""
+    """Rotates neighboring channels."""
     a, b = x.to(cos.dtype).unflatten(-1, (-1, 2)).unbind(-1)
     return torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1).flatten(-2).to(x.dtype)
 
@@ -186,7 +186,7 @@ def replace_tower(model: "transformers.PreTrainedModel") -> None:
 
 
 def published(settings: Mapping[str, Any]) -> dict[str, Any] | None:
-    """If they are Kimi's own."""
+    """Kimi's own settings, or None."""
     merged = {**settings, **(settings.get("media_proc_cfg") or {})}
     return merged if any(name in merged for name in LIMITS) else None
 
@@ -230,7 +230,7 @@ class KimiImages:
         return math.prod(self._sizes(height, width)[1])
 
     def _sizes(self, height: int, width: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """In pixels, in patches."""
+        """Sizes in pixels and in patches."""
         p, most = self.patch_size, self.max_side * self.patch_size
         patches = max(1, height // p) * max(1, width // p)
         scale = min(1.0, math.sqrt(self.limit / patches))

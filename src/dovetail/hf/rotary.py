@@ -46,7 +46,7 @@ class LongRope(nn.Module):
 
 
 def follow_lengths(model: nn.Module, config: "transformers.PreTrainedConfig") -> int | None:
-    """And return its limit. ModelError."""
+    """Make longrope follow `marked` positions; returns its limit. ModelError."""
     by_length = length_limit(config)
     if by_length is None:
         return None

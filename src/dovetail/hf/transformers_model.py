@@ -50,7 +50,7 @@ GROUPED = 8  # torch groups 16 bytes
 
 
 class Window(int):
-    """As a mask: some models pass it in no other way."""
+    """A window's width as a mask: some models pass it in no other way."""
 
     def __getattr__(self, name: str) -> Any:
         raise ModelError(f"the model changes its attention masks ({name}), which packed attention does not compute")
@@ -209,7 +209,7 @@ class _ParametersOnMeta(TorchFunctionMode):
 
 @contextmanager
 def config_errors() -> Iterator[None]:
-    """As ModelError, cut where it lists all model types."""
+    """Raises ModelErrors, cut where transformers lists all model types."""
     try:
         yield
     except ModelError:
@@ -311,7 +311,7 @@ def _model_problems(model: "transformers.PreTrainedModel") -> Iterator[str]:
 
 
 def _freeze(model: nn.Module) -> None:
-    """Those without gradients become buffers."""
+    """Parameters without gradients become buffers."""
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if not parameter.requires_grad:

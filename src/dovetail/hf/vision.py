@@ -206,7 +206,7 @@ def kinds_of(tokens: Tensor, config: "transformers.PreTrainedConfig") -> Tensor:
 
 
 def as_images(tokens: Tensor, media: Media, config: "transformers.PreTrainedConfig") -> Media:
-    """In the order of their tokens: transformers gives features to all or none."""
+    """Images and frames in the order of their tokens: transformers gives features to all or none."""
     codes = [code for code in kinds_of(tokens, config).unique_consecutive().tolist() if code]
     frames = {kind.code: _frames(media, kind) for kind in KINDS}
     for kind in KINDS:

@@ -59,7 +59,6 @@ def supported(x: Tensor, other: Tensor) -> bool:
 
 @cache
 def tile_for(width: int) -> tuple[Tile, int]:
-    """And warps."""
     columns = triton.next_power_of_2(width)
     return Tile(width, max(1, TILE_SIZE // columns), columns), min(16, max(4, columns // 512))
 
@@ -71,7 +70,6 @@ def stages(tensors: int, tile: Tile, like: Tensor) -> int:
 
 @cache
 def shared_bytes(device: torch.device) -> int:
-    """Less a quarter for the compiler."""
     if device.type != "cuda":
         return 0
     properties = triton.runtime.driver.active.utils.get_device_properties(device.index)

@@ -46,7 +46,7 @@ class EntryShape(NamedTuple):
 def decode_attention(
     q: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, window: int | None = None
 ) -> Tensor:
-    """Without a host sync; launches do not depend on lengths."""
+    """No host sync; launches do not depend on lengths."""
     rows, heads, dim = q.shape
     if q.dtype == torch.float64 or dim > reference.MAX_PAGED_DIM or not rows:
         return reference.decode_attention(q, keys, values, table, lengths, window)

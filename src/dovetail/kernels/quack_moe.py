@@ -130,7 +130,6 @@ def _invert(
 
 @triton.jit(do_not_specialize=["n", "total"])
 def _pick(rows: tensor, x: tensor, out: tensor, n: tensor, total: tensor, SIZE: constexpr) -> None:
-    """By row -> by copy; 0 for dropped copies."""
     at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     row = tl.load(rows + at, mask=at < n, other=total).to(tl.int64)
     tl.store(out + at, tl.load(x + row, mask=(at < n) & (row < total), other=0.0), mask=at < n)

@@ -46,7 +46,7 @@ def runner(recompute: Recompute, host: "PinnedPool | None" = None) -> Callable[.
 
 
 def options(recompute: Recompute) -> dict[str, Any]:
-    """Of torch's `checkpoint`."""
+    """Arguments of torch's `checkpoint`."""
     out: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     return out if recompute == "full" else out | {"context_fn": partial(selective_contexts, recompute)}
 
@@ -54,7 +54,7 @@ def options(recompute: Recompute) -> dict[str, Any]:
 def selective_contexts(
     recompute: Recompute, put: Callable[[Tensor], Any] = lambda x: x, get: Callable[[Any], Tensor] = lambda x: x
 ) -> tuple["_Keep", "_Reuse"]:
-    """Of a forward pass and its repetition. put, get: for attention."""
+    """Modes of a forward pass and its repetition. put, get: move results of attention."""
     kept: deque[tuple[str, Any]] = deque()
     return _Keep(recompute, kept, put), _Reuse(recompute, kept, get)
 
@@ -170,7 +170,7 @@ class PinnedPool:
         return self.free.pop() if self.free else PinnedArena(pinned=self.side is not None)
 
     def allocate(self, arena: PinnedArena, x: Tensor) -> Tensor | None:
-        """None without room."""
+        """None if the host has too little memory."""
         if not arena.has(x.nbytes):
             available = self.available()
             if available is not None and not arena.grow(x.nbytes, available // self.ranks):
@@ -180,7 +180,7 @@ class PinnedPool:
         return arena.allocate(x.dtype, (x.numel(),)).as_strided(x.shape, strides)
 
     def copy(self, to: Tensor, source: Tensor) -> Any:
-        """After the work queued before. Returns an event."""
+        """Queued after the work so far. Returns an event."""
         if self.side is None:
             to.copy_(source)
             return None

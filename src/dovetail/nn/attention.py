@@ -54,8 +54,6 @@ BatchAttention = PackedAttention | SharedAttention
 
 @dataclass(frozen=True)
 class BatchContext:
-    """Of training and scoring."""
-
     cos: Tensor
     sin: Tensor
     attention: BatchAttention

@@ -83,8 +83,6 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True)
 class SharedAttention:
-    """Over cp."""
-
     chunks: tuple[Chunk, ...]
     axes: ContextAxes
     kernels: KernelSet

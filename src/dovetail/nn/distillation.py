@@ -162,7 +162,7 @@ class TopColumns(NamedTuple):
 
 
 def top_columns(z: Tensor, pair: Pair, shard: VocabShard, k: int) -> TopColumns:
-    """Of each rank's columns, then of all. The same on every rank."""
+    """Ranks find those of their columns, then choose among them. The same on every rank."""
     values, ids = widened(pair.w).topk(min(k, pair.w.shape[1]))
     missing = (0, k - values.shape[1])
     values = torch.nn.functional.pad(values, missing, value=float("-inf"))
@@ -199,7 +199,7 @@ def top_divergence(chosen: TopColumns, divergence: Divergence, top_k: TopK) -> t
 
 
 def _closed(logprob: Tensor, *, tail: bool) -> Tensor:
-    """Over the k, or the k and the rest."""
+    """A distribution over the k, or over the k and the rest."""
     total = logprob.logsumexp(-1, keepdim=True)
     if not tail:
         return logprob - total

@@ -83,7 +83,6 @@ class VocabShard:
 
 
 def fused_token_stats(x: Tensor, shard: VocabShard, batch: PackedBatch) -> TokenStats:
-    """Of x [n, D], without a gradient."""
     with torch.no_grad():
         stats = [shard.stats(x, batch, rows, keep=False)[1] for rows in _chunks(len(batch), shard.kernels.head_chunk)]
         return TokenStats(*(torch.cat(column) for column in zip(*stats, strict=True)))
@@ -92,7 +91,7 @@ def fused_token_stats(x: Tensor, shard: VocabShard, batch: PackedBatch) -> Token
 def fused_loss(
     x: Tensor, shard: VocabShard, batch: PackedBatch, loss: LossFn, make_pass: "Callable[..., HeadPass] | None" = None
 ) -> Loss:
-    """Of x [n, D] on the counted tokens [n]. Only `total` has a gradient."""
+    """x [n, D] on the counted tokens [n]. Only `total` has a gradient."""
     needs_grad = torch.is_grad_enabled() and (x.requires_grad or shard.weight.requires_grad)
     with torch.no_grad():
         run = (make_pass or HeadPass)(x, shard, batch, loss, needs_grad=needs_grad)
@@ -165,7 +164,7 @@ class HeadPass:
 
 
 def loss_gradients(loss: LossFn, stats: Any, batch: PackedBatch, needs_grad: bool, leaves: int = 2) -> tuple[Loss, Any]:
-    """And gradients in the first `leaves` statistics: zeros where unused, None for the entropy."""
+    """Also gradients in the first `leaves` statistics: zeros where unused, None for the entropy."""
     if not needs_grad:
         return _detached(loss(stats, batch)), stats[:leaves]
     with torch.enable_grad():
@@ -269,5 +268,5 @@ class ValueHead(nn.Module):
 
 
 def shared(loss: LossFn, micro: MicroBatch, axis: Axis) -> LossFn:
-    """As a rank of cp computes it."""
+    """The loss as a rank of cp computes it."""
     return loss if axis.size == 1 or is_separable(loss) else SequenceGather(loss, micro, axis)

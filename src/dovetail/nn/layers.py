@@ -74,7 +74,7 @@ class GradAccumulator(nn.Module):
         self.wgrad_queue: WgradQueue | None = None
 
     def accumulated(self, name: str) -> Tensor:
-        """Its gradient comes from autograd or `defer_wgrad`."""
+        """A parameter whose gradient comes from autograd or `defer_wgrad`."""
         weight = self.get_parameter(name)
         if self.wgrad_queue is None or not (weight.requires_grad and torch.is_grad_enabled()):
             return weight
@@ -123,7 +123,7 @@ def accumulate_rows(weight: Tensor, rows: Tensor, index: Tensor) -> None:
 
 
 def grad_buffer(weight: Tensor) -> tuple[Tensor, bool]:
-    """And whether it is new, uninitialized memory."""
+    """The gradient, and whether it is new, uninitialized memory."""
     if weight.grad is not None:
         return weight.grad, False
     weight.grad = torch.empty_like(weight, dtype=weight.grad_dtype or weight.dtype, requires_grad=False)
@@ -167,9 +167,7 @@ class Linear(GradAccumulator):
         products: LinearProducts | None = None,
     ) -> Tensor:
         """x w.T + bias. With a collective: of its result; x is what `start` returned."""
-        if products is None:
-            kernels = self.kernels
-            products = LinearProducts(kernels.linear, kernels.linear_input_grad, kernels.add_weight_grad_)
+        products = products or LinearProducts(F.linear, torch.matmul, self.kernels.add_weight_grad_)
         y: Tensor = _Linear.apply(x, self.weight, bias, self, collective, products)
         return y
 

@@ -64,7 +64,6 @@ class StagedModel(nn.Module):
 
     @property
     def text(self) -> nn.Module:
-        """Without the head."""
         raise NotImplementedError
 
     def check(self, batch: PackedBatch) -> None:
@@ -117,7 +116,7 @@ class StagedModel(nn.Module):
         raise NotImplementedError
 
     def first_groups(self) -> Iterator[nn.Module]:
-        """Those gathered first, where their order is known."""
+        """Groups that a forward pass gathers first, where their order is known."""
         return iter(())
 
     def materialize(self, device: torch.device) -> None:

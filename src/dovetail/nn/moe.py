@@ -176,7 +176,7 @@ class MoE(nn.Module):
         return run_sync(self.forward_async(x, routes))
 
     def forward_async(self, x: Tensor, routes: Routes) -> AsyncForward[Tensor]:
-        """Within `Experts.forward`."""
+        """Call it within `Experts.forward`."""
         y = yield from self._routed(x, *self.gate(x, routes))
         if not self.shared_name:
             return y

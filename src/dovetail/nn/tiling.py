@@ -14,7 +14,7 @@ from dovetail.parallel.overlap import AsyncForward
 
 
 class Tiled(GradAccumulator):
-    """With the MLP's children, under their names."""
+    """Its children are the MLP's, under their names."""
 
     def __init__(self, mlp: nn.Module, tokens: int) -> None:
         super().__init__()
@@ -35,7 +35,6 @@ class Tiled(GradAccumulator):
         return y
 
     def tile_weights(self) -> list[nn.Parameter]:
-        """Without those of a queue."""
         queued = {id(part.weight) for part in self.modules() if isinstance(part, Linear) and part.wgrad_queue}
         return [weight for weight in self.parameters() if id(weight) not in queued]
 

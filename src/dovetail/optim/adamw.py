@@ -40,14 +40,14 @@ class UpdateRule:
                     self._set_state(parameter, steps, [torch.zeros_like(parameter) for _ in self.state_names])
 
     def resume(self, steps: int) -> None:
-        """As after so many steps; the caller fills the rest."""
+        """Continue as after so many steps; the caller fills the rest."""
         self.begin(steps)
         for state in self.state.values():
             if "step" in state:
                 state["step"].fill_(steps)
 
     def stored(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """In checkpoints: those of `state_names`; if copies, `restored` follows a load."""
+        """State in checkpoints. Where it is copied, `restored` follows a load."""
         state = self.state.get(parameter, {})
         return {name: state[name] for name in self.state_names if name in state}
 
@@ -56,7 +56,7 @@ class UpdateRule:
         return None
 
     def restored(self, stored: Stored, others: Mapping[str, Tensor]) -> None:
-        """After a load into `stored` and those of `others` that it has."""
+        """Called after a load into `stored` and those of `others` that it has."""
 
     def resident(self) -> Iterator[Tensor]:
         """State to offload with the weights."""
@@ -84,7 +84,6 @@ class Bucket:
         return len(MOMENTS) * sum(aligned(parameter.nbytes) for parameter in self.params)
 
     def views(self, data: Tensor) -> list[list[Tensor]]:
-        """For each of `MOMENTS`."""
         starts = iter(accumulate((aligned(parameter.nbytes) for _ in MOMENTS for parameter in self.params), initial=0))
         return [[view_at(data, next(starts), p.dtype, p.shape) for p in self.params] for _ in MOMENTS]
 

@@ -17,7 +17,7 @@ Make = Callable[..., torch.optim.Optimizer]  # of parameter groups
 
 
 class Layout(NamedTuple):
-    """After a step: name -> dtype; name -> value in the trial."""
+    """State after a step: name -> dtype; name -> value in the trial."""
 
     shaped: Mapping[str, torch.dtype]
     scalars: Mapping[str, Any]
@@ -90,7 +90,6 @@ class Elementwise(UpdateRule):
         return [name for name in self._layout.scalars if name != STEP]
 
     def _states(self) -> Iterator[tuple[Mapping[str, Any], list[MutableMapping[str, Any]]]]:
-        """With all their state."""
         for group in self._filled:
             states = [self.state[p] for p in group["params"] if p in self.state]
             if states and all(state.keys() >= {*self._layout.scalars} for state in states):

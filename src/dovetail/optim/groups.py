@@ -77,6 +77,6 @@ def match(model: nn.Module, mesh: Mesh, patterns: Sequence[str], what: str) -> d
 
 
 def _names(model: nn.Module, param: LocalParam) -> list[tuple[str, ...]]:
-    """By checkpoint tensor, with tied names."""
+    """Names of its checkpoint tensors, each with its tied names."""
     stored = in_checkpoint_form(model, [param])
     return [(n, *param.tied) for p in stored for n in checkpoint_shapes(p.name, p.placement, p.shape)]

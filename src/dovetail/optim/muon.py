@@ -96,7 +96,7 @@ def pieces_of(held: Held) -> Iterator[Piece]:
 
 
 def muon_names(model: nn.Module, mesh: Mesh, held: Sequence[Held], patterns: Sequence[str]) -> set[str]:
-    """What matches, or every matrix of the blocks. held: without norms and biases. Collective."""
+    """The names that match, or every matrix of the blocks. held: without norms and biases. Collective."""
     stacked = isinstance(model, StagedModel) and model.moe is not None  # else the order of dims is unknown
     names = {each.name for each in held if each.local.dim() == 2 or (stacked and each.name.endswith(STACKED))}
     if not patterns:
@@ -168,7 +168,6 @@ class MuonOptions:
             raise ValueError(f"adamw_lr={self.adamw_lr!r}; expected more than 0")
 
     def rate(self, lr: float, shape: tuple[int, int]) -> float:
-        """Of a matrix [out, in]."""
         rows, columns = shape
         if self.adjust_lr_fn == "match_rms_adamw":
             return lr * 0.2 * math.sqrt(max(rows, columns))
@@ -286,7 +285,6 @@ class Muon(UpdateRule):
         return done
 
     def _scatter(self, jobs: Sequence[Job], updates: Mapping[str, Tensor]) -> Handle:
-        """To every holder."""
         moves = [Move(job.owner, part.rank, job.matrix, part.part) for job in jobs for part in job.parts]
         return self._exchange(moves, lambda move: updates[move.matrix][as_index(move.part)])
 
@@ -319,7 +317,7 @@ class Muon(UpdateRule):
 
 
 def _rounds(jobs: Sequence[Job], world: int) -> list[list[Job]]:
-    """As few as `ROUND_ELEMENTS` allows, equal shapes together."""
+    """As few rounds as `ROUND_ELEMENTS` allows, equal shapes together."""
     rounds: list[list[Job]] = []
     number, filled = [0] * world, [0] * world
     for job in sorted(jobs, key=lambda job: (sorted(job.shape), job.matrix)):
@@ -334,7 +332,7 @@ def _rounds(jobs: Sequence[Job], world: int) -> list[list[Job]]:
 
 
 def _starts(jobs: Collection[Job], world: int) -> dict[tuple[str, int, Slices], int]:
-    """Of owned rectangles: by rank, job and part."""
+    """Offsets of owned rectangles, by rank, job and part."""
     starts, at = dict[tuple[str, int, Slices], int](), 0
     for rank in range(world):
         for job in jobs:

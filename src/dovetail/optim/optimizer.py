@@ -36,7 +36,6 @@ class Shard(Held):
         return self.local.dim() > 1 and "norm" not in module and not leaf.endswith("bias")
 
     def collect_grad(self) -> Tensor:
-        """Also `local.grad`."""
         assert self.source.grad is not None, f"{self.name} has no gradient: a path of the model left it out"
         grad = self.source.grad
         self.local.grad = grad.to_local() if isinstance(grad, DTensor) else grad
@@ -44,7 +43,7 @@ class Shard(Held):
 
     @cached_property
     def owned(self) -> list[tuple[slice, ...]]:
-        """What norms count here."""
+        """Regions that this rank's norms count."""
         return [as_index(r.local_slice) for r in self.regions if r.owned]
 
     @cached_property
@@ -54,7 +53,6 @@ class Shard(Held):
 
 
 def shards_of(model: nn.Module, mesh: Mesh) -> list[Shard]:
-    """What requires a gradient, once, in the model's order."""
     params = local_params(model, mesh)  # reshards, which may replace parameters
     return [
         Shard(p.name, nn.Parameter(p.local), p.regions, p.parameter, p.placement)
@@ -83,7 +81,7 @@ def rates(groups: Sequence[ParamGroup], number: int, decayed: bool) -> dict[str,
 
 
 def reduce_partial(shards: Iterable[Shard], mesh: Mesh) -> None:
-    """Over ranks that saw other tokens or heads, and copies of KV rows."""
+    """Sum gradients over ranks that saw other tokens or heads, and over copies of KV rows."""
     partial: dict[str, list[Tensor]] = defaultdict(list)
     copied: dict[int, list[Tensor]] = defaultdict(list)
     for shard in shards:
@@ -171,7 +169,7 @@ class OptimSettings:
 def lr_factor(
     schedule: Schedule, step: int, *, warmup: int = 0, total: int = 1, floor: float = 0.0, decay: int | None = None
 ) -> float:
-    """On the base rate at `step` >= 0: warm-up, (step + 1) / (warmup + 1), then the schedule.
+    """The factor on the base rate at `step` >= 0: warm-up, (step + 1) / (warmup + 1), then the schedule.
 
     linear, cosine: to `floor` in `decay` steps (default: to the end). wsd: 1, then linearly to `floor` in the last `decay`
     (default: a tenth of `total`, at least 2).
@@ -203,7 +201,7 @@ class Update:
 
 
 class Optimizer:
-    """Over this rank's trainable shards. groups: may change between steps."""
+    """An update rule over this rank's trainable shards. groups: may change between steps."""
 
     def __init__(self, model: nn.Module, mesh: Mesh, settings: OptimSettings) -> None:
         self.mesh, self.settings = mesh, settings
@@ -271,12 +269,12 @@ class Optimizer:
         return {k: {name: x[k] for name, x in stored.items() if k in x} for k in self.rule.state_names}
 
     def restore(self, states: Mapping[str, Mapping[str, Tensor]], others: Mapping[str, Tensor]) -> None:
-        """After a load into `state_tensors` and `rule.others`."""
+        """Call it after a load into `state_tensors` and `rule.others`."""
         stored = {s.local: {k: named[s.name] for k, named in states.items() if s.name in named} for s in self.shards}
         self.rule.restored(stored, others)
 
     def resume(self, steps: int) -> None:
-        """As after `steps` updates; then fill the state and call `restore`."""
+        """Continue as after `steps` updates; then fill the state and call `restore`."""
         self.steps = steps
         self.rule.resume(steps)
 

@@ -45,7 +45,7 @@ class QuantizedAdamW(Elementwise):
         super().__init__(groups, lambda g: cls(g, block_size=block_size, **options), ("lr", "weight_decay"), layout)
 
     def step(self, closure: Any = None) -> Any:
-        """For a CPU, compiling takes longer than it saves."""
+        """No compilation for a CPU: it takes longer than it saves."""
         on_host = not self._params or self._params[0].device.type == "cpu"
         with torch.compiler.set_stance("force_eager") if on_host else nullcontext():
             super().step()
@@ -56,7 +56,6 @@ class QuantizedAdamW(Elementwise):
         return {name: make._new_buffer(parameter, name == MOMENTS[0]) for name in MOMENTS}
 
     def stored(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """On the host, in the parameter's dtype."""
         held = super().stored(parameter)
         return {name: _plain(x).to("cpu", parameter.dtype, copy=True) for name, x in held.items()}
 
@@ -90,7 +89,7 @@ class QuantizedAdamW(Elementwise):
         return f"{name}_scale/{self._shards}"
 
     def _quantized(self, name: str) -> Iterator[tuple[nn.Parameter, Any]]:
-        """Without small ones (below 4096 elements) and those not of whole blocks."""
+        """Moments of fewer than 4096 elements, or not of whole blocks, are not quantized."""
         for parameter in self._params:
             if (x := self.state.get(parameter, {}).get(name)) is not None and type(x) is not Tensor:
                 yield parameter, x

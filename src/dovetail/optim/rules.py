@@ -118,7 +118,7 @@ def _tried(name: str | Class, options: Mapping[str, Any], device: torch.device, 
 
 
 def _made(name: str | Class, options: Mapping[str, Any]) -> tuple[Class, list[str]]:
-    """And the keys of a group that it takes."""
+    """The class, and the keys of a group that it takes."""
     takes = _takes(name)
     return partial(_class(name), **options), [key for key in OURS[1:] if takes is None or key in takes]
 

@@ -25,14 +25,12 @@ from dovetail.parallel.mesh import Axis
 # torch 2.13's names, else those of 2.11
 _FLAT_GATHER = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 _FLAT_SCATTER = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
-
-
 Exchange = Callable[[Tensor, Axis], Tensor]
 
 
 @dataclass(eq=False)
 class Handle:
-    """In flight. source: kept alive until `wait`."""
+    """A collective in flight. source: kept alive until `wait`."""
 
     result: Tensor
     complete: Callable[[], object] | None = None
@@ -46,22 +44,22 @@ class Handle:
         return self.result
 
 
-def begin_gather(x: Tensor, axis: Axis) -> Handle:
-    """[n, ...] -> [n * size, ...]."""
+def _begin(collective: Callable[..., Any], x: Tensor, rows: int, axis: Axis) -> Handle:
+    x = x.contiguous()
     if axis.size == 1:
         return Handle(x)
-    x = x.contiguous()
-    out = x.new_empty((x.shape[0] * axis.size, *x.shape[1:]))
-    return Handle(out, _FLAT_GATHER(out, x, group=axis.group, async_op=True).wait, x)
+    out = x.new_empty((rows, *x.shape[1:]))
+    return Handle(out, collective(out, x, group=axis.group, async_op=True).wait, x)
+
+
+def begin_gather(x: Tensor, axis: Axis) -> Handle:
+    """[n, ...] -> [n * size, ...]."""
+    return _begin(_FLAT_GATHER, x, len(x) * axis.size, axis)
 
 
 def begin_scatter(x: Tensor, axis: Axis) -> Handle:
     """Sum: [n, ...] -> [n / size, ...]."""
-    x = x.contiguous()
-    if axis.size == 1:
-        return Handle(x)
-    out = x.new_empty((x.shape[0] // axis.size, *x.shape[1:]))
-    return Handle(out, _FLAT_SCATTER(out, x, group=axis.group, async_op=True).wait, x)
+    return _begin(_FLAT_SCATTER, x, len(x) // axis.size, axis)
 
 
 def begin_all_to_all(x: Tensor, to: list[int], by: list[int], axis: Axis, room: int | None = None) -> Handle:
@@ -74,11 +72,7 @@ def begin_all_to_all(x: Tensor, to: list[int], by: list[int], axis: Axis, room: 
 
 def begin_exchange(x: Tensor, axis: Axis) -> Handle:
     """`size` equal blocks."""
-    x = x.contiguous()
-    if axis.size == 1:
-        return Handle(x)
-    out = torch.empty_like(x)
-    return Handle(out, dist.all_to_all_single(out, x, group=axis.group, async_op=True).wait, x)
+    return _begin(dist.all_to_all_single, x, len(x), axis)
 
 
 def begin_sum_in_order(parts: Tensor, axis: Axis, add: Callable[..., Tensor]) -> Handle:
@@ -180,7 +174,7 @@ def gather_mirrored(x: Tensor, axis: Axis) -> Tensor:
 
 
 def sum_over(x: Tensor, axis: Axis) -> Tensor:
-    """Without a gradient; `x` itself where the size is 1."""
+    """No gradient; `x` itself where the size is 1."""
     if axis.size == 1:
         return x
     x = x.detach().clone(memory_format=torch.contiguous_format)  # NCCL sums memory, whatever the strides
@@ -208,7 +202,6 @@ class AsyncHostCopy:
 
 
 def gather_objects(value: Any, axis: Axis, device: torch.device | str = "cpu") -> list[Any]:
-    """As JSON has them."""
     text = json.dumps(value)
     if axis.size == 1:
         return [json.loads(text)]
@@ -226,7 +219,6 @@ def stack_numbers(numbers: list[int], axis: Axis, device: torch.device | str = "
 
 
 def all_reduce_(tensors: list[Tensor], axis: Axis) -> None:
-    """In place, without a gradient."""
     if axis.size == 1:
         return
     for dtype in sorted({x.dtype for x in tensors}, key=str):

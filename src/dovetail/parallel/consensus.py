@@ -53,7 +53,7 @@ def agreed(mesh: Mesh, path: Path | None = None) -> Iterator[None]:
 
 
 def of_all(value: Any, mesh: Mesh) -> list[Any]:
-    """As JSON has them. Collective."""
+    """Values pass through JSON. Collective."""
     return gather_objects(value, mesh["world"], mesh.device)
 
 

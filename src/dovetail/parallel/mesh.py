@@ -24,7 +24,7 @@ Groups = Sequence[Sequence[int]]
 
 @dataclass(frozen=True)
 class Axis:
-    """As this rank sees it; of size 1 without a group."""
+    """This rank's view of an axis; without a group where its size is 1."""
 
     name: str
     size: int = 1
@@ -88,7 +88,6 @@ class Mesh:
 
     @property
     def token_multiple(self) -> int:
-        """Of packed tokens."""
         return self["tp"].size * (2 * self["cp"].size if self["cp"].size > 1 else 1)
 
     @classmethod
@@ -97,7 +96,7 @@ class Mesh:
 
     @classmethod
     def abstract(cls, layout: Layout, rank: int, device: torch.device | str = "meta") -> "Mesh":
-        """Without groups."""
+        """One rank of a layout, without groups."""
         sizes = {name: int(getattr(layout, name)) for name in ORDER}
         data = sizes["dp"] * sizes["cp"]
         sizes |= {"fsdp": data, "ep": layout.ep, "expert_fsdp": data // layout.ep, "world": layout.num_ranks}
@@ -151,7 +150,6 @@ def _coords_of(rank: int, sizes: Mapping[str, int]) -> dict[str, int]:
 
 
 def _groups(grid: torch.Tensor, names: tuple[str, ...]) -> list[list[int]]:
-    """Of ranks, over the axes `names`."""
     dims = [ORDER.index(name) for name in names]
     groups: list[list[int]] = grid.movedim(dims, list(range(-len(dims), 0))).flatten(-len(dims)).flatten(0, -2).tolist()
     return groups
@@ -166,7 +164,7 @@ def _divisors(n: int) -> list[int]:
 
 
 def _new_group(groups: Groups, rank: int, timeout: timedelta, options: Any = None) -> dist.ProcessGroup:
-    """Of disjoint `groups`, or of this rank alone: torch names groups by their ranks. Collective over the world."""
+    """This rank's group of disjoint `groups`, or of itself: torch names groups by their ranks. Collective over the world."""
     ranks = next((ranks for ranks in groups if rank in ranks), [rank])
     return dist.new_group(list(ranks), timeout=timeout, pg_options=options, use_local_synchronization=True)
 
@@ -199,7 +197,7 @@ def _channels(stages: Groups, rank: int, device: torch.device, timeout: timedelt
 
 
 def _channel_options(device: torch.device, timeout: timedelta) -> Any:
-    """Of one group: torch writes its name into them."""
+    """NCCL's options of one group: torch writes its name into them."""
     if device.type != "cuda":
         return None
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)

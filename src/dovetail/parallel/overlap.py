@@ -75,7 +75,7 @@ class _Finish(torch.autograd.Function):
 
 
 def start(x: Tensor, collective: AsyncCollective) -> Tensor:
-    """If it is set already."""
+    """Starts the collective if it is set already."""
     if collective.collective is not None:
         collective.start(x)
     return _Start.apply(x, collective)
@@ -110,7 +110,7 @@ def run_sync(forward: AsyncForward[T]) -> T:
 
 
 def interleave(forwards: Sequence[AsyncForward[T]], lead: int = 0) -> tuple[T, ...]:
-    """In turns, from yield to yield. The first is `lead` steps ahead."""
+    """Run them in turns, from yield to yield. The first makes `lead` steps before the others."""
     results: dict[int, T] = {}
     order = chain([0] * lead, cycle(range(len(forwards))))
     while len(results) < len(forwards):

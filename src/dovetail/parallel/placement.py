@@ -50,7 +50,7 @@ Slices = tuple[tuple[int, int], ...]  # (start, stop) by dim
 
 @dataclass(frozen=True)
 class Region:
-    """Of a checkpoint tensor, and of the local parameter."""
+    """A rectangle of a checkpoint tensor, and the same of the local parameter."""
 
     checkpoint_name: str
     checkpoint_shape: tuple[int, ...]
@@ -157,7 +157,7 @@ def fsdp_rows(rows: int, rank: int, size: int) -> tuple[int, int]:
 
 
 def narrow_rows(held: tuple[Region, ...], start: int, stop: int) -> tuple[Region, ...]:
-    """Within local rows [start, stop), counted from `start`."""
+    """Parts of regions in local rows [start, stop), counted from `start`."""
     out = []
     for region in held:
         (low, high), *rest = region.local_slice
@@ -178,7 +178,7 @@ def held_regions(
     *,
     sharded: bool,
 ) -> tuple[Region, ...]:
-    """After FSDP2's sharding; else one replica owns them."""
+    """Regions after FSDP2's sharding; else one replica owns them."""
     held = regions(name, placement, local_shape, coords, sizes)
     axis = placement.sharded_over
     if sharded:

@@ -42,7 +42,7 @@ class PrivateGroup:
         return TCPStore(self.address, self.port, is_master=False, wait_for_workers=False, timeout=wait).get(UNIQUE_ID)
 
     def broadcast(self, data: Tensor) -> None:
-        """From rank 0; RuntimeError after `timeout`."""
+        """RuntimeError after `timeout`."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         self._finish(self._group.broadcast([data], options))

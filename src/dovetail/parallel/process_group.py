@@ -67,7 +67,7 @@ def pick_device(name: str = "auto") -> torch.device:
 
 
 def _set_kernel_cache(architecture: str) -> None:
-    """By GPU architecture, which some packages' keys lack."""
+    """A folder for each GPU architecture, which some packages' keys lack."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     folder = (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "dovetail" / "kernels" / architecture
     with contextlib.suppress(OSError, RuntimeError):  # no home
@@ -132,7 +132,7 @@ class ProcessGroup:
 
 @contextlib.contextmanager
 def temporary_process_group(device: torch.device, timeout: timedelta = TIMEOUT) -> Iterator[None]:
-    """For a `with` block of a process that lives on, unless there is one. Collective."""
+    """For a process that lives on. Does nothing if there is a group. Collective."""
     if dist.is_initialized():
         yield
         return
@@ -174,7 +174,7 @@ def num_ranks() -> int:
 
 
 def num_ranks_here(device: torch.device) -> int:
-    """At most."""
+    """At most so many."""
     local, world = os.environ.get("LOCAL_WORLD_SIZE", ""), num_ranks()
     if local.isdecimal():
         return min(world, int(local))

@@ -8,7 +8,7 @@ everything waits for something earlier.
 from bisect import bisect
 from collections.abc import Callable
 from functools import lru_cache
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,18 +16,6 @@ from torch import Tensor
 
 from dovetail.parallel.mesh import Mesh, P2PChannel
 from dovetail.pipeline.schedule import Action, Plan, num_stages, simulate
-
-
-class StageRunner(Protocol):
-    """None goes in and comes out at the pipeline's ends. Returned tensors are not written to."""
-
-    def buffer(self, micro: int) -> Tensor: ...
-
-    def forward(self, stage: int, micro: int, x: Tensor | None) -> Tensor | None: ...
-
-    def backward(self, action: Action, grad: Tensor | None, *, last: bool) -> Tensor | None: ...
-
-    def weight(self, stage: int, micro: int) -> None: ...
 
 
 class Message(NamedTuple):
@@ -52,7 +40,7 @@ def produced(action: Action, stages: int) -> Message | None:
 
 @lru_cache(maxsize=16)
 def receives(plan: Plan, rank: int) -> tuple[tuple[Message, ...], ...]:
-    """To post right before each action."""
+    """Receives to post right before each action."""
     order = [[(start, r) for start in starts] for r, starts in enumerate(simulate(plan).start)]
     posts: list[list[Message]] = [[] for _ in plan[rank]]
     for gradient, sender in ((False, (rank - 1) % len(plan)), (True, (rank + 1) % len(plan))):
@@ -76,8 +64,11 @@ def connect(mesh: Mesh) -> None:
                 _start(transfer, torch.zeros(1, device=mesh.device), channel).wait()
 
 
-def run(plan: Plan, stages: StageRunner, mesh: Mesh) -> None:
-    """Collective over pp. Where stages are single ranks, one that fails goes on with zeros and raises at the end."""
+def run(plan: Plan, stages: Any, mesh: Mesh) -> None:
+    """Collective over pp. Where stages are single ranks, one that fails goes on with zeros and raises at the end.
+
+    stages: `engine.stage`'s runners. None goes in and comes out at the pipeline's ends; returned tensors are not written to.
+    """
     actions, count = plan[mesh["pp"].rank], num_stages(plan)
     last = max((i for i, action in enumerate(actions) if action.kind in ("backward", "input")), default=None)
     mail, failure = Mailbox(plan, stages, mesh), Failure(recovers=is_alone(mesh))
@@ -86,7 +77,12 @@ def run(plan: Plan, stages: StageRunner, mesh: Mesh) -> None:
         received, result, message = mail.wait(needed(action, count)), None, produced(action, count)
         if failure.error is None:
             with failure:
-                result = _act(action, stages, received, last=i == last)
+                if action.kind == "forward":
+                    result = stages.forward(action.stage, action.micro, received)
+                elif action.kind == "weight":
+                    stages.weight(action.stage, action.micro)
+                else:
+                    result = stages.backward(action, received, last=i == last)
         if failure.error is not None and message is not None:
             result = stages.buffer(message.micro).zero_()
         mail.send(message, result)
@@ -116,19 +112,10 @@ class Failure:
         return self.error is not None
 
 
-def _act(action: Action, stages: StageRunner, received: Tensor | None, *, last: bool) -> Tensor | None:
-    if action.kind == "forward":
-        return stages.forward(action.stage, action.micro, received)
-    if action.kind == "weight":
-        stages.weight(action.stage, action.micro)
-        return None
-    return stages.backward(action, received, last=last)
-
-
 class Mailbox:
     """Receives and sends in flight."""
 
-    def __init__(self, plan: Plan, stages: StageRunner, mesh: Mesh) -> None:
+    def __init__(self, plan: Plan, stages: Any, mesh: Mesh) -> None:
         axis, count = mesh["pp"], num_stages(plan)
         self.stages, self.channels = stages, mesh.channels
         self.next, self.previous = (axis.rank + 1) % axis.size, (axis.rank - 1) % axis.size

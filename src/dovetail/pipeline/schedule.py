@@ -24,7 +24,7 @@ Need = tuple[str, int, int]  # (kind, stage, micro) that ended; "input" also of 
 
 @dataclass(frozen=True)
 class Costs:
-    """Of one micro-batch, by stage. The last forward has the head's backward."""
+    """Times of one micro-batch, by stage. The last forward includes the head's backward."""
 
     forward: float | tuple[float, ...] = 1.0
     input: float | tuple[float, ...] = 1.0

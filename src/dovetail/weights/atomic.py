@@ -58,7 +58,7 @@ def write_sides(sides: SideFiles, directory: Path) -> dict[str, tuple[int, int]]
 
 
 def write_file(path: Path, content: Path | bytes) -> tuple[int, int]:
-    """And sync -> (size, crc32)."""
+    """Returns size and CRC-32."""
     path.parent.mkdir(parents=True, exist_ok=True)
     size = crc = 0
     with open(path, "xb") as out:

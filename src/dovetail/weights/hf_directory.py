@@ -55,8 +55,6 @@ class Pretrained:
 
 @dataclass(frozen=True)
 class CheckpointSource:
-    """What a saved model keeps of its source."""
-
     dtype_of: Dtypes
     listed: tuple[str, ...]
     sides: SideFiles
@@ -124,7 +122,7 @@ def stored_head(source: TensorSource, pretrained: Pretrained) -> StoredHead:
 
 
 def saved_config(config: Mapping[str, Any], head: Head, dtype: torch.dtype | None) -> dict[str, Any]:
-    """With the head and dtype of saved weights."""
+    """The config with the head and dtype of saved weights."""
     changed = dict(config)
     if dtype is not None:
         name = str(dtype).removeprefix("torch.")

@@ -58,7 +58,6 @@ class TensorSource:
         return self.tensors[name].dtype
 
     def read(self, name: str, slices: Slices | None = None) -> Tensor:
-        """On the CPU."""
         tensor = self.tensors[name]
         slices = tuple((0, length) for length in tensor.shape) if slices is None else slices
         out = torch.empty([stop - start for start, stop in slices], dtype=tensor.dtype)
@@ -87,7 +86,7 @@ class TensorSource:
 
 
 class HFReader(TensorSource):
-    """With `model.safetensors`, or an index and its files."""
+    """A directory with `model.safetensors`, or with an index and its files."""
 
     def __init__(self, path: Path | str) -> None:
         path, index = Path(path), dict[str, str]()

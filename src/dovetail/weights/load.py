@@ -35,7 +35,7 @@ def load(model: nn.Module, source: TensorSource, mesh: Mesh, **rules: Unpack[Nam
 
 
 def load_into(params: list[LocalParam], source: TensorSource, mesh: Mesh, **rules: Unpack[NameRules]) -> None:
-    """Without `verify_checksums`. Collective."""
+    """The caller calls `verify_checksums`. Collective."""
     present = compare(params, source, mesh, **rules)
     with agreed(mesh):
         _check_ties(present, source)

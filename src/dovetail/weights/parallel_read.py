@@ -60,7 +60,6 @@ def job_parts(slices: Slices, out: Tensor, dtype: torch.dtype) -> Iterator[tuple
 
 
 def range_elements(shape: Sequence[int], slices: Slices) -> int:
-    """Of a contiguous range."""
     return prod(stop - start for start, stop in slices[_last_cut(shape, slices) :])
 
 
@@ -95,7 +94,7 @@ def scatter_reads(offsets: Sequence[int], length: int, view: memoryview) -> Iter
 
 
 def copy_out(block: Tensor, out: Tensor) -> None:
-    """And wait. Converts on the device of `out`."""
+    """Copies and waits. Conversion is done on the device of `out`."""
     if out.device.type != "cpu":
         block = block.to(out.device, non_blocking=True)
     out.copy_(block.view(out.shape))

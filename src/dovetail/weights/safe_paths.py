@@ -49,7 +49,7 @@ def contained(directory: Path, name: str) -> Path:
 
 
 def side_files(directory: Path | str) -> dict[str, Path]:
-    """Without the weights."""
+    """All files but the weights."""
     directory = Path(directory)
     files = {}
     for path in sorted([*directory.iterdir(), *directory.glob(f"{SIDE_FOLDER}/*")]):

@@ -47,7 +47,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Entry(TensorSpec):
-    """From byte `start`."""
+    """A tensor from byte `start` on."""
 
     start: int
 

@@ -133,7 +133,6 @@ def param_shards(params: list[LocalParam], **rules: Unpack[ExportRules]) -> Iter
 
 
 def export_specs(params: list[LocalParam], **rules: Unpack[ExportRules]) -> list[TensorSpec]:
-    """Of whole checkpoint tensors."""
     return [
         TensorSpec(name, _export_dtype(name, param, rules), shape)
         for param in params
@@ -147,7 +146,7 @@ def _export_dtype(name: str, param: LocalParam, rules: ExportRules) -> torch.dty
 
 
 def _export_names(name: str, param: LocalParam, rules: ExportRules) -> tuple[str, ...]:
-    """Of a tied tensor all that the source lists."""
+    """All names that the source lists of a tied tensor."""
     listed = rules.get("listed")
     if not param.tied or listed is None:
         return (name,)
@@ -159,7 +158,7 @@ def _read(local: Tensor, region: Region, dtype: torch.dtype) -> Tensor:
 
 
 def checkpoint_params(model: nn.Module, mesh: Mesh, *, as_wrapped: bool = False) -> list[LocalParam]:
-    """With experts in the checkpoint's form."""
+    """`local_params` with experts in the checkpoint's form."""
     return in_checkpoint_form(model, local_params(model, mesh, as_wrapped=as_wrapped))
 
 
@@ -205,7 +204,7 @@ def _turned(param: LocalParam) -> LocalParam:
 
 
 def _apart(param: LocalParam, parts: tuple[str, ...]) -> Iterator[LocalParam]:
-    """Those of other ranks have no region."""
+    """Experts of other ranks have no region."""
     ((count, rows, columns),) = checkpoint_shapes(param.name, param.placement, param.shape).values()
     size, stem = rows // len(parts), param.name.rpartition(".")[0]
     for expert in range(count):
