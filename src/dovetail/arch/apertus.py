@@ -19,7 +19,7 @@ DEFAULTS: Mapping[str, Any] = {
 
 
 def apertus_spec(config: Config) -> ArchSpec:
-    if config.get("rope_parameters") is None and not config.get("rope_scaling"):  # an empty set: no scaling
+    if config.get("rope_parameters") is None and not config.get("rope_scaling"):  # an empty set means no scaling
         config = {**config, "rope_parameters": ROPE}
     c = family_fields("apertus", {"rope_theta": THETA, **config}, DEFAULTS)
     bias = c.flag("attention_bias")

@@ -12,7 +12,7 @@ Config = Mapping[str, Any]  # config.json
 SILU = ("silu", "swish")  # one function
 SCALED_FROM_ORIGINAL = ("llama3", "yarn", "longrope")
 FULL, SLIDING = "full_attention", "sliding_attention"
-FULL_NAMES = (FULL, "attention")  # the second in older configs
+FULL_NAMES = (FULL, "attention")  # older configs have the second
 DEFAULT_THETA = 10000.0
 MAX_INTEGER = 1 << 62  # of torch's sizes
 # transformers' defaults
@@ -20,10 +20,6 @@ BASE: Mapping[str, Any] = {
     "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
     "num_attention_heads": 32, "num_key_value_heads": None, "head_dim": None, "hidden_act": "silu",
     "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "attention_bias": False,
-}  # fmt: skip
-QWEN: Mapping[str, Any] = {
-    **BASE, "vocab_size": 151936, "max_position_embeddings": 32768,
-    "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28,
 }  # fmt: skip
 ROPE_KEYS = frozenset((
     "rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings",
@@ -66,7 +62,6 @@ class Fields:
         return value
 
     def refusal(self, key: str, expected: str) -> ModelError:
-        """Makes no model."""
         state = "is missing" if key not in self else f"is {quoted(self.get(key))}"
         return ModelError(f"{self.where}: {key} {state}; supported: {expected}")
 
@@ -84,7 +79,7 @@ def renamed(config: Config, name: str, to: str) -> Config:
 
 
 def dense_spec(c: Fields, *, mlp_bias: bool = False, activations: tuple[str, ...] = SILU, **attention: Any) -> ArchSpec:
-    """A dense family. attention: more of AttentionSpec. ModelError: no model; OptionError: an unsupported option."""
+    """attention: more of AttentionSpec. ModelError: no model; OptionError: an unsupported option."""
     _refuse_unsupported(c, activations)
     width, heads = c.integer("hidden_size"), c.integer("num_attention_heads")
     kv_heads = heads if c.get("num_key_value_heads") is None else c.integer("num_key_value_heads")
@@ -115,21 +110,6 @@ def _pad_id(c: Fields) -> int | None:
     return pad % rows if pad is not None and -rows <= pad < rows else None
 
 
-def qwen_moe(c: Fields) -> MoeSpec:
-    """Experts in every `decoder_sparse_step`-th layer outside of `mlp_only_layers`."""
-    step, dense = c.integer("decoder_sparse_step"), c.get("mlp_only_layers") or []
-    if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
-        raise c.refusal("mlp_only_layers", "a list of layer numbers")
-    depth = c.integer("num_hidden_layers")
-    return MoeSpec(
-        layers=tuple((layer + 1) % step == 0 and layer not in dense for layer in range(depth)),
-        num_experts=c.integer("num_experts"),
-        top_k=c.integer("num_experts_per_tok"),
-        ffn_width=c.integer("moe_intermediate_size"),
-        normalize=c.flag("norm_topk_prob"),
-    )
-
-
 def with_experts(spec: ArchSpec, c: Fields, moe: MoeSpec) -> ArchSpec:
     choice = moe.num_experts // moe.groups * moe.kept_groups
     if moe.top_k > choice:
@@ -157,11 +137,6 @@ def layer_windows(c: Fields, *, used: bool = True, first: int = 0, per_layer: bo
     if SLIDING in types and window is None:
         raise c.refusal("layer_types", f"{SLIDING} only together with a sliding_window that is in use")
     return tuple(window if name == SLIDING else None for name in types)
-
-
-def qwen_windows(c: Fields) -> tuple[int | None, ...]:
-    """Windows from `max_window_layers` on, if `use_sliding_window`."""
-    return layer_windows(c, used=c.flag("use_sliding_window"), first=c.integer("max_window_layers", least=0))
 
 
 def rope_fields(c: Fields, **defaults: Any) -> Fields:

@@ -88,7 +88,6 @@ def _moe(c: Fields, *, grouped: bool) -> MoeSpec:
 
 
 def _latent(c: Fields, *, interleaved: bool = True, mlp_bias: bool = False) -> ArchSpec:
-    """The dense part."""
     heads, bias = c.integer("num_attention_heads"), c.flag("attention_bias")
     if c.get("num_key_value_heads") not in (None, heads):
         raise c.refusal("num_key_value_heads", f"num_attention_heads={heads}: every head has its own key and value")

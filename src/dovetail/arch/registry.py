@@ -6,10 +6,8 @@ from typing import Any
 
 from dovetail.arch.apertus import apertus_spec
 from dovetail.arch.deepseek import deepseek_v2_spec, deepseek_v3_spec
-from dovetail.arch.llama import llama_spec
-from dovetail.arch.mistral import mistral_spec, mixtral_spec
-from dovetail.arch.qwen2 import qwen2_moe_spec, qwen2_spec
-from dovetail.arch.qwen3 import qwen3_moe_spec, qwen3_spec
+from dovetail.arch.llama import llama_spec, mistral_spec, mixtral_spec
+from dovetail.arch.qwen import qwen2_moe_spec, qwen2_spec, qwen3_moe_spec, qwen3_spec
 from dovetail.arch.spec import ArchSpec
 from dovetail.arch.transformers_spec import AnySpec, transformers_spec
 from dovetail.errors import LayoutError, ModelError, OptionError, quoted
@@ -105,7 +103,7 @@ def _misfits(spec: ArchSpec, tp: int) -> list[str]:
         reasons.append(f"{heads} attention heads are not a multiple of {tp}")
     if kv_heads % tp and tp % kv_heads:
         reasons.append(f"{kv_heads} key-value heads are neither a multiple nor a divisor of {tp}")
-    if spec.activation == "xielu" and spec.ffn_width % tp:  # xielu(0) is not 0
+    if spec.activation == "xielu" and spec.ffn_width % tp:  # padding would learn: xielu(0) is not 0
         reasons.append(f"intermediate_size {spec.ffn_width} is not a multiple of {tp}")
     return reasons
 
@@ -120,7 +118,5 @@ def _validate_ep(spec: ArchSpec, layout: Layout) -> None:
     count = spec.moe.num_experts
     if count % layout.ep:
         fitting = ", ".join(str(ep) for ep in range(1, min(count, MAX_DEGREE) + 1) if count % ep == 0)
-        raise LayoutError(
-            f"layout {layout}: ep={layout.ep} does not divide the {count} experts of this {spec.family} model; use one of "
-            f"ep={fitting}"
-        )
+        experts = f"the {count} experts of this {spec.family} model"
+        raise LayoutError(f"layout {layout}: ep={layout.ep} does not divide {experts}; use one of ep={fitting}")

@@ -9,13 +9,11 @@ BY_LENGTH = ("dynamic", "longrope")  # frequencies change beyond `max_positions`
 
 @dataclass(frozen=True, kw_only=True)
 class RopeSpec:
-    """kind: of scaling."""
-
     kind: str = "default"
     theta: float = 10000.0
     rotary_dim: int  # of a head, its first channels
     factor: float = 1.0
-    max_positions: int  # unscaled
+    max_positions: int
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0
     beta_fast: float = 32.0  # yarn
@@ -105,7 +103,7 @@ class ArchSpec:
     activation: Literal["swiglu", "xielu"] = "swiglu"
     norm_names: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")  # before attention, before the MLP
     tie_embeddings: bool = False
-    pad_id: int | None = None  # row without a gradient
+    pad_id: int | None = None  # this row has no gradient
     moe: MoeSpec | None = None
     ignored: tuple[str, ...] = ()  # patterns of tensors
 
@@ -133,6 +131,6 @@ class ArchSpec:
     def flops(self, length: int) -> float:
         """A forward pass: 2 per weight and token, and causal attention."""
         a = self.attention
-        seen = sum(min(length, window or length) for window in a.windows)  # last query's keys
+        seen = sum(min(length, window or length) for window in a.windows)  # keys of the last query, over the layers
         channels = a.latent.key_dim + a.latent.v_dim if a.latent else 2 * a.head_dim  # scores, and the mean of values
         return 2.0 * self.linear_params * length + 1.0 * length * seen * a.num_heads * channels

@@ -39,7 +39,6 @@ class TransformersSpec:
         return self.width * self.vocab_size
 
     def flops(self, length: int) -> float:
-        """An estimate."""
         products = 2.0 * (sum(self.layer_params) + self.head_params) * length
         return products + 2.0 * length * length * self.width * self.depth
 
@@ -70,7 +69,7 @@ def transformers_spec(config: Mapping[str, Any]) -> TransformersSpec:
         vocab_size=text["vocab_size"],
         width=text["hidden_size"],
         depth=text["num_hidden_layers"],
-        ffn_width=ffn_width if _is_size(ffn_width) else 4 * text["hidden_size"],  # some have a list
+        ffn_width=ffn_width if _is_size(ffn_width) else 4 * text["hidden_size"],  # some families have a list
         attention=TransformersHeads(num_heads=heads, num_kv_heads=kv_heads if _is_size(kv_heads) else heads),
         tie_embeddings=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
     )

@@ -48,7 +48,6 @@ class Saver:
 
     @property
     def done(self) -> bool:
-        """`finish` would not block."""
         return self._thread is None or not self._thread.is_alive()
 
     def join(self) -> None:

@@ -18,13 +18,11 @@ FORMAT = "dovetail-sharded"
 VERSION = 2
 MOST_IN_A_FILE = 16  # of one tensor: the search is quadratic
 READABLE = (1, VERSION)  # the first had no training state
-TRAINING = "training/"  # of names
+TRAINING = "training/"
 
 
 @dataclass(frozen=True)
 class StoredFile:
-    """crc32: of a side file, or of a piece's header."""
-
     size: int
     crc32: int
 
@@ -68,10 +66,8 @@ class Manifest:
         if body.get("format") != FORMAT:
             raise CheckpointError(f"{what}: format {quoted(body.get('format'))}, expected {FORMAT!r}")
         if body.get("version") not in READABLE:
-            raise CheckpointError(
-                f"{what}: format version {quoted(body.get('version'))}, this dovetail reads {READABLE[0]} to {VERSION}; update "
-                "dovetail"
-            )
+            version, known = quoted(body.get("version")), f"{READABLE[0]} to {VERSION}"
+            raise CheckpointError(f"{what}: format version {version}, this dovetail reads {known}; update dovetail")
         crc = body.pop("crc32", None)
         if crc != _checksum(body):
             raise CheckpointError(f"{what} does not match its own checksum; it was changed after it was written")

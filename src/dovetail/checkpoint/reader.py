@@ -36,7 +36,7 @@ class ShardedReader(TensorSource):
         files = {name: self._open(name, stored) for name, stored in self.manifest.pieces.items()}
         super().__init__(path, files, self.manifest.tensors)
         self.names = {name: None for name in self.tensors if not name.startswith(TRAINING)}.keys()
-        self._crcs: dict[StoredRegion, int] = {}  # not yet compared
+        self._crcs: dict[StoredRegion, int] = {}
         self._problems: dict[StoredRegion, str] = {}
         self._verified: set[StoredRegion] = set()
         for name, tensor in self.tensors.items():
@@ -61,7 +61,7 @@ class ShardedReader(TensorSource):
     def training_state(self, start: str, others: Collection[str] = ()) -> "ShardedReader":
         """Tensors `start` + name, as name, and `others`."""
         view = copy(self)
-        view.path = self.path / start  # for errors
+        view.path = self.path / start
         view.tensors = {name: self.tensors[name] for name in others}
         view.tensors |= {n.removeprefix(start): t for n, t in self.tensors.items() if n.startswith(start)}
         view.names = view.tensors.keys()
@@ -102,7 +102,6 @@ class ShardedReader(TensorSource):
         self._crcs.clear()
 
     def verify(self) -> None:
-        """All, in one process."""
         self.verify_checksums(Mesh.solo(), training=True)
 
     def _sum(self, region: StoredRegion, buffer: Tensor) -> None:

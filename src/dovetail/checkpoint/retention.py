@@ -22,7 +22,7 @@ T = TypeVar("T")
 NONE: Mapping[str, str] = {}
 NAME = re.compile(r"step_(\d{6,})\.\w+")
 LINK = re.compile(r"step_\d{6,}")
-ORDER, SCORE = "order", "score"  # of a manifest's state
+ORDER, SCORE = "order", "score"
 LATEST = "latest"  # for people
 
 
@@ -101,9 +101,8 @@ def open_newest(
             problems.append(str(error))
     if step is not None:
         known = f"; it has step {', '.join(map(str, others))}" if others and step not in others else ""
-        raise CheckpointError(
-            f"{folder} has no whole training state of step {step}{known}\n{listing(problems)}".rstrip()
-        )
+        lacks = f"{folder} has no whole training state of step {step}{known}"
+        raise CheckpointError(f"{lacks}\n{listing(problems)}".rstrip())
     if problems:
         raise CheckpointError(f"no checkpoint in {folder} can be read; move it away to start anew\n{listing(problems)}")
     return None, []
@@ -129,7 +128,7 @@ def prune(folder: Path, retention: Retention) -> None:
     for saved in steps:
         if saved.path not in kept:
             _unlink(saved.path)
-            with suppress(FileNotFoundError):  # by another process
+            with suppress(FileNotFoundError):  # another process was faster
                 saved.path.rename(saved.path.with_name(f".trash-{saved.path.name}"))
     for trash in folder.glob(".trash-*"):
         shutil.rmtree(trash, ignore_errors=True)
@@ -154,7 +153,7 @@ def set_aside(folder: Path, order: int, aside: Path) -> None:
             move(path)
             _unlink(path)
     for path in [path for path in folder.glob("step_*") if LINK.fullmatch(path.name)]:
-        if path.is_dir() and not path.is_symlink():  # by `scp -r`
+        if path.is_dir() and not path.is_symlink():  # `scp -r` copies links as directories
             move(path)
             if named := [step.name for step in kept if step.stem == path.name]:
                 path.symlink_to(named[0])

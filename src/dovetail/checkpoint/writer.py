@@ -20,7 +20,7 @@ from dovetail.weights.safetensors import TensorFileWriter, TensorSpec
 from dovetail.weights.shards import ExportRules, ParamShard
 from dovetail.weights.stream import export
 
-Share = Mapping[str, Sequence[ParamShard]]  # tensor -> a rank's pieces
+Share = Mapping[str, Sequence[ParamShard]]
 
 
 def save_sharded(

@@ -39,7 +39,6 @@ class Routing:
         return None if model.moe is None else cls(model, model.moe, mesh, settings or BalanceSettings())
 
     def with_routes(self, micro: MicroBatch) -> MicroBatch:
-        """`Routes` record, and replay those of the batch."""
         if micro.halves:
             return replace(micro, halves=tuple(map(self.with_routes, micro.halves)))
         trace, rows = micro.batch.routing, self._rows(micro)
@@ -83,7 +82,6 @@ class Routing:
         return metrics
 
     def trace(self, pairs: PlannedMicroBatches, tokens: int) -> RoutingTrace:
-        """Collective."""
         moe, device = self.moe, self.mesh.device
         indices = torch.zeros(tokens, len(moe.numbers), moe.top_k, dtype=torch.int32, device=device)
         for index, micro in split_halves(pairs):

@@ -107,7 +107,7 @@ class NativeEngine(EngineState):
 
     def values(self, batch: PackedBatch) -> Tensor:
         def keep(index: Tensor, micro: MicroBatch, values: Tensor) -> None:
-            real = micro.order < len(index)  # no padding
+            real = micro.order < len(index)
             out[0, index[micro.order[real]]] = values[real]
 
         with self._call(critic=True):
@@ -178,7 +178,7 @@ class NativeEngine(EngineState):
     def _update(self, denominator: float | None) -> StepReport:
         done = self._accumulated
         if self.watch.progress is not None:
-            self.watch.progress.phase("optimizer")  # of the host
+            self.watch.progress.phase("optimizer")
         count = torch.stack([each.count for each in done]).sum() if denominator is None else denominator
         update = self.optimizer.step(count, [x for each in done for x in each.watched])
         totals: dict[str, tuple[float, float]] = {}
@@ -227,7 +227,7 @@ class NativeEngine(EngineState):
 
         def make(number: int) -> tuple[Tensor, MicroBatch]:
             chosen = batch.select(own[number])
-            start_reading(chosen.media)  # those without memory before
+            start_reading(chosen.media)
             lengths = [[batch.lengths[i] for i in replica[number]] for replica in plan]
             if self.dual_batch.should_split(lengths, multiple, budget):
                 micro = MicroBatch.halved(chosen, balanced_split(chosen.lengths), multiple, share, tp).to(device)
@@ -249,8 +249,6 @@ class NativeEngine(EngineState):
     def _infer(
         self, pairs: PlannedMicroBatches, keep: Callable[[Tensor, MicroBatch, Any], None], loss: LossFn | None = None
     ) -> None:
-        """keep: on ranks of the last stage."""
-
         def on_result(micro: int, result: Any) -> None:
             keep(*pairs[micro], result)
 
@@ -272,13 +270,10 @@ class NativeEngine(EngineState):
     def _call(self, *, critic: bool | None = None) -> Iterator[None]:
         """Undoes the caller's modes, and on an error its own work. critic: the head that it needs."""
         if critic is not None and self.model.is_critic != critic:
-            raise ModelError(
-                "this engine has a value head, so it has values(batch) and no log-probs; for score take from_pretrained(..., "
-                'head="lm")'
-                if self.model.is_critic
-                else "this engine has a language model's head, so it has score(batch) and no values; for values take "
-                'from_pretrained(..., head="value")'
-            )
+            has = "a language model's head, so it has score(batch) and no values", "value"
+            if self.model.is_critic:
+                has = "a value head, so it has values(batch) and no log-probs", "lm"
+            raise ModelError(f"this engine has {has[0]}; for these take from_pretrained(..., head={has[1]!r})")
         with torch.inference_mode(mode=False), torch.autocast(self.mesh.device.type, enabled=False):
             try:
                 yield
@@ -294,7 +289,6 @@ class NativeEngine(EngineState):
         return self._routing.trace(pairs, len(batch)).map(lambda x: x.to(batch.tokens.device))
 
     def _budget(self, batch: PackedBatch) -> int | None:
-        """Most tokens of a micro-batch."""
         pp, multiple = self.mesh["pp"].size, self.mesh.token_multiple
         if pp == 1 or not batch.num_sequences:
             return self.tokens_per_batch

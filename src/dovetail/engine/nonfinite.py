@@ -80,7 +80,6 @@ def record_faults(
 
 
 def _nonfinite_parts(done: Accumulated) -> list[str]:
-    """Inputs, losses and sums."""
     inputs = inputs_of([micro for _, micro in done.pairs])
     bad = [name for name, x in inputs.items() if not bool(torch.isfinite(x).all())]
     for i, part in enumerate(done.losses):

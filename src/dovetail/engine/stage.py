@@ -23,14 +23,12 @@ from dovetail.parallel.collectives import AsyncHostCopy, gather_objects, stack_n
 from dovetail.parallel.mesh import Mesh
 from dovetail.pipeline.schedule import Action
 
-FAILED = -1  # in place of a checksum
+FAILED = -1  # instead of a checksum
 Sums = dict[str, tuple[Tensor, Tensor]]  # totals and counts; "": the loss
 
 
 class InferenceRunner:
-    """Stage s of the model is this rank's s
-    pp-th. The last calls `on_result` with number and result.
-    """
+    """This rank's stages; the last one of the model calls `on_result` with number and result."""
 
     def __init__(
         self,
@@ -45,7 +43,6 @@ class InferenceRunner:
         self.on_result, self.loss = on_result, loss
 
     def buffer(self, micro: int) -> Tensor:
-        """[t, D]."""
         tokens = len(self.micros[micro]) // self.mesh["tp"].size
         return torch.empty(tokens, self.model.spec.width, dtype=self.dtype, device=self.mesh.device)
 
@@ -95,7 +92,7 @@ class TrainingRunner(InferenceRunner):
         spares_memory = model.recompute != "none" or any(isinstance(part, Tiled) for part in model.modules())
         self.stays_gathered = self.policy.gathered and (several or not spares_memory)
         self._gather_between_passes(True)
-        self.pending: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}  # inputs and outputs
+        self.pending: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
         self.reduced = False
         self.watch, self.done = watch, 0
 
@@ -124,7 +121,7 @@ class TrainingRunner(InferenceRunner):
         if y.requires_grad:
             with self.mark("backward"):
                 y.backward(grad)
-        else:  # nothing trained so far
+        else:
             self.reduced = False
         self.done += 1
         if self.watch is not None:
@@ -166,9 +163,7 @@ class Accumulated:
         self.rows, self.names = AsyncHostCopy(rows), sorted(sums)  # copied before the update, without a wait
         self.count = stack_over(rows[:1, 1].sum(), mesh["pp"])[-1]  # "" sorts first
         self.batch, self.losses, self.own = batch, stages.losses, [*sums[""]] if sums else []
-        self.pairs = [
-            (index, replace(micro, routes=None, halves=())) for index, micro in pairs
-        ]  # without what they hold
+        self.pairs = [(index, replace(micro, routes=None, halves=())) for index, micro in pairs]
         self.totals: dict[str, tuple[float, float]] = {}
         self.loads: tuple[Tensor, Tensor] | None = None
         self.routing: RoutingTrace | None = None
@@ -222,7 +217,6 @@ def reduce_sums(sums: Sums, mesh: Mesh) -> Tensor:
 
 
 def sums_by_name(names: list[str], rows: list[list[float]], mesh: Mesh) -> dict[str, tuple[float, float]]:
-    """Collective over pp."""
     last = gather_objects(dict(zip(names, rows, strict=True)), mesh["pp"], mesh.device)[-1]
     return {name: (total, count) for name, (total, count) in last.items()}
 

@@ -38,7 +38,6 @@ class EngineState:
 
     @property
     def resident_model(self) -> StagedModel:
-        """ModelError while offloaded."""
         raise NotImplementedError
 
     def zero_grad(self) -> None:
@@ -52,7 +51,6 @@ class EngineState:
         check_replicas(self.resident_model, self.mesh, self._optimizer)
 
     def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Buffers keep their dtype."""
         dtype_of = self.origin.dtype_of if dtype is None else parameters_in(dtype, self.resident_model)
         return stream(self.resident_model, self.mesh, dtype_of=dtype_of, listed=self.origin.listed)
 

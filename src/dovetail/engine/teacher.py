@@ -26,17 +26,15 @@ class Teacher:
 
     engine: NativeEngine
     weight: Tensor
-    needed: bool  # has the student's head
+    needed: bool
 
     @classmethod
     def of(cls, engine: NativeEngine, student: NativeEngine) -> "Teacher":
         """Layouts may differ; ranks and tokenizer are the same. Collective."""
         theirs, ours = engine.model.spec.vocab_size, student.model.spec.vocab_size
         if theirs < ours:
-            raise ModelError(
-                f"the teacher has a vocabulary of {theirs}, the student one of {ours}; give a teacher with the student's "
-                "tokenizer (rows that it has beyond the student's are left out)"
-            )
+            sizes = f"the teacher has a vocabulary of {theirs}, the student one of {ours}"
+            raise ModelError(f"{sizes}; give a teacher with the student's tokenizer")
         params = [param for param in local_params(engine.model, engine.mesh) if _is_head(engine, param.parameter)]
         exported = export_params(params, engine.mesh, dtype_of=lambda _: student.dtype)
         ((_, whole),) = gather_whole(exported, engine.mesh, list(exported.specs))

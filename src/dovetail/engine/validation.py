@@ -28,14 +28,11 @@ def check_same(batch: PackedBatch, mesh: Mesh) -> None:
     for rank, values in enumerate(prints):
         differ = [name for name, a, b in zip(COMPARED, prints[0], values, strict=True) if a != b]
         if differ:
-            raise DataError(
-                f"ranks were given different batches: rank {rank} differs from rank 0 in {', '.join(differ)}; every rank takes "
-                "the same whole global batch, the engine deals it"
-            )
+            where = f"rank {rank} differs from rank 0 in {', '.join(differ)}"
+            raise DataError(f"ranks were given different batches: {where}; give all the same whole global batch")
     if not isinstance(batch, PackedBatch):
-        raise DataError(
-            f"the batch is a {type(batch).__name__}; pack the sequences: dt.PackedBatch.pack([[1, 5, 7], [1, 9]])"
-        )
+        kind = type(batch).__name__
+        raise DataError(f"the batch is a {kind}; pack the sequences: dt.PackedBatch.pack([[1, 5, 7], [1, 9]])")
 
 
 def fingerprint(batch: Any) -> list[int]:
@@ -84,7 +81,7 @@ class ValidatedLoss:
         total, count = _scalar("total", result.total, first), _scalar("count", result.count, first)
         if not isinstance(result.metrics, Mapping):
             raise ConfigError(
-                f"the loss's metrics are a {type(result.metrics).__name__}; give a dict of names and dt.Sum"
+                f"the loss's metrics are a {type(result.metrics).__name__}; give a dict of dt.Sum by name"
             )
         if torch.is_grad_enabled() and not total.requires_grad:
             if bool(total != 0):
@@ -98,13 +95,10 @@ class ValidatedLoss:
 
 
 def _metric(name: Any, value: Any, like: Tensor) -> Sum:
-    if not (isinstance(name, str) and name):  # "" is the loss
+    if not (isinstance(name, str) and name):  # "" is the loss itself
         raise ConfigError(f"the loss names a metric {name!r}; give it a name that is a string and not empty")
     if not isinstance(value, Sum):
-        raise ConfigError(
-            f"the loss's metric {name!r} is a {type(value).__name__}; give dt.Sum(total, count): the engine adds the sums of all "
-            "micro-batches and ranks, and divides once"
-        )
+        raise ConfigError(f"the loss's metric {name!r} is a {type(value).__name__}; give dt.Sum(total, count)")
     return Sum(*(_scalar(f"metric {name!r}", x, like) for x in value))
 
 

@@ -11,7 +11,7 @@ from dovetail.errors import ModelError
 
 TOKENS, WORDS = 5, 7
 LARGEST_LOGIT = 30.0  # soft caps bend there
-SAME = 1e-6  # relative
+SAME = 1e-6
 
 
 class _Output(SimpleNamespace):

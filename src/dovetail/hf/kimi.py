@@ -18,10 +18,10 @@ from dovetail.nn.activation_checkpoint import Recompute, runner
 TEXT, VISION = "deepseek_v3", "kimi_k25"  # transformers' names
 THETA = 10000.0
 BICUBIC = 3  # pillow's number
-MAX_SIDE = 512  # patches
+MAX_SIDE = 512
 LIMITS = ("in_token_limit", "in_patch_limit")  # of Kimi-VL, of Kimi-K2.5
 MEDIA_PAD = 163605  # where config.json lacks it
-# Supported values; transformers' configs lack the keys.
+# supported values of keys that transformers' configs lack
 TOWER_ONLY: Mapping[str, Any] = {
     "merge_type": "sd2_tpool", "mm_projector_type": "patchmerger", "pos_emb_type": "divided_fixed",
     "projector_hidden_act": "gelu", "hidden_act": "gelu_pytorch_tanh",
@@ -100,7 +100,6 @@ class PatchEmbed(nn.Module):
         self.pos_emb = PositionTable(config.pos_emb_height, config.pos_emb_width, dim)
 
     def forward(self, pixels: Tensor, sizes: Sequence[tuple[int, int]]) -> Tensor:
-        """[n, 3, patch, patch] -> [n, D]."""
         x = self.proj(pixels).flatten(1)
         return x + self.pos_emb(sizes).to(x.dtype)
 
@@ -125,7 +124,6 @@ class Block(nn.Module):
 
 
 def _rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates neighboring channels."""
     a, b = x.to(cos.dtype).unflatten(-1, (-1, 2)).unbind(-1)
     return torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1).flatten(-2).to(x.dtype)
 
@@ -153,7 +151,7 @@ class Encoder(nn.Module):
         options: Any = {"dtype": wide(like.dtype), "device": like.device}
         steps, rows, columns = (torch.arange(0, end, step, **options) for end, step in ranges)
         frequencies = self.theta ** -(steps / self.channels)
-        places = torch.stack((columns.repeat(height), rows.repeat_interleave(width)), dim=-1)  # [n, 2]
+        places = torch.stack((columns.repeat(height), rows.repeat_interleave(width)), dim=-1)
         return (frequencies[:, None] * places[:, None]).flatten(1)
 
 
@@ -186,7 +184,6 @@ def replace_tower(model: "transformers.PreTrainedModel") -> None:
 
 
 def published(settings: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Kimi's own settings, or None."""
     merged = {**settings, **(settings.get("media_proc_cfg") or {})}
     return merged if any(name in merged for name in LIMITS) else None
 
@@ -230,7 +227,6 @@ class KimiImages:
         return math.prod(self._sizes(height, width)[1])
 
     def _sizes(self, height: int, width: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Sizes in pixels and in patches."""
         p, most = self.patch_size, self.max_side * self.patch_size
         patches = max(1, height // p) * max(1, width // p)
         scale = min(1.0, math.sqrt(self.limit / patches))

@@ -62,7 +62,6 @@ def follow_lengths(model: nn.Module, config: "transformers.PreTrainedConfig") ->
 
 
 def check_sections(text: nn.Module) -> None:
-    """ModelError for an mrope_section that does not fit."""
     rotary = text._modules.get("rotary_emb")
     sections = None if rotary is None else vars(rotary).get("mrope_section")
     if rotary is None or sections is None:

@@ -37,7 +37,7 @@ KNOWN = frozenset(
 )
 LAYERS = ("full_attention", "sliding_attention")
 SCORE_OPTIONS = ("attn_logit_softcapping", "attn_temperature_tuning")
-# at a config
+# raised by transformers for a config
 CONFIG_ERRORS = (
     *(ValueError, TypeError, AttributeError, LookupError, ArithmeticError, AssertionError, RuntimeError, ImportError),
     *(OSError, SyntaxError, StrictDataclassError),
@@ -46,7 +46,7 @@ CONFIG_ERRORS = (
 READ_AS: Mapping[str, tuple[str, str]] = {"mistral": ("layer_types", "ministral")}
 FLOAT = "__float__"
 LONG = 1000  # of a message
-GROUPED = 8  # torch groups 16 bytes
+GROUPED = 8  # rows of 16 bytes, which torch groups
 
 
 class Window(int):
@@ -79,7 +79,7 @@ def packed_attention(
     unknown = [option for option, x in passed.items() if not (option in KNOWN or x is None or x is False)]
     if unknown:
         raise ModelError(f"{name} calls attention with {', '.join(unknown)}, which packed attention does not compute")
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [t, heads, C]
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     width = q.shape[-1]
     if scaling is not None and scaling != width**-0.5:
         q = q * (scaling * width**0.5)
@@ -88,8 +88,6 @@ def packed_attention(
 
 
 class TransformersModel(StagedModel):
-    """One stage: transformers' base as `model`."""
-
     def __init__(
         self,
         spec: TransformersSpec,
@@ -144,7 +142,6 @@ class TransformersModel(StagedModel):
         return self.model if self.vision is None else self.model.get_decoder()
 
     def _inputs(self, micro: MicroBatch) -> dict[str, Any]:
-        """Ids, or embeddings with vision features."""
         if self.vision is None:
             batch, limit = micro.batch, self.length_limit
             positions = batch.positions if limit is None else marked(batch, limit)
@@ -198,8 +195,6 @@ def _lists(source: TensorSource, stem: str) -> bool:
 
 
 class _ParametersOnMeta(TorchFunctionMode):
-    """Empty tensors go to meta, computed ones do not."""
-
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -244,7 +239,7 @@ def auto_class(config: "transformers.PreTrainedConfig") -> Any:
 
 
 def group_even_experts(model: "transformers.PreTrainedModel") -> None:
-    """Others, which torch does not group, run one by one."""
+    """Experts of other widths run one by one: torch does not group them."""
     if any(n % GROUPED for p in model.parameters() if p.dim() == 3 for n in p.shape[1:]):
         model.set_experts_implementation("eager")
 

@@ -53,16 +53,13 @@ FAMILIES: Mapping[str, Family] = {
 
 
 class VisionInputs(NamedTuple):
-    """Patches [frames * height * width, ...] on the host."""
-
     pixels: Tensor
     grid: tuple[int, ...]
-    rows: int  # of features
+    rows: int
 
 
 class Vision:
     def __init__(self, model: "transformers.PreTrainedModel", axis: Axis) -> None:
-        """axis: cp."""
         self.model, self.axis = model, axis
         self.config: transformers.PreTrainedConfig = model.config
         self.family = family_of(model.config)
@@ -105,10 +102,8 @@ class Vision:
                 f"{self.merge}, stands for {expected}; give it what this model's processor made"
             )
         if not self.family.clips and any(t > 1 for t, _, _ in grids):
-            raise DataError(
-                f"sequence {number} has a video of several frames, which transformers' {self.config.model_type} does not "
-                "take; give each frame as an image"
-            )
+            lacks = f"which transformers' {self.config.model_type} does not take"
+            raise DataError(f"sequence {number} has a video of several frames, {lacks}; give each frame as an image")
         rows = [n // self.merge**2 for n in patches]
         return [VisionInputs(*x) for x in zip(media[kind.pixels].split(patches), grids, rows, strict=True)]
 
@@ -164,7 +159,6 @@ class Vision:
         return inputs, torch.cat(places)
 
     def _run(self, inputs: list[VisionInputs], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, list[int]]:
-        """Features [n, D] of all layers side by side, and widths."""
         if not inputs:
             blank = torch.zeros((self.merge**2, *self.patch))
             inputs = [VisionInputs(blank, (1, self.merge, self.merge), 1)]
@@ -172,7 +166,9 @@ class Vision:
         grids = torch.tensor([x.grid for x in inputs], device=device)
         out = self.model.get_video_features(pixels, grids, return_dict=True)
         layers = [out.pooler_output, *out.get("deepstack_features", ())]
-        features = [(x if isinstance(x, Tensor) else torch.cat(x)).to(dtype) for x in layers]  # a tuple: by image
+        features = [
+            (x if isinstance(x, Tensor) else torch.cat(x)).to(dtype) for x in layers
+        ]  # some models give a tuple
         return torch.cat(features, dim=1), [layer.shape[1] for layer in features]
 
 

@@ -111,5 +111,5 @@ def _distances(a: Tensor, b: Tensor, divergence: Divergence) -> tuple[Tensor, Te
         return r, -r
     above = r > 0
     share = above.to(r.dtype) * (1.0 - 2.0 * divergence.beta) + divergence.beta
-    near = torch.log1p(share * torch.expm1(-r.abs()))  # log m less the larger
+    near = torch.log1p(share * torch.expm1(-r.abs()))
     return torch.where(above, -near, r - near), torch.where(above, -r - near, -near)

@@ -13,8 +13,8 @@ from dovetail.kernels.reference import Spans
 INTERFACE = "flash_attn.cute.interface"
 HEAD_DIMS = ((64, 64), (128, 128), (192, 128))  # of q and k, and of v
 PACK_GQA_QUERIES = 256  # up to this length the package packs the heads of a KV head
-MIN_MAX_SEQLEN = 512  # a floor: single tiles would be another form
-MANY_SEQUENCES = 257  # where the package changes its form
+MIN_MAX_SEQLEN = 512  # at least: shorter packs would be another form
+MANY_SEQUENCES = 257  # the package changes its form here
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, q_spans: Spans, k_spans: Spans, window: int | None = None) -> Tensor:
@@ -87,7 +87,6 @@ def packed_attention_backward(
     window: int | None,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v."""
     (out, lse), (q, k, v), grad = results, inputs, _without_broadcast(grad)
     backward = importlib.import_module(INTERFACE)._flash_attn_bwd
     if not cu_seqlens:
@@ -99,7 +98,6 @@ def packed_attention_backward(
 
 
 def _as_batch(qkv: tuple[Tensor, Tensor, Tensor], max_seqlens: list[int]) -> list[Tensor]:
-    """[T, heads, C] -> [B, n, heads, C]."""
     n, m = max_seqlens
     return [x.unflatten(0, (-1, length)) for x, length in zip(qkv, (n, m, m), strict=True)]
 

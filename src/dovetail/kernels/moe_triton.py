@@ -69,7 +69,7 @@ def sort_rows(experts: Tensor, count: int) -> tuple[Tensor, Tensor]:
     blocks = triton.cdiv(len(flat), SORT_BLOCK)
     counts = torch.zeros((count, blocks), dtype=torch.int32, device=flat.device)
     _count[(blocks,)](flat, counts, len(flat), count, blocks, SORT_BLOCK, num_warps=4)
-    ends = counts.view(-1).cumsum(0)  # by expert and block
+    ends = counts.view(-1).cumsum(0)
     rows = torch.empty(len(flat), dtype=torch.int32, device=flat.device)
     _place[(blocks,)](flat, ends, rows, len(flat), count, blocks, SORT_BLOCK, num_warps=4)
     return rows, ends.view(count, blocks)[:, -1].contiguous()
@@ -168,7 +168,6 @@ def _unpermute(
 def _unpermute_grad(
     dy: tensor, x: tensor, rows: tensor, weights: tensor, grads: tensor, length: tensor, SIZE: constexpr
 ) -> None:
-    """One token; all reads before writes."""
     dx, dw = grads
     COPIES: constexpr = SIZE.copies
     WIDTH: constexpr = SIZE.width

@@ -64,7 +64,6 @@ def tile_for(width: int) -> tuple[Tile, int]:
 
 
 def stages(tensors: int, tile: Tile, like: Tensor) -> int:
-    """As many as fit into shared memory."""
     return max(1, min(STAGES, shared_bytes(like.device) // (tensors * tile.rows * tile.columns * like.itemsize)))
 
 
@@ -148,7 +147,6 @@ def _norm(
 def _norm_grad(
     inputs: tensor, dx: tensor, partial: tensor, rows: tensor, stride: tensor, TILE: constexpr, STAGES: constexpr
 ) -> None:
-    """Every num_programs-th tile of rows."""
     x, weight, inverse, dy, ds = inputs
     at = tl.arange(0, TILE.columns)
     w = tl.load(weight + at, mask=at < TILE.width, other=0.0).to(tl.float32)

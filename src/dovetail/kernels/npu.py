@@ -13,7 +13,7 @@ from dovetail.kernels.reference import Spans
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_HEAD_DIM, MAX_HEADS = 768, 256  # of fused attention
-MAX_SEQUENCES = 1024  # per attention call
+MAX_SEQUENCES = 1024
 ROTARY_LIMIT = 896  # rotated channels, exclusive
 MASK = 2048  # side of the causal mask
 GROUPED_LIMIT = 65536  # inner dim of a grouped product, exclusive
@@ -44,7 +44,7 @@ class NpuKernels:
         if not _supported(x) or rotary_dim >= ROTARY_LIMIT:
             return reference.rope(x, cos, sin)
         rotated, rest = x.split([rotary_dim, x.shape[-1] - rotary_dim], dim=-1)
-        r1, r2 = (torch.cat((table, table), dim=-1)[None, :, None] for table in (cos, sin))  # [1, T, 1, R]
+        r1, r2 = (torch.cat((table, table), dim=-1)[None, :, None] for table in (cos, sin))
         y: Tensor = self.ops.npu_rotary_mul(rotated[None], r1, r2, rotary_mode="half")[0]
         return torch.cat((y, rest), dim=-1) if rest.shape[-1] else y
 
@@ -130,7 +130,7 @@ class _GroupedProduct(torch.autograd.Function):
             return dx, None, None, None
         dw = _grouped(ctx.ops, x.T, dy, ends, GROUP_BY_INNER)
         empty = ends.diff(prepend=ends.new_zeros(1)) == 0
-        return dx, dw.masked_fill(empty[:, None, None], 0), None, None  # unspecified for empty groups
+        return dx, dw.masked_fill(empty[:, None, None], 0), None, None  # results of empty groups are unspecified
 
 
 def _grouped(ops: Any, x: Tensor, weight: Tensor, ends: Tensor, group_type: int) -> Tensor:

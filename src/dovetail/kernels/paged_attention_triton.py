@@ -17,7 +17,7 @@ LOG2_E = constexpr(math.log2(math.e))
 STAGES = 2
 FEW_WARPS, WARPS, COMBINE_WARPS = 2, 4, 1
 FEW_WARPS_SIZE = 2048  # outputs per program
-MIN_QUERIES = 16  # of the smallest product on tensor cores
+MIN_QUERIES = 16
 PROGRAMS = 264  # fill a GPU of 132 multiprocessors
 MAX_SPLITS = 32
 
@@ -77,7 +77,6 @@ def write_entries(keys: Tensor, values: Tensor, pages: Tensor, offsets: Tensor, 
 
 
 def splits_for(pairs: int, capacity: int) -> int:
-    """A power of two that fills the GPU."""
     wanted = min(-(-PROGRAMS // pairs), -(-capacity // BLOCK.value), MAX_SPLITS)
     return 1 << (wanted - 1).bit_length()
 
@@ -87,7 +86,7 @@ def warps_for(queries: int, width: int) -> int:
 
 
 def stages_for(queries: int, width: int, itemsize: int, shared: int) -> int:
-    """STAGES, or 1 where shared memory is too small."""
+    """1 where shared memory is too small."""
     numbers = STAGES * BLOCK.value * width + queries * (width + BLOCK.value)
     return STAGES if numbers * itemsize <= shared else 1
 
@@ -153,7 +152,7 @@ def _split(
         k = tl.load(keys + offset, mask=valid, other=0.0)
         scores = tl.dot(queries, tl.trans(k), input_precision="ieee") * (SHAPE.dim**-0.5 * LOG2_E)
         scores = tl.where(seen[None, :], scores, float("-inf"))
-        higher = tl.maximum(peak, tl.max(scores, 1))  # finite
+        higher = tl.maximum(peak, tl.max(scores, 1))
         shrink = tl.exp2(peak - higher)
         weights = tl.exp2(scores - higher[:, None])
         v = tl.load(values + offset, mask=valid, other=0.0)

@@ -48,7 +48,6 @@ def _pairs_shape(x: Tensor, weight: Tensor, gated: Tensor, *_: Tensor | None) ->
 
 
 def gated(x: Tensor, weight: Tensor, starts: Tensor | None = None, source: Tensor | None = None) -> Tensor:
-    """silu(gate) up [n, F]."""
     return _swiglu_product(x, weight, starts, source, store_preact=False)[1]
 
 
@@ -101,7 +100,6 @@ def _product_shape(x: Tensor, weight: Tensor, _starts: Tensor) -> Tensor:
 
 
 def input_gradient(d_pairs: Tensor, weight: Tensor, starts: Tensor | None = None) -> Tensor:
-    """dx [n, D] of a gate-up product."""
     dx, dense = d_pairs.new_empty(len(d_pairs), weight.shape[-1]), starts is None
     config = _config(dx.device, WIDE) if dense else None
     options = {"concat_layout": (GATES_FIRST,), "config": config, "dynamic_scheduler": dense}
@@ -110,7 +108,6 @@ def input_gradient(d_pairs: Tensor, weight: Tensor, starts: Tensor | None = None
 
 
 def product_into(out: Tensor, a: Tensor, b: Tensor) -> None:
-    """a [n, K] b [K, D], for a long K."""
     _write(out, a, b, config=_config(out.device, WIDE), dynamic_scheduler=True)
 
 

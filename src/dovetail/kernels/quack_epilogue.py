@@ -45,7 +45,6 @@ class RowStatistics(OnlineLSEReduce):
 
     @cute.jit
     def begin(self, gemm: Any, param: Any, smem_tensor: Any, ctx: Any) -> Any:
-        """m, s, u, shared memory, coordinates, column limit."""
         m, s, *rest = OnlineLSEReduce.begin(self, gemm, param, smem_tensor, ctx)
         return (m, s, cute.make_rmem_tensor(m.layout, Float32), *rest)
 
@@ -89,7 +88,7 @@ class RowStatistics(OnlineLSEReduce):
         first = vals[0] >= others[0]
         m, s, u = (Float32(cutlass.select_(first, x, y)) for x, y in zip(vals, others, strict=True))
         low, low_s, low_u = (Float32(cutlass.select_(first, y, x)) for x, y in zip(vals, others, strict=True))
-        behind = Float32(cutlass.select_(low == Float32(NEG_INF), Float32(0.0), low - m))  # its sums are 0
+        behind = Float32(cutlass.select_(low == Float32(NEG_INF), Float32(0.0), low - m))
         shrink = cute.math.exp(behind, fastmath=True)
         return (m, s + low_s * shrink, u + shrink * (low_u + low_s * behind))
 

@@ -52,7 +52,6 @@ def _combine(
     ROWS: constexpr,
     TILES: constexpr,
 ) -> None:
-    """m, s, u by tile [3, tiles, n] and t [n] -> `stats`."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     here = row < n
     m = tl.full((ROWS,), float("-inf"), tl.float32)

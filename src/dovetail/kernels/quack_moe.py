@@ -102,7 +102,6 @@ def _weight_grad(
 
 
 def _by_row(rows: Tensor, weights: Tensor, total: int) -> tuple[Tensor, Tensor]:
-    """Tokens int32 and weights float32 [total] by row."""
     source = torch.empty(total, dtype=torch.int32, device=rows.device)
     scale = torch.empty(total, dtype=torch.float32, device=rows.device)
     grid = (triton.cdiv(len(rows), BLOCK),)

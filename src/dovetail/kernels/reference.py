@@ -127,7 +127,7 @@ def _masked_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Te
     blocks = []
     for start in range(0, n, QUERY_BLOCK):
         stop = min(start + QUERY_BLOCK, n)
-        first, last = start + m - n, stop + m - n  # among the keys
+        first, last = start + m - n, stop + m - n
         low = 0 if window is None else max(0, first - window + 1)
         at_q = torch.arange(first, last, device=q.device)[:, None]
         at_k = torch.arange(low, last, device=q.device)[None, :]
@@ -220,9 +220,7 @@ def unpermute(x: Tensor, rows: Tensor, weights: Tensor | None) -> Tensor:
 
 
 class _MoveRows(torch.autograd.Function):
-    """forward: y[rows[i]] = x[i
-    copies], or if `back` y[i] = x[rows[i]]. backward: the other.
-    """
+    """forward: copies of x to `rows`, or if `back` x[rows]. backward: the other."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Tensor, copies: int, total: int, drops: bool, back: bool) -> Tensor:
@@ -238,7 +236,7 @@ class _MoveRows(torch.autograd.Function):
 
 
 def _gather(x: Tensor, rows: Tensor, drops: bool) -> Tensor:
-    """x[rows]; drops: zeros for rows beyond x."""
+    """Zeros for rows beyond x, if it `drops` some."""
     if not drops:
         return x[rows]
     if not len(x):

@@ -57,7 +57,6 @@ class KernelSet:
     draw: Callable[..., Tensor] | None = None
 
     def describe(self) -> dict[str, str]:
-        """Op -> the module that computes it."""
         ops = {f.name: getattr(self, f.name) for f in fields(self)}
         ops |= {"gated": self.gated and self.gated.gated, "head": self.head and self.head.logit_stats}
         return {name: op.__module__.rpartition(".")[2] for name, op in ops.items() if callable(op)}
@@ -122,7 +121,6 @@ def _quack_kernels(device: torch.device) -> dict[str, Any]:
 
 
 def triton_kernels() -> dict[str, Any]:
-    """Empty without triton."""
     if importlib.util.find_spec("triton") is None:
         return {}
     modules = {name: importlib.import_module(f"dovetail.kernels.{name}") for name in TRITON}

@@ -143,7 +143,6 @@ def _rotate_grad(
     SHAPE: constexpr,
     TILE: constexpr,
 ) -> None:
-    """Every num_programs-th tile of heads."""
     ROTATED: constexpr = SHAPE.queries + SHAPE.groups
     HEADS: constexpr = SHAPE.queries + 2 * SHAPE.groups
     dq, dk, dv, cos, sin = inputs
@@ -184,7 +183,7 @@ def _rotate_grad(
             n = a.to(tl.float32) * scale
             rounded = n.to(dtype).to(tl.float32)
             dw_q += tl.where(of_query[:, None], d * rounded, 0.0)
-            dw_k += tl.where(of_query[:, None], 0.0, d * rounded)  # a value's scale is 0
+            dw_k += tl.where(of_query[:, None], 0.0, d * rounded)
             dn = d * _gain(q_gain, k_gain, at, at < TILE.width, of_query)
             d = tl.where(of_value[:, None], d, (dn - n * (tl.sum(dn * n, 1) / TILE.width)[:, None]) * scale)
         tl.store(dx + row.to(tl.int64)[:, None] * TILE.width + at[None, :], d.to(dtype), mask=mask)

@@ -37,7 +37,7 @@ def draw(z: Tensor, streams: Tensor, positions: Tensor, temperature: float, bann
         return out
     peaks = torch.empty(n, pieces, 2, dtype=torch.float32, device=z.device)  # of allowed and of banned tokens
     firsts = torch.empty(n, pieces, dtype=torch.int32, device=z.device)
-    per_piece = PIECE.value // BLOCK.value + 1  # blocks, and banned tokens
+    per_piece = PIECE.value // BLOCK.value + 1
     sums = torch.empty(n, pieces, per_piece, dtype=torch.float64, device=z.device)
     z = z if z.stride(1) == 1 else z.contiguous()
     stats, sizes, scale = (peaks, firsts, sums), (z.stride(0), columns), float(temperature or 1)
@@ -97,7 +97,7 @@ def _uniform(stream: tensor, position: tensor) -> tensor:
     x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * FIRST_FACTOR
     x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * SECOND_FACTOR
     x = x ^ ((x >> 31) & ((1 << 33) - 1))
-    return ((x >> 11) & ((1 << 53) - 1)).to(tl.float64) * 1.1102230246251565e-16  # 2^-53
+    return ((x >> 11) & ((1 << 53) - 1)).to(tl.float64) * 1.1102230246251565e-16
 
 
 @triton.jit

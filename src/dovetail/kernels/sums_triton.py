@@ -19,7 +19,7 @@ def add_words(words: Tensor, total: Tensor, first: int) -> None:
 def _add_words(words: tensor, total: tensor, count: tensor, first: tensor, BLOCK: constexpr) -> None:
     sums = tl.zeros((BLOCK,), tl.int64)
     step, lane = tl.full((), 0x9E3779B97F4A7C15, tl.uint64), tl.arange(0, BLOCK).to(tl.int64)
-    place = lane.to(tl.uint64) * step  # the one product in a lane
+    place = lane.to(tl.uint64) * step
     for start in tl.range(tl.program_id(0).to(tl.int64) * BLOCK, count, tl.num_programs(0) * BLOCK):
         at = start + lane
         x = tl.load(words + at, mask=at < count, other=0).to(tl.uint64, bitcast=True)

@@ -37,7 +37,6 @@ def is_kept(recompute: Recompute, operation: str) -> bool:
 
 
 def runner(recompute: Recompute, host: "PinnedPool | None" = None) -> Callable[..., Any]:
-    """Calls the blocks of a forward pass. host: for offloading."""
     if recompute == "none" or not torch.is_grad_enabled():
         return lambda block, *arguments: block(*arguments)
     if host is not None:
@@ -46,7 +45,6 @@ def runner(recompute: Recompute, host: "PinnedPool | None" = None) -> Callable[.
 
 
 def options(recompute: Recompute) -> dict[str, Any]:
-    """Arguments of torch's `checkpoint`."""
     out: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     return out if recompute == "full" else out | {"context_fn": partial(selective_contexts, recompute)}
 
@@ -228,7 +226,6 @@ class ActivationOffload:
         return tensor
 
     def get(self, tensor: Tensor | OffloadedTensor) -> Tensor:
-        """Starts to fetch the block before."""
         if isinstance(tensor, Tensor):
             return tensor
         for block in (tensor.block, tensor.block - 1) if tensor.block else (0,):

@@ -40,8 +40,6 @@ class Context(Protocol):
 
 @dataclass(frozen=True)
 class PackedAttention:
-    """Causal, within packed sequences."""
-
     spans: Spans
     kernels: KernelSet
 
@@ -111,7 +109,7 @@ class Attention(nn.Module):
         parts = {"q_proj": (a.num_heads, a.head_dim)}
         parts |= dict.fromkeys(("k_proj", "v_proj"), (a.num_kv_heads, a.head_dim))
         self.qkv_proj = ColumnLinear(spec.width, parts, mesh, kernels, bias=a.qkv_bias)
-        self.counts = tuple(length // a.head_dim for length in self.qkv_proj.lengths[:2])  # of q and k here
+        self.counts = tuple(length // a.head_dim for length in self.qkv_proj.lengths[:2])
         self.o_proj = RowLinear(a.num_heads * a.head_dim, spec.width, mesh, kernels, bias=a.o_bias)
         self.q_norm = RMSNorm(a.head_dim, spec.norm_eps, kernels) if a.qk_norm else None
         self.k_norm = RMSNorm(a.head_dim, spec.norm_eps, kernels) if a.qk_norm else None

@@ -73,8 +73,6 @@ def scatter_kv_grads(grads: Sequence[Tensor], stretches: Sequence[slice], own: i
 
 
 class Chunk(NamedTuple):
-    """Consecutive queries, and the keys that they see."""
-
     queries: slice
     keys: slice
     q_spans: Spans
@@ -116,7 +114,6 @@ class SharedAttention:
 
 
 def cut_chunks(lengths: Sequence[int], share: ContextShard, device: torch.device) -> tuple[Chunk, ...]:
-    """Two, or one of all tokens."""
     ends = cumulative(lengths).tolist()
     if share.groups == 1:
         spans = Spans(to_device(cumulative(lengths), device), tuple(lengths))

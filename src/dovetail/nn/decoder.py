@@ -58,8 +58,6 @@ class Block(nn.Module):
 
 
 class Trunk(nn.Module):
-    """Embedding, blocks, final norm. host: for offloaded activations."""
-
     embed_tokens: VocabEmbedding
     norm: RMSNorm
 

@@ -62,12 +62,11 @@ class VocabShard:
     first: int
     axis: Axis
     kernels: KernelSet
-    owner: GradAccumulator | None = None  # accumulates the gradient
+    owner: GradAccumulator | None = None
 
     def stats(
         self, x: Tensor, batch: PackedBatch, rows: slice, *, keep: bool
     ) -> tuple[Tensor | None, TokenStats, Normalizer]:
-        """Logits (if `keep`), statistics and normalizer of some rows of x [n, D]."""
         targets, temperature = batch.targets[rows] - self.first, _temperature(batch, rows, x.dtype)
         products, x, z = self.products(x), x[rows], None
         if products is not None:
@@ -268,5 +267,4 @@ class ValueHead(nn.Module):
 
 
 def shared(loss: LossFn, micro: MicroBatch, axis: Axis) -> LossFn:
-    """The loss as a rank of cp computes it."""
     return loss if axis.size == 1 or is_separable(loss) else SequenceGather(loss, micro, axis)

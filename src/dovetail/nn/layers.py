@@ -111,13 +111,12 @@ def accumulate_product(weight: Tensor, dy: Tensor, x: Tensor, add: AddWeightGrad
 
 
 def accumulate_rows(weight: Tensor, rows: Tensor, index: Tensor) -> None:
-    """weight.grad[index] += rows, deterministically."""
     total, first = grad_buffer(weight)
     if first:
         total.zero_()
     rows = rows.to(total.dtype)
     if total.device.type == "cpu":
-        total.index_add_(0, index, rows)  # in order, on a CPU
+        total.index_add_(0, index, rows)
     else:
         total.index_put_((index,), rows, accumulate=True)  # sorts first
 
@@ -186,7 +185,7 @@ class _Linear(torch.autograd.Function):
         products: LinearProducts,
     ) -> Tensor:
         ctx.layer, ctx.collective, ctx.shape = layer, collective, x.shape
-        _, ctx.input_grad, ctx.add_weight_grad_ = products  # forward holds memory
+        _, ctx.input_grad, ctx.add_weight_grad_ = products
         x = x if collective is None else collective.wait()
         ctx.save_for_backward(x if weight.requires_grad else None)  # FSDP2 gathers the weight again
         return products.forward(x, weight, bias)
@@ -283,7 +282,7 @@ class VocabEmbedding(GradAccumulator):
         self.weight = nn.Parameter(torch.empty(rows, width))
         self.placements = {"weight": placement}
         own = pad is not None and pad // rows == self.axis.rank
-        self.pad = pad % rows if pad is not None and own else None  # local row
+        self.pad = pad % rows if pad is not None and own else None
 
     def forward(self, tokens: Tensor) -> Tensor:
         if self.axis.size == 1:

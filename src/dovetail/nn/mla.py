@@ -23,8 +23,6 @@ LATENT_EPS = 1e-6  # whatever rms_norm_eps says
 
 
 class LatentAttention(nn.Module):
-    """[t, D] -> [t, D]."""
-
     def __init__(self, spec: ArchSpec, layer: int, mesh: Mesh, kernels: KernelSet) -> None:
         super().__init__()
         a, latent = spec.attention, spec.attention.latent
@@ -53,7 +51,7 @@ class LatentAttention(nn.Module):
         expanded = yield from self.kv_b_proj.forward_async(self.kv_a_layernorm(kv))
         k_nope, v = expanded.unflatten(-1, (-1, self.latent.nope_dim + self.latent.v_dim)).split(
             (self.latent.nope_dim, self.latent.v_dim), dim=-1
-        )  # [T, H, C]
+        )
         k_rope = self._rotate(all_gather(k_rope, self.tp)[:, None], context).expand(-1, k_nope.shape[1], -1)
         q = torch.cat((q_nope, self._rotate(q_rope, context)), dim=-1) * self.stretch
         k = torch.cat((k_nope, k_rope), dim=-1)

@@ -21,7 +21,7 @@ from dovetail.nn.layers import WgradQueue
 from dovetail.parallel.mesh import Mesh
 from dovetail.parallel.placement import placements_of
 
-# Of a layer's experts in a checkpoint: `weights.shards`.
+# forms of a layer's experts in a checkpoint: `weights.shards`
 ExpertForm = Literal["fused", "turned", "apart", "mixtral"]
 
 
@@ -44,7 +44,7 @@ class StagedModel(nn.Module):
     kernels: KernelSet
     is_critic: bool
     recompute: Recompute = "none"
-    supports_dual_batch: bool = False  # micro-batches in halves
+    supports_dual_batch: bool = False  # takes micro-batches in halves
 
     def __init__(self, spec: AnySpec, mesh: Mesh, cut: StageRange, *, tied: bool) -> None:
         super().__init__()
@@ -67,7 +67,6 @@ class StagedModel(nn.Module):
         raise NotImplementedError
 
     def check(self, batch: PackedBatch) -> None:
-        """DataError for a batch that this model cannot read."""
         if batch.media:
             raise DataError(f"the batch has images or videos, but {self.spec.family} reads text only; leave them out")
         if batch.tokens.device.type == "cpu":  # elsewhere it would wait
@@ -83,7 +82,7 @@ class StagedModel(nn.Module):
         low, high = torch.aminmax(ids) if ids.numel() else (0, 0)
         if low >= 0 and high < self.spec.vocab_size:
             return None
-        if mask is not None:  # rarely
+        if mask is not None:
             return self._check_ids(ids[mask])
         raise DataError(
             f"the batch has ids {int(low)} to {int(high)}, but this {self.spec.family} model has ids 0 to "
@@ -93,19 +92,19 @@ class StagedModel(nn.Module):
     def _check_routing(self, trace: RoutingTrace) -> None:
         if (moe := self.moe) is None:
             raise DataError(
-                f"the batch brings routing, but {self.spec.family} models as this one have no experts of ours; take "
-                "batch.with_routing(None)"
+                f"the batch has routing, this {self.spec.family} model no experts: take batch.with_routing(None)"
             )
         if trace.layers != moe.numbers or trace.indices.shape[1:] != (len(moe.numbers), moe.top_k):
+            brought = f"layers {list(trace.layers)} with {trace.indices.shape[-1]} experts a token"
+            own = f"layers {list(moe.numbers)} to {moe.top_k}"
             raise DataError(
-                f"the batch brings routing for layers {list(trace.layers)} with {trace.indices.shape[-1]} experts a token; this "
-                f"model routes in layers {list(moe.numbers)} to {moe.top_k}; record it with the same model"
+                f"the batch has routing for {brought}; this model routes in {own}; record it with the same model"
             )
         known = trace.indices[trace.valid]
         if known.numel() and not 0 <= int(known.min()) <= int(known.max()) < moe.num_experts:
+            chosen = f"experts {int(known.min())} to {int(known.max())}"
             raise DataError(
-                f"the batch brings routing to experts {int(known.min())} to {int(known.max())}, but this model has "
-                f"{moe.num_experts}; was it stored in a type that is too narrow?"
+                f"the batch has routing to {chosen} of {moe.num_experts}; was it stored in too narrow a type?"
             )
 
     def stored_name(self, name: str) -> str:
@@ -137,7 +136,5 @@ def _check_temperature(batch: PackedBatch) -> None:
     counted = batch.fields["temperature"][batch.mask]
     fits = (counted >= MIN_TEMPERATURE) & (counted <= MAX_TEMPERATURE)
     if not bool(fits.all()):
-        raise DataError(
-            f"the batch has a token of temperature {float(counted[~fits][0]):g}; expected {MIN_TEMPERATURE:g} "
-            f"to {MAX_TEMPERATURE:g}, which divides its logits"
-        )
+        limits = f"{MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}"
+        raise DataError(f"the batch has a token of temperature {float(counted[~fits][0]):g}; expected {limits}")

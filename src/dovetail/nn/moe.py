@@ -118,7 +118,7 @@ class Experts(GradAccumulator):
             collective.start(part)
         rows, choices = (finish(part, collective) for part, collective in zip(sent, to_experts, strict=True))
         chosen, weights = unpack_choices(choices)
-        chosen = (chosen - ep.rank * here) % (ep.size * here)  # others' experts are numbered from `here` on
+        chosen = (chosen - ep.rank * here) % (ep.size * here)
         chosen[num_rows:] = here
         y = mixture_of_experts(kernels, rows, chosen, weights, matrices, sum(copies), defer)
         home = AsyncCollective(
@@ -137,7 +137,7 @@ def destinations(owners: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """Owners [T, K] -> distinct ranks [T, min(K, size)], else `size`; rows and copies by rank [size, 2]."""
     every = torch.arange(size, device=owners.device)
     to = owners[:, :, None] == every
-    goes = to.any(1)  # [T, size]
+    goes = to.any(1)
     ranks, most = torch.where(goes, every, size), owners.shape[1]
     if most < size:
         ranks = ranks.sort(1).values[:, :most].contiguous()
@@ -158,8 +158,6 @@ def unpack_choices(packed: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class MoE(nn.Module):
-    """Routed and shared experts."""
-
     def __init__(self, spec: ArchSpec, layer: int, mesh: Mesh, kernels: KernelSet) -> None:
         super().__init__()
         moe = spec.moe
@@ -188,7 +186,7 @@ class MoE(nn.Module):
     def _routed(self, x: Tensor, indices: Tensor, weights: Tensor) -> AsyncForward[Tensor]:
         sent, gather = yield from start_all_gather(x, self.tp)
         x, weights = finish(sent, gather), all_gather(weights, self.tp)
-        chosen = stack_over(indices, self.tp).flatten(0, 1)  # [T, K]
+        chosen = stack_over(indices, self.tp).flatten(0, 1)
         y = yield from self.experts.forward_async(x, chosen, weights)
         return (yield from reduce_scatter_async(y, self.tp))
 

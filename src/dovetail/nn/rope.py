@@ -31,7 +31,6 @@ def inverse_frequencies(spec: RopeSpec, dtype: torch.dtype, length: int = 0) -> 
 
 
 def _dynamic_base(spec: RopeSpec, dtype: torch.dtype, length: int) -> Tensor:
-    """NTK-aware, rounded in `dtype`."""
     stretch = spec.factor * torch.tensor(length, dtype=dtype) / spec.max_positions - (spec.factor - 1)
     return spec.theta * stretch ** (spec.rotary_dim / (spec.rotary_dim - 2))
 

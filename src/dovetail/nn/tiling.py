@@ -18,7 +18,7 @@ class Tiled(GradAccumulator):
 
     def __init__(self, mlp: nn.Module, tokens: int) -> None:
         super().__init__()
-        self.mlp = (mlp,)  # not a child
+        self.mlp = (mlp,)  # a tuple hides it from `children`
         self.tokens = tokens
         for name, part in mlp.named_children():
             self.add_module(name, part)
@@ -28,7 +28,7 @@ class Tiled(GradAccumulator):
         return self(x)
 
     def forward(self, x: Tensor) -> Tensor:
-        if not x.requires_grad:  # else nothing is saved
+        if not x.requires_grad:  # or nothing would be saved
             x = x.detach().requires_grad_()
         x, saved = save_for_backward_early(x)
         y: Tensor = _Tiles.apply(x, self, saved, *self.tile_weights())

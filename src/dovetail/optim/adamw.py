@@ -29,8 +29,7 @@ class UpdateRule:
     def step(self, closure: Any = None) -> Any:
         raise NotImplementedError
 
-    def reserve(self) -> None:
-        """Host memory of the state."""
+    def reserve(self) -> None: ...
 
     def begin(self, steps: int = 0) -> None:
         """Zeros for parameters without state, as after so many steps."""
@@ -59,7 +58,6 @@ class UpdateRule:
         """Called after a load into `stored` and those of `others` that it has."""
 
     def resident(self) -> Iterator[Tensor]:
-        """State to offload with the weights."""
         for state in self.state.values():
             yield from (state[name] for name in self.state_names if name in state)
 
@@ -74,8 +72,6 @@ class SkippableAdamW(torch.optim.AdamW, UpdateRule):
 
 @dataclass(frozen=True)
 class Bucket:
-    """Its moments are copied together."""
-
     group: Mapping[str, Any]
     params: list[nn.Parameter]
 
@@ -95,7 +91,7 @@ class CPUOffloadAdamW(SkippableAdamW):
         super().__init__(groups, **options)
         buckets = [bucket for group in self.param_groups for bucket in _buckets(group)]
         self.buckets = sorted(buckets, key=lambda bucket: -bucket.num_bytes)  # largest first
-        self.hosts: list[Tensor] = []  # by bucket
+        self.hosts: list[Tensor] = []
         self.device = self.buckets[0].params[0].device
         # a link carries both directions at once
         self._coming, self._leaving = PinnedPool(self.device), PinnedPool(self.device)
@@ -125,7 +121,7 @@ class CPUOffloadAdamW(SkippableAdamW):
         for i, bucket in enumerate(self.buckets):
             came = coming
             if i + 1 < len(self.buckets):
-                self._leaving.wait(left)  # whose buffer it is
+                self._leaving.wait(left)
                 coming = self._coming.copy(here[i + 1], self.hosts[i + 1])
             self._coming.wait(came)
             self._update(bucket, here[i])

@@ -46,7 +46,7 @@ class Piece(NamedTuple):
     part: Slices
     owned: bool
     parameter: nn.Parameter
-    view: tuple[Any, ...]  # its index
+    view: tuple[Any, ...]
 
 
 class Part(NamedTuple):
@@ -59,8 +59,6 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Job:
-    """A matrix that `owner` orthogonalizes."""
-
     matrix: str
     shape: tuple[int, int]
     owner: int
@@ -68,8 +66,6 @@ class Job:
 
 
 class Move(NamedTuple):
-    """A rectangle between ranks, or within one."""
-
     sender: int
     receiver: int
     matrix: str
@@ -97,7 +93,7 @@ def pieces_of(held: Held) -> Iterator[Piece]:
 
 def muon_names(model: nn.Module, mesh: Mesh, held: Sequence[Held], patterns: Sequence[str]) -> set[str]:
     """The names that match, or every matrix of the blocks. held: without norms and biases. Collective."""
-    stacked = isinstance(model, StagedModel) and model.moe is not None  # else the order of dims is unknown
+    stacked = isinstance(model, StagedModel) and model.moe is not None
     names = {each.name for each in held if each.local.dim() == 2 or (stacked and each.name.endswith(STACKED))}
     if not patterns:
         return {name for name in names if IN_A_BLOCK.search(name)}
@@ -126,7 +122,6 @@ def share_out(pieces: Sequence[Sequence[tuple[str, tuple[int, int], Slices, bool
 
 
 def _work(shape: tuple[int, int]) -> int:
-    """Multiplications of a Newton-Schulz step."""
     short, long = sorted(shape)
     return short * short * (2 * long + short)
 
@@ -155,7 +150,6 @@ class MuonOptions:
     adamw_lr: float | None = None
 
     def check(self) -> None:
-        """ValueError."""
         keys = {name: value for name, value in vars(self).items() if name not in ("matrices", "adamw_lr")}
         torch.optim.Muon([nn.Parameter(torch.zeros(1, 1))], **keys)
         if len(self.ns_coefficients) != 3:
@@ -250,7 +244,6 @@ class Muon(UpdateRule):
             self._apply(*last, rates)
 
     def _gather(self, jobs: Sequence[Job]) -> Handle:
-        """Owned rectangles to the matrices' owners."""
         moves = [Move(part.rank, job.owner, job.matrix, part.part) for job in jobs for part in job.parts if part.owned]
         return self._exchange(moves, self._source)
 
@@ -293,7 +286,7 @@ class Muon(UpdateRule):
         for move in moves:
             to[move.receiver] += _elements(move.part) * (move.sender == self.world.rank)
             by[move.sender] += _elements(move.part) * (move.receiver == self.world.rank)
-        own = sorted((m for m in moves if m.sender == self.world.rank), key=lambda m: m.receiver)  # sorted is stable
+        own = sorted((m for m in moves if m.sender == self.world.rank), key=lambda m: m.receiver)
         flat, sent = torch.empty(sum(to), dtype=self.dtype, device=self.device), [*map(source, own)]
         if sent:
             views = [row.view(x.shape) for row, x in zip(flat.split([x.numel() for x in sent]), sent, strict=True)]
@@ -302,7 +295,7 @@ class Muon(UpdateRule):
 
     def _apply(self, jobs: Sequence[Job], left: Handle, rates: Mapping[nn.Parameter, float]) -> None:
         updates: dict[float, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
-        rest, came, at = sorted(jobs, key=lambda job: job.owner), left.wait(), 0  # sorted is stable
+        rest, came, at = sorted(jobs, key=lambda job: job.owner), left.wait(), 0
         for job in rest:
             for part in job.parts:
                 if part.rank == self.world.rank:
@@ -317,7 +310,6 @@ class Muon(UpdateRule):
 
 
 def _rounds(jobs: Sequence[Job], world: int) -> list[list[Job]]:
-    """As few rounds as `ROUND_ELEMENTS` allows, equal shapes together."""
     rounds: list[list[Job]] = []
     number, filled = [0] * world, [0] * world
     for job in sorted(jobs, key=lambda job: (sorted(job.shape), job.matrix)):
@@ -332,7 +324,6 @@ def _rounds(jobs: Sequence[Job], world: int) -> list[list[Job]]:
 
 
 def _starts(jobs: Collection[Job], world: int) -> dict[tuple[str, int, Slices], int]:
-    """Offsets of owned rectangles, by rank, job and part."""
     starts, at = dict[tuple[str, int, Slices], int](), 0
     for rank in range(world):
         for job in jobs:

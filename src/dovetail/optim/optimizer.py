@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dovetail.kernels.reference import wide
-from dovetail.optim.adamw import UpdateRule
 from dovetail.optim.groups import ParamGroup, match
 from dovetail.optim.muon import Held, muon_names
 from dovetail.optim.rules import Class, Schedule, checked, make_rule
@@ -24,8 +23,6 @@ from dovetail.weights.shards import local_params
 
 @dataclass(frozen=True)
 class Shard(Held):
-    """`local` shares the storage of `source`."""
-
     source: nn.Parameter
     placement: Placement
 
@@ -43,7 +40,6 @@ class Shard(Held):
 
     @cached_property
     def owned(self) -> list[tuple[slice, ...]]:
-        """Regions that this rank's norms count."""
         return [as_index(r.local_slice) for r in self.regions if r.owned]
 
     @cached_property
@@ -151,16 +147,6 @@ class OptimSettings:
         for name, value in checked(vars(self), {each.name: each.default for each in fields(self)}).items():
             object.__setattr__(self, name, value)
 
-    def make_groups(self) -> list[ParamGroup]:
-        return [ParamGroup("*", self.lr, self.weight_decay), *map(replace, self.groups)]
-
-    def make_rule(
-        self, groups: list[dict[str, Any]], shards: Sequence[Shard] = (), mesh: Mesh | None = None
-    ) -> UpdateRule:
-        """Collective."""
-        given = {"lr": self.lr, "betas": self.betas, "eps": self.eps, "options": self.options, "on_host": self.on_host}
-        return make_rule(self.name, groups, shards, mesh, **given)
-
     def factor_at(self, step: int) -> float:
         warmup, total, floor = self.warmup_steps, self.total_steps, self.min_lr_ratio
         return lr_factor(self.schedule, step, warmup=warmup, total=total, floor=floor, decay=self.decay_steps)
@@ -192,8 +178,6 @@ def lr_factor(
 
 @dataclass(frozen=True)
 class Update:
-    """faults: of a skipped step, here."""
-
     grad_norm: float
     lr: float
     skipped: bool
@@ -205,15 +189,15 @@ class Optimizer:
 
     def __init__(self, model: nn.Module, mesh: Mesh, settings: OptimSettings) -> None:
         self.mesh, self.settings = mesh, settings
-        self.shards, self.groups = shards_of(model, mesh), settings.make_groups()
+        self.shards = shards_of(model, mesh)
+        self.groups = [ParamGroup("*", settings.lr, settings.weight_decay), *map(replace, settings.groups)]
         chosen = match(model, mesh, [group.pattern for group in settings.groups], "groups")
         decayed = [shard for shard in self.shards if shard.is_decayed]
         muon = muon_names(model, mesh, decayed, settings.options["matrices"]) if settings.name == "muon" else ()
-        self.rule = settings.make_rule(param_groups(self.shards, self.groups, chosen, muon), self.shards, mesh)
+        self.rule = make_rule(settings, param_groups(self.shards, self.groups, chosen, muon), self.shards, mesh)
         self.steps = 0
 
     def reserve(self) -> None:
-        """Host memory of the state."""
         if self.settings.on_host:
             self.rule.reserve()
 
@@ -243,7 +227,7 @@ class Optimizer:
         skipped = bool(skipped)
         self.steps += not skipped
         if skipped and fresh:
-            self.rule.state.clear()  # the state of no step
+            self.rule.state.clear()
         faults = tuple(self._faults()) if skipped else ()
         self.zero_grad()
         return Update(grad_norm, (self.groups[0].lr or 0.0) * factor, skipped, faults)

@@ -20,7 +20,7 @@ from dovetail.optim.muon import Held
 from dovetail.recipe.optimizers import require_torchao
 
 BLOCK = 256  # elements of a scale; torchao's default
-TINY = 1e-12  # torchao's
+TINY = 1e-12
 
 
 def adamw8bit() -> Any:
@@ -45,7 +45,7 @@ class QuantizedAdamW(Elementwise):
         super().__init__(groups, lambda g: cls(g, block_size=block_size, **options), ("lr", "weight_decay"), layout)
 
     def step(self, closure: Any = None) -> Any:
-        """No compilation for a CPU: it takes longer than it saves."""
+        """torchao compiles its update, which takes longer than it saves on a CPU."""
         on_host = not self._params or self._params[0].device.type == "cpu"
         with torch.compiler.set_stance("force_eager") if on_host else nullcontext():
             super().step()

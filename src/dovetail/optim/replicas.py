@@ -21,8 +21,6 @@ BITS: Mapping[int, torch.dtype] = {1: torch.uint8, 2: torch.int16, 4: torch.int3
 
 
 class ReplicaSlice(NamedTuple):
-    """Equal on all ranks that have its name."""
-
     name: str
     tensor: Tensor
 
@@ -39,7 +37,7 @@ def check_replicas(model: nn.Module, mesh: Mesh, optimizer: Optimizer | None) ->
     copied = [item for item in slices if counts[item.digest] > 1]
     hashes = torch.stack([hash_bits(item.tensor.to(mesh.device)) for item in copied]).tolist() if copied else []
     known = {item.digest: value for item, value in zip(copied, hashes, strict=True)}
-    values: dict[int, dict[int, int]] = defaultdict(dict)  # digest -> rank -> hash
+    values: dict[int, dict[int, int]] = defaultdict(dict)
     for rank, row in enumerate(_gather([known.get(item.digest, 0) for item in slices], mesh)):
         for digest, value in zip(holders[rank], row, strict=True):
             values[digest][rank] = value

@@ -19,22 +19,22 @@ from dovetail.parallel.mesh import Mesh
 from dovetail.recipe.optimizers import refuse_name
 
 Schedule = Literal["constant", "linear", "cosine", "wsd"]
-OURS = ("params", "lr", "weight_decay")  # of `OptimSettings`
+OURS = ("params", "lr", "weight_decay")
 MUON = tuple(field.name for field in fields(MuonOptions))
 OPTIONS: Mapping[str, Sequence[str]] = {"adamw": (), "adamw8bit": ("block_size",), "muon": MUON}
 Class = Callable[..., torch.optim.Optimizer]
 
 
 def make_rule(
-    name: str | Class, groups: list[dict[str, Any]], held: Sequence[Held] = (), mesh: Mesh | None = None, **given: Any
+    settings: Any, groups: list[dict[str, Any]], held: Sequence[Held] = (), mesh: Mesh | None = None
 ) -> UpdateRule:
-    """given: lr, betas, eps, options and on_host of `OptimSettings`. Collective."""
-    adam, options = {"betas": given["betas"], "eps": given["eps"]}, given["options"]
+    """settings: `OptimSettings`. Collective."""
+    name, options, adam = settings.name, settings.options, {"betas": settings.betas, "eps": settings.eps}
     params = [parameter for group in groups for parameter in group["params"]]
-    if name == "adamw":  # a frozen stage has none
-        return (CPUOffloadAdamW if given["on_host"] and params else SkippableAdamW)(groups, **adam, fused=True)
+    if name == "adamw":  # a pipeline stage may be frozen
+        return (CPUOffloadAdamW if settings.on_host and params else SkippableAdamW)(groups, **adam, fused=True)
     if name == "muon":
-        return Muon(groups, held, mesh or Mesh.solo(), MuonOptions(**options), given["lr"], **adam)
+        return Muon(groups, held, mesh or Mesh.solo(), MuonOptions(**options), settings.lr, **adam)
     if name == "adamw8bit":
         return QuantizedAdamW(groups, held, **adam, **options)
     first = params[0] if params else torch.zeros(())
@@ -79,9 +79,8 @@ def _checked_rule(
         raise ConfigError(f"optim.options has {twice[0]}; set optim.{twice[0]}, which schedules and groups change")
     if unknown := [key for key in options if takes is not None and key not in takes]:
         known = ", ".join(key for key in takes or () if key not in OURS)
-        raise ConfigError(
-            f"optim.options has {', '.join(unknown)}, which {shown} does not take; it takes {known or 'no options'}"
-        )
+        takes_it = f"which {shown} does not take; it takes {known or 'no options'}"
+        raise ConfigError(f"optim.options has {', '.join(unknown)}, {takes_it}")
     if name == "muon":
         muon = MuonOptions(**options)
         _check(muon.check)
@@ -118,7 +117,6 @@ def _tried(name: str | Class, options: Mapping[str, Any], device: torch.device, 
 
 
 def _made(name: str | Class, options: Mapping[str, Any]) -> tuple[Class, list[str]]:
-    """The class, and the keys of a group that it takes."""
     takes = _takes(name)
     return partial(_class(name), **options), [key for key in OURS[1:] if takes is None or key in takes]
 

@@ -123,17 +123,14 @@ def _apply(x: Tensor, axis: Axis, forth: Exchange, back: Exchange) -> Tensor:
 
 
 def all_gather(x: Tensor, axis: Axis) -> Tensor:
-    """[n, ...] -> [n * size, ...]."""
     return _apply(x, axis, _gather, _scatter)
 
 
 def gather_replicated(x: Tensor, axis: Axis) -> Tensor:
-    """[n, ...] -> [n * size, ...]."""
     return _apply(x, axis, _gather, _own_slice)
 
 
 def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
-    """[n, ...] -> [n / size, ...]."""
     return _apply(x, axis, _scatter, _gather)
 
 
@@ -147,12 +144,10 @@ def gather_in_order(x: Tensor, axis: Axis, add: Callable[..., Tensor]) -> Tensor
 
 
 def tokens_to_heads(x: Tensor, axis: Axis) -> Tensor:
-    """[n, H, C] -> [n * size, H / size, C], tokens in rank order."""
     return _apply(x, axis, _to_heads, _to_tokens)
 
 
 def heads_to_tokens(x: Tensor, axis: Axis) -> Tensor:
-    """[n * size, h, C] -> [n, h * size, C], heads in rank order."""
     return _apply(x, axis, _to_tokens, _to_heads)
 
 
@@ -188,8 +183,6 @@ def stack_over(x: Tensor, axis: Axis) -> Tensor:
 
 
 class AsyncHostCopy:
-    """Device to host, in flight."""
-
     def __init__(self, x: Tensor) -> None:
         self.numbers, self.copied = x.to("cpu", non_blocking=True), None
         if x.device.type != "cpu":

@@ -58,7 +58,6 @@ def of_all(value: Any, mesh: Mesh) -> list[Any]:
 
 
 def of_first(value: Any, mesh: Mesh) -> Any:
-    """Collective."""
     return of_all(value, mesh)[0]
 
 
@@ -67,6 +66,4 @@ def refuse_different(fingerprints: Mapping[str, str], mesh: Mesh) -> None:
     by_rank = of_all([socket.gethostname(), fingerprints], mesh)
     values = {name: [prints[name][:SHOWN] for _, prints in by_rank] for name in fingerprints}
     if problems := unequal(values, [host for host, _ in by_rank]):
-        raise ConfigError(
-            f"the hosts of this job have files of different content; give all of them the same:\n{listing(problems)}"
-        )
+        raise ConfigError(f"hosts have files of different content; give all of them the same:\n{listing(problems)}")

@@ -5,12 +5,12 @@ from dataclasses import dataclass, fields, replace
 from dovetail.errors import LayoutError, quoted
 
 DEGREES = ("tp", "pp", "cp", "dp", "ep")
-MAX_DIGITS = 9  # of a degree
+MAX_DIGITS = 9
 
 
 @dataclass(frozen=True)
 class Layout:
-    """dp=None: the ranks that are left over."""
+    """dp=None: the ranks that the other degrees leave over."""
 
     tp: int = 1
     pp: int = 1

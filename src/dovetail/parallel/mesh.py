@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dovetail.parallel.layout import Layout
 
 ORDER = ("pp", "dp", "cp", "tp")
-TIMEOUT = timedelta(minutes=30)  # of a collective
+TIMEOUT = timedelta(minutes=30)
 P2P_MAX_CTAS = 4  # GPU blocks of a waiting pipeline transfer
 Groups = Sequence[Sequence[int]]
 
@@ -64,7 +64,7 @@ class Mesh:
     device: torch.device
     axes: Mapping[str, Axis]
     copies: Mapping[int, Axis]
-    fsdp: Mapping[str, DeviceMesh] = field(default_factory=dict)  # of fsdp and expert_fsdp
+    fsdp: Mapping[str, DeviceMesh] = field(default_factory=dict)
     context: Mapping[int, ContextAxes] = field(default_factory=lambda: {1: ContextAxes()})
     channels: P2PChannels = P2PChannels()
     timeout: timedelta = TIMEOUT
@@ -182,7 +182,7 @@ def _channels(stages: Groups, rank: int, device: torch.device, timeout: timedelt
     """Even and odd hops in turn: neighbors share a rank."""
     size, channels = len(stages[0]), dict[str, P2PChannel]()
     hops = [(i, (i + 1) % size) for i in range(size if ring else size - 1)] if size > 1 else []
-    closing = hops[size - 1 :] if size % 2 else []  # shares a rank with both
+    closing = hops[size - 1 :] if size % 2 else []
     for chosen in (hops[: size - len(closing) : 2], hops[1::2], closing):
         pairs = [(ranks[i], ranks[j]) for ranks in stages for i, j in chosen]
         if not pairs:

@@ -75,7 +75,6 @@ class _Finish(torch.autograd.Function):
 
 
 def start(x: Tensor, collective: AsyncCollective) -> Tensor:
-    """Starts the collective if it is set already."""
     if collective.collective is not None:
         collective.start(x)
     return _Start.apply(x, collective)
@@ -96,7 +95,6 @@ def start_all_gather(x: Tensor, axis: Axis) -> AsyncForward[tuple[Tensor, AsyncC
 
 
 def reduce_scatter_async(x: Tensor, axis: Axis) -> AsyncForward[Tensor]:
-    """[n, ...] -> [n / size, ...]."""
     if axis.size == 1:
         return x
     scatter = AsyncCollective(partial(begin_scatter, axis=axis), partial(begin_gather, axis=axis))
@@ -129,6 +127,5 @@ def lead_of_first_half(tp: Axis) -> int:
 
 
 def switch(axis: Axis) -> AsyncForward[None]:
-    """Let the other half run."""
     if axis.size > 1:
         yield

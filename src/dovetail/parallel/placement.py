@@ -28,8 +28,6 @@ class Part:
 
 @dataclass(frozen=True)
 class Split:
-    """A dim sharded over an axis."""
-
     dim: int
     axis: str
     parts: tuple[Part, ...]
@@ -41,7 +39,7 @@ class Placement:
 
     splits: tuple[Split, ...] = ()
     partial_over: tuple[str, ...] = ()
-    sharded_over: str = "fsdp"  # FSDP2's
+    sharded_over: str = "fsdp"
 
 
 REPLICATED = Placement()
@@ -85,7 +83,6 @@ def _part_names(placement: Placement) -> list[str]:
 
 
 def checkpoint_names(name: str, placement: Placement) -> tuple[str, ...]:
-    """`...self_attn.qkv_proj.weight` has three."""
     parts = _part_names(placement)
     if len(parts) < 2:
         return (name,)
@@ -95,7 +92,6 @@ def checkpoint_names(name: str, placement: Placement) -> tuple[str, ...]:
 
 
 def checkpoint_shapes(name: str, placement: Placement, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """Global shapes by name."""
     names = checkpoint_names(name, placement)
     shapes = dict.fromkeys(names, shape)
     for split in placement.splits:
@@ -109,8 +105,6 @@ def checkpoint_shapes(name: str, placement: Placement, shape: tuple[int, ...]) -
 
 
 class _Stretch(NamedTuple):
-    """Rows [start, stop) of a part."""
-
     part: Part
     checkpoint: tuple[int, int]
     local: tuple[int, int]

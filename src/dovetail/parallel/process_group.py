@@ -51,7 +51,7 @@ def pick_device(name: str = "auto") -> torch.device:
     if not present[name]:
         raise ConfigError(f"device {name!r}: torch {torch.__version__} sees none here; use --device cpu or auto")
     local, count = int(os.environ.get("LOCAL_RANK", "0")), torch.get_device_module(name).device_count()
-    ranks = max(local + 1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))  # rank 0, which reports, refuses too
+    ranks = max(local + 1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))  # so that rank 0 reports it
     if name == "cuda" and count == 1 and CUDA_VISIBLE_DEVICES in os.environ:
         local = 0
     elif ranks > count:
@@ -70,7 +70,7 @@ def _set_kernel_cache(architecture: str) -> None:
     """A folder for each GPU architecture, which some packages' keys lack."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     folder = (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "dovetail" / "kernels" / architecture
-    with contextlib.suppress(OSError, RuntimeError):  # no home
+    with contextlib.suppress(OSError, RuntimeError):  # there may be no home
         folder.mkdir(parents=True, exist_ok=True)
         if os.access(folder, os.W_OK):
             os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
@@ -137,7 +137,7 @@ def temporary_process_group(device: torch.device, timeout: timedelta = TIMEOUT) 
         yield
         return
     store, rank, world = _kept_store(*(os.environ.get(name) for name in RENDEZVOUS))
-    start = store.add(f"dovetail/starts/{rank}", 1)  # an earlier group's keys remain
+    start = store.add(f"dovetail/starts/{rank}", 1)  # keys of an earlier group remain
     _initialize(device, PrefixStore(f"dovetail/start-{start}", store), rank, world, timeout)
     try:
         yield
@@ -151,7 +151,6 @@ def temporary_process_group(device: torch.device, timeout: timedelta = TIMEOUT) 
 
 @cache
 def _kept_store(*_: str | None) -> tuple[Store, int, int]:
-    """The first rank's serves the others."""
     return _meet()
 
 
@@ -162,7 +161,7 @@ def _one_report(store: Store) -> Iterator[None]:
     except Exception as error:
         try:
             first = store.add(FAILURE_COUNTER_KEY, 1) == 1
-        except dist.DistError:  # ended with the first failing rank
+        except dist.DistError:  # the store ended with the first failing rank
             raise LostStore("the store of the ranks is gone") from error
         if not first:
             raise SecondaryFailure("another rank failed first") from error
@@ -174,7 +173,6 @@ def num_ranks() -> int:
 
 
 def num_ranks_here(device: torch.device) -> int:
-    """At most so many."""
     local, world = os.environ.get("LOCAL_WORLD_SIZE", ""), num_ranks()
     if local.isdecimal():
         return min(world, int(local))
@@ -239,7 +237,7 @@ def _meet() -> tuple[Store, int, int]:
 
 def _initialize(device: torch.device, store: Store, rank: int, world: int, timeout: timedelta = TIMEOUT) -> None:
     if world > 1:
-        allow_open_files()  # dozens of sockets a group
+        allow_open_files()  # a group has dozens of sockets
         _claim_device(device, store, rank)
     dist.init_process_group(
         BACKENDS[device.type],

@@ -19,10 +19,8 @@ from dovetail.pipeline.schedule import Action, Plan, num_stages, simulate
 
 
 class Message(NamedTuple):
-    """Activation of the stage before, or gradient of the one after."""
-
     gradient: bool
-    stage: int  # the receiver
+    stage: int
     micro: int
 
 
@@ -40,7 +38,6 @@ def produced(action: Action, stages: int) -> Message | None:
 
 @lru_cache(maxsize=16)
 def receives(plan: Plan, rank: int) -> tuple[tuple[Message, ...], ...]:
-    """Receives to post right before each action."""
     order = [[(start, r) for start in starts] for r, starts in enumerate(simulate(plan).start)]
     posts: list[list[Message]] = [[] for _ in plan[rank]]
     for gradient, sender in ((False, (rank - 1) % len(plan)), (True, (rank + 1) % len(plan))):
@@ -54,7 +51,7 @@ def receives(plan: Plan, rank: int) -> tuple[tuple[Message, ...], ...]:
 def connect(mesh: Mesh) -> None:
     """Use every channel once: NCCL makes communicators then. Even hops before odd ones: no cycle. Collective over pp."""
     rank, size, channels = mesh["pp"].rank, mesh["pp"].size, mesh.channels
-    hops = [  # by their first rank
+    hops = [
         (rank, [(channels.to_next, dist.isend), (channels.from_next, dist.irecv)]),
         ((rank - 1) % size, [(channels.from_previous, dist.irecv), (channels.to_previous, dist.isend)]),
     ]
@@ -92,13 +89,10 @@ def run(plan: Plan, stages: Any, mesh: Mesh) -> None:
 
 
 def is_alone(mesh: Mesh) -> bool:
-    """Whether every stage is one rank."""
     return mesh["world"].size == mesh["pp"].size
 
 
 class Failure:
-    """Keeps the first, if the pass `recovers`."""
-
     def __init__(self, *, recovers: bool) -> None:
         self.recovers = recovers
         self.error: Exception | None = None
@@ -113,8 +107,6 @@ class Failure:
 
 
 class Mailbox:
-    """Receives and sends in flight."""
-
     def __init__(self, plan: Plan, stages: Any, mesh: Mesh) -> None:
         axis, count = mesh["pp"], num_stages(plan)
         self.stages, self.channels = stages, mesh.channels

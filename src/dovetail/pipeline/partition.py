@@ -74,7 +74,7 @@ def _balanced(spec: AnySpec, stages: int) -> tuple[int, ...]:
     totals, depth = [0, *accumulate(spec.layer_params)], spec.depth
     totals[-1] += spec.head_params
 
-    def ends(stage: int) -> range:  # a layer for each later stage
+    def ends(stage: int) -> range:
         return range(stage, depth - stages + stage + 1)
 
     worst = {0: 0}

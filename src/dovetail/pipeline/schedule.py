@@ -39,7 +39,7 @@ class Costs:
 
 UNIT = Costs()
 
-# of live micro-batches
+# change of the number of live micro-batches
 LIVES: Mapping[Kind, int] = MappingProxyType({"forward": 1, "input": 0, "weight": -1, "backward": -1})
 
 
@@ -62,7 +62,7 @@ def _alternate(schedule: str, rank: int, ranks: int, virtual: int, micros: int) 
     stages = range(rank, ranks * virtual, ranks)
     forwards = [Action("forward", stage, micro) for group in groups for stage in stages for micro in group]
     backwards = [Action("backward", stage, micro) for group in groups for stage in reversed(stages) for micro in group]
-    ahead = ranks - 1 - rank  # warmup: the later ranks
+    ahead = ranks - 1 - rank  # the later ranks
     if virtual > 1:  # and the rounds before the last stage, twice the ranks: messages take time
         ahead = 2 * ahead + (virtual - 1) * ranks
     if schedule in ("forward", "gpipe"):
@@ -78,7 +78,7 @@ def _alternate(schedule: str, rank: int, ranks: int, virtual: int, micros: int) 
 def _zero_bubble(ranks: int, micros: int, costs: Costs) -> Plan:
     """A free rank starts its most urgent ready action; 1f1b where that is no slower."""
     plan: list[list[Action]] = [[] for _ in range(ranks)]
-    ended = {kind: [0] * ranks for kind in ("forward", "input", "weight")}  # by rank
+    ended = {kind: [0] * ranks for kind in ("forward", "input", "weight")}  # micro-batches
 
     def most_urgent(rank: int) -> Kind | None:
         forwards, inputs, weights = ended["forward"][rank], ended["input"][rank], ended["weight"][rank]
@@ -107,13 +107,11 @@ def _zero_bubble(ranks: int, micros: int, costs: Costs) -> Plan:
 
 
 class PlanError(AssertionError):
-    """A deadlock."""
+    pass
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """live: most activations that a rank holds."""
-
     start: tuple[tuple[float, ...], ...]
     finish: tuple[tuple[float, ...], ...]
     total: float

@@ -26,10 +26,8 @@ def pinned(name: str | Path) -> tuple[str, str] | None:
             remedy = f"for a hub model, pin it to a commit: {name}@COMMIT ({newest})"
         raise CheckpointError(f"{name} is not a directory; {remedy}")
     if not COMMIT.fullmatch(revision):
-        raise CheckpointError(
-            f"{name}: {quoted(revision)} is not a commit; a branch or tag can move, so give the 40 hexadecimal digits of one "
-            f"({newest})"
-        )
+        moves = "a branch or tag can move, so give the 40 hexadecimal digits of one"
+        raise CheckpointError(f"{name}: {quoted(revision)} is not a commit; {moves} ({newest})")
     return repository, revision
 
 

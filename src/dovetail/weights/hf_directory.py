@@ -30,8 +30,6 @@ HEAD_NAMES = ("score.weight", "score.bias")
 
 @dataclass(frozen=True)
 class Pretrained:
-    """Before its weights are read."""
-
     path: Path
     config: Mapping[str, Any]
     spec: AnySpec
@@ -103,7 +101,7 @@ def find_value_head(source: TensorSource, path: Path, *, fresh: bool, bias: bool
                     "start a reward model from a language model or from a reward model"
                 )
             return StoredHead("value", {**aliases, "score.bias": offset}, ())
-        if stem == "score" or not bias:  # a reward model
+        if stem == "score" or not bias:
             return StoredHead("value_without_bias", aliases, ())
         return StoredHead("value", aliases, ("score.bias",))
     if not fresh:

@@ -19,8 +19,6 @@ from dovetail.weights.safetensors import TensorFile
 
 @dataclass(frozen=True)
 class StoredRegion:
-    """A rectangle of a tensor: `key` in `file`."""
-
     file: str
     key: str
     slices: Slices
@@ -39,8 +37,6 @@ class StoredTensor:
 
 
 class TensorSource:
-    """Named tensors in safetensors files."""
-
     has_checksums = False
 
     def __init__(self, path: Path, files: Mapping[str, TensorFile], tensors: Mapping[str, StoredTensor]) -> None:
@@ -65,16 +61,15 @@ class TensorSource:
             if (shared := overlap(slices, region.slices)) is not None:
                 piece = self._files[region.file].read(region.key, within(shared, region.slices))
                 if shared == slices:
-                    return piece  # without a second copy
+                    return piece
                 out[as_index(within(shared, slices))] = piece
         return out
 
     def jobs(self, name: str, slices: Slices, out: Tensor) -> Iterator[Job]:
-        """Jobs that read a rectangle into `out`, of any dtype, device and strides."""
         for region in self.tensors[name].regions:
             if (shared := overlap(slices, region.slices)) is not None:
                 here, place = within(shared, region.slices), out[as_index(within(shared, slices))]
-                whole = self.has_checksums and shared == region.slices  # one job, which checks it
+                whole = self.has_checksums and shared == region.slices  # one job verifies a whole region
                 for part, target in [(here, place)] if whole else job_parts(here, place, self.dtype(name)):
                     yield partial(self._fill, region, part, target)
 

@@ -112,6 +112,5 @@ def _raise_together(
     extra = [name for name in source.names if name not in asked and not tolerated(name, ignore)]
     merged += [f"extra: {name} {list(source.shape(name))}" for name in extra]
     if merged:
-        raise CheckpointError(
-            f"{source.path} does not fit the model; does its config.json belong to its weights?\n{listing(merged)}"
-        )
+        question = "does its config.json belong to its weights?"
+        raise CheckpointError(f"{source.path} does not fit the model; {question}\n{listing(merged)}")

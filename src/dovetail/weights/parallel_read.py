@@ -11,7 +11,7 @@ from torch import Tensor
 from dovetail.memory import wait_for
 from dovetail.parallel.placement import Slices
 
-READERS = 8  # threads
+READERS = 8
 BUFFER_BYTES = 1 << 22  # of a thread
 JOB_BYTES = 1 << 25  # no thread ends late
 MAX_GAP = 1 << 16  # bytes between ranges of a call
@@ -22,7 +22,6 @@ Job = Callable[[Tensor], object]  # its thread's buffer [bytes]
 
 
 def run_jobs(jobs: Sequence[Job], device: torch.device) -> None:
-    """device: of the targets."""
     pinned, queue = device.type != "cpu", iter(jobs)
     buffers = [torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=pinned) for _ in range(min(READERS, len(jobs)))]
     if not buffers:
@@ -94,7 +93,6 @@ def scatter_reads(offsets: Sequence[int], length: int, view: memoryview) -> Iter
 
 
 def copy_out(block: Tensor, out: Tensor) -> None:
-    """Copies and waits. Conversion is done on the device of `out`."""
     if out.device.type != "cpu":
         block = block.to(out.device, non_blocking=True)
     out.copy_(block.view(out.shape))

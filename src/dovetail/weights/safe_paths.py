@@ -23,7 +23,6 @@ SideFiles = Mapping[str, Path | bytes]  # name -> path or content
 
 
 def contained(directory: Path, name: str) -> Path:
-    """CheckpointError if it leads outside."""
     parts = PurePosixPath(name)
     if not name or re.search("[\0\ud800-\udfff]", name) or "\\" in name or parts.is_absolute() or ".." in parts.parts:
         raise CheckpointError(
@@ -38,10 +37,8 @@ def contained(directory: Path, name: str) -> Path:
         raise CheckpointError(f"{directory / name} is a link to {target}, outside the directory; copy the file into it")
     try:
         is_file, exists = target.is_file(), target.exists()
-    except OSError as error:  # too long
-        raise CheckpointError(
-            f"{directory} names the file {name[:80]!r}: {error.strerror}; correct its index"
-        ) from error
+    except OSError as error:  # a name that is too long
+        raise CheckpointError(f"{directory} names the file {name[:80]!r}: {error.strerror}") from error
     if not is_file:
         kind = "is not a regular file" if exists else "does not exist"
         raise CheckpointError(f"{directory / name} {kind}; fetch the checkpoint again")
@@ -49,7 +46,6 @@ def contained(directory: Path, name: str) -> Path:
 
 
 def side_files(directory: Path | str) -> dict[str, Path]:
-    """All files but the weights."""
     directory = Path(directory)
     files = {}
     for path in sorted([*directory.iterdir(), *directory.glob(f"{SIDE_FOLDER}/*")]):
@@ -76,9 +72,8 @@ def refuse_without_safetensors(directory: Path) -> None:
 def refuse_occupied(target: Path) -> None:
     """Raise unless a directory can replace `target` without loss."""
     if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
-        raise CheckpointError(
-            f"{target} is there already and is not an empty directory; remove it or choose another path"
-        )
+        taken = f"{target} is there already and is not an empty directory"
+        raise CheckpointError(f"{taken}; remove it or choose another path")
     if target.is_dir() and (target.is_mount() or target.samefile(os.curdir)):
         raise CheckpointError(
             f"{target} is a mount point or the working directory, which cannot be replaced; give a path inside it"

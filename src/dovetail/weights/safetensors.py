@@ -30,7 +30,7 @@ DTYPES: Mapping[str, torch.dtype] = {
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
 CODES: Mapping[torch.dtype, str] = {dtype: code for code, dtype in DTYPES.items()}
-MAX_LENGTH = 2**62  # of one dim
+MAX_LENGTH = 2**62
 CHUNK = 1 << 26  # bytes at a time
 
 
@@ -57,8 +57,6 @@ def dump_json(value: Mapping[str, Any]) -> bytes:
 
 
 class TensorFile:
-    """Open, with a valid header."""
-
     def __init__(self, path: Path) -> None:
         self.path = path
         self.bytes_read = 0
@@ -161,8 +159,6 @@ def _parse_header(data: bytearray, what: str) -> dict[str, Entry]:
 
 
 class TensorFileWriter:
-    """The header, then the tensors in its order."""
-
     def __init__(self, path: Path, specs: Iterable[TensorSpec], metadata: Mapping[str, str] | None = None) -> None:
         self.path, self._waiting = path, list(specs)[::-1]
         self.crc32: dict[str, int] = {}

@@ -50,7 +50,6 @@ def write_hf(
     sides: SideFiles,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Collective."""
     files = split_files(specs, shard_bytes)
     world = mesh["world"]
     # consecutive files have different writers: all stay busy

@@ -38,7 +38,7 @@ from dovetail.weights.safetensors import TensorSpec
 T = TypeVar("T")
 FUSED = (("experts.gate_up_proj", ("gate_proj", "up_proj")), ("experts.down_proj", ("down_proj",)))
 MIXTRAL = (".mlp.", ".block_sparse_moe.", {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"})
-Dtypes = Callable[[str], torch.dtype | None]  # None: the parameter's
+Dtypes = Callable[[str], torch.dtype | None]  # None keeps the parameter's
 
 
 class ExportRules(TypedDict, total=False):
@@ -90,7 +90,6 @@ def local_params(model: nn.Module, mesh: Mesh, *, as_wrapped: bool = False) -> l
 
 
 def kept_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Persistent ones, whole on every rank."""
     buffers = dict(model.named_buffers())
     return {name: buffers[name] for name in model.state_dict(keep_vars=True) if name in buffers} if buffers else {}
 
@@ -114,7 +113,6 @@ def reshard(model: nn.Module) -> None:
 
 
 def tied_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """First name -> the others."""
     first: dict[int, str] = {}
     tied: dict[str, tuple[str, ...]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
@@ -146,7 +144,6 @@ def _export_dtype(name: str, param: LocalParam, rules: ExportRules) -> torch.dty
 
 
 def _export_names(name: str, param: LocalParam, rules: ExportRules) -> tuple[str, ...]:
-    """All names that the source lists of a tied tensor."""
     listed = rules.get("listed")
     if not param.tied or listed is None:
         return (name,)
@@ -177,7 +174,7 @@ def form_of(model: StagedModel, source: TensorSource) -> ExpertForm:
             ((count, rows, columns),) = checkpoint_shapes(name, placements[own_name], tuple(param.shape)).values()
             if name not in source.names:
                 return "mixtral" if any(MIXTRAL[1] in n for n in source.names) else "apart"
-            if rows != columns:  # else it does not show
+            if rows != columns:  # a square matrix does not tell them apart
                 return "turned" if source.shape(name) == (count, columns, rows) else "fused"
     return "fused"
 

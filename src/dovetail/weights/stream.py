@@ -31,8 +31,8 @@ class Export:
 @dataclass(frozen=True)
 class _Bucket:
     names: list[str]
-    starts: dict[Named, int]  # in the owner's bytes
-    length: int  # longest rank's
+    starts: dict[Named, int]
+    length: int
 
 
 def export(model: nn.Module, mesh: Mesh, **rules: Unpack[ExportRules]) -> Export:
@@ -51,7 +51,7 @@ def export_params(params: list[LocalParam], mesh: Mesh, prefix: str = "", **rule
     specs = {name: TensorSpec(name, DTYPES[code], tuple(shape)) for rows, _ in everyone for name, code, shape in rows}
     if (listed := rules.get("listed")) is not None:
         specs = {name: specs[name] for name in dict.fromkeys([*(n for n in listed if n in specs), *specs])}
-    chosen: dict[Named, int] = {}  # first holder
+    chosen: dict[Named, int] = {}
     for rank, (_, regions) in enumerate(everyone):
         for name, slices in regions:
             chosen.setdefault((name, tuple((start, stop) for start, stop in slices)), rank)
@@ -79,7 +79,6 @@ def stream(
 def gather_whole(
     exported: Export, mesh: Mesh, order: Sequence[str], bucket_bytes: int = BUCKET_BYTES
 ) -> Iterator[tuple[str, Tensor]]:
-    """Collective."""
     for bucket in _buckets(exported, order, mesh["world"].size, bucket_bytes):
         yield from _whole_tensors(exported, mesh, bucket)  # frees its memory
 
