@@ -185,9 +185,8 @@ def _rotary_dim(r: Fields, kind: str, head_dim: int) -> int:
     least = 4 if kind == "dynamic" else 2  # dim / (dim - 2)
     if dim % 2 or not least <= dim <= head_dim:
         expected = f"an even number of rotated channels, at least {least} and at most head_dim={head_dim}, not {dim}"
-        raise (
-            r.refusal("partial_rotary_factor", expected) if partial else ModelError(f"{r.where}: supported: {expected}")
-        )
+        unscaled = ModelError(f"{r.where}: supported: {expected}")
+        raise r.refusal("partial_rotary_factor", expected) if partial else unscaled
     return dim
 
 

@@ -1,4 +1,4 @@
-"""DeepSeek-V2, V3, Moonlight, Kimi-K2: latent attention, dense first layers, shared experts, grouped routing."""
+"""DeepSeek-V2, V3, Moonlight, Kimi-K2: latent attention, grouped routing."""
 
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Llama 2 and 3.x: no window. Mistral: one sliding window. Mixtral: experts in every layer, a softmax over the chosen ones."""
+"""Llama, Mistral (one sliding window), Mixtral (experts in every layer)."""
 
 from collections.abc import Mapping
 from typing import Any

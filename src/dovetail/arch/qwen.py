@@ -1,4 +1,4 @@
-"""Qwen2, 2.5: biases on q, k, v. Qwen3: QK-norm, `attention_bias` on all projections. Their MoE models: softmax routing."""
+"""Qwen2 (biases on q, k, v), Qwen3 (QK-norm), and their MoE models."""
 
 from collections.abc import Mapping
 from dataclasses import replace

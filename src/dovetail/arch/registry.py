@@ -109,14 +109,12 @@ def _misfits(spec: ArchSpec, tp: int) -> list[str]:
 
 
 def _validate_ep(spec: ArchSpec, layout: Layout) -> None:
-    if layout.ep == 1:
+    if (ep := layout.ep) == 1:
         return
     if spec.moe is None:
-        raise LayoutError(
-            f"layout {layout}: ep={layout.ep} cuts experts, and this {spec.family} model has none; set ep=1"
-        )
+        raise LayoutError(f"layout {layout}: ep={ep} cuts experts, and this {spec.family} model has none; set ep=1")
     count = spec.moe.num_experts
-    if count % layout.ep:
-        fitting = ", ".join(str(ep) for ep in range(1, min(count, MAX_DEGREE) + 1) if count % ep == 0)
+    if count % ep:
+        fitting = ", ".join(str(n) for n in range(1, min(count, MAX_DEGREE) + 1) if count % n == 0)
         experts = f"the {count} experts of this {spec.family} model"
-        raise LayoutError(f"layout {layout}: ep={layout.ep} does not divide {experts}; use one of ep={fitting}")
+        raise LayoutError(f"layout {layout}: ep={ep} does not divide {experts}; use one of ep={fitting}")

@@ -36,7 +36,9 @@ class Saver:
         specs = [spec for export in exports for spec in export.specs.values()]
         pieces = {name: piece for export in exports for name, piece in export.local.items()}
         if self.background:
-            pieces = self._snapshot(pieces)
+            self._arena.reset()
+            pieces = {name: [self._copy(piece) for piece in held] for name, held in pieces.items()}
+            wait_for(self.mesh.device)
         shares = {self._host["world"].rank: pieces}
         write = partial(write_sharded, self.folder, self._host, specs, shares, self.mesh.layout)
         work = partial(self._run, partial(write, sides=sides, step=step, state=state))
@@ -64,12 +66,6 @@ class Saver:
         if problem is not None:
             raise problem
         return was_saving
-
-    def _snapshot(self, pieces: Mapping[str, list[ParamShard]]) -> dict[str, list[ParamShard]]:
-        self._arena.reset()
-        copies = {name: [self._copy(piece) for piece in held] for name, held in pieces.items()}
-        wait_for(self.mesh.device)
-        return copies
 
     def _copy(self, piece: ParamShard) -> ParamShard:
         copies = [self._arena.copy(piece.read())]

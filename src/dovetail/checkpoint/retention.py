@@ -1,4 +1,4 @@
-"""The saved steps of a run: which exist, are resumed from, and are kept."""
+"""The saved steps of a run."""
 
 import gc
 import math

@@ -24,18 +24,12 @@ Share = Mapping[str, Sequence[ParamShard]]
 
 
 def save_sharded(
-    model: nn.Module,
-    path: Path | str,
-    mesh: Mesh,
-    *,
-    sides: SideFiles,
-    step: int | None = None,
-    **rules: Unpack[ExportRules],
+    model: nn.Module, path: Path, mesh: Mesh, *, sides: SideFiles, step: int | None = None, **rules: Unpack[ExportRules]
 ) -> Path:
     """Atomically. With `step`: `path/step_000050.<id>` and its link. Collective."""
     exported = export(model, mesh, **rules)
     shares = {mesh["world"].rank: exported.local}
-    return write_sharded(Path(path), mesh, list(exported.specs.values()), shares, mesh.layout, sides=sides, step=step)
+    return write_sharded(path, mesh, list(exported.specs.values()), shares, mesh.layout, sides=sides, step=step)
 
 
 def write_sharded(

@@ -33,7 +33,7 @@ from dovetail.parallel.collectives import sum_over
 from dovetail.parallel.mesh import Mesh
 from dovetail.pipeline.executor import connect, is_alone, run as execute
 from dovetail.pipeline.partition import stage_costs
-from dovetail.pipeline.schedule import Costs, make_plan
+from dovetail.pipeline.schedule import make_plan
 from dovetail.weights.hf_directory import CheckpointSource
 from dovetail.weights.shards import reshard
 
@@ -82,10 +82,6 @@ class NativeEngine(EngineState):
     def reshard_policy(self) -> ReshardPolicy:
         """First call: collective."""
         return ReshardPolicy.of(self.model, self.mesh, self.dtype)
-
-    @cached_property
-    def _stage_costs(self) -> Costs:
-        return stage_costs(self.model.spec, self.mesh.layout)
 
     def score(self, batch: PackedBatch) -> TokenStats:
         with self._call(critic=False):
@@ -263,7 +259,8 @@ class NativeEngine(EngineState):
         if layout.pp == 1:
             stages.run()
             return
-        plan = make_plan(schedule, layout.pp, layout.virtual_stages, len(stages.micros), self._stage_costs)
+        costs = stage_costs(self.model.spec, layout)
+        plan = make_plan(schedule, layout.pp, layout.virtual_stages, len(stages.micros), costs)
         execute(plan, stages, self.mesh)
 
     @contextmanager

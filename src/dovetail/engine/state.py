@@ -58,7 +58,7 @@ class EngineState:
         save(self.resident_model, path, self.mesh, **self._saved())
 
     def save_sharded(self, path: Path | str) -> Path:
-        return save_sharded(self.resident_model, path, self.mesh, **self._saved())
+        return save_sharded(self.resident_model, Path(path), self.mesh, **self._saved())
 
     def _saved(self) -> dict[str, Any]:
         return {"sides": self.origin.sides, "dtype_of": self.origin.dtype_of, "listed": self.origin.listed}

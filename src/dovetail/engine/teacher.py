@@ -35,7 +35,9 @@ class Teacher:
         if theirs < ours:
             sizes = f"the teacher has a vocabulary of {theirs}, the student one of {ours}"
             raise ModelError(f"{sizes}; give a teacher with the student's tokenizer")
-        params = [param for param in local_params(engine.model, engine.mesh) if _is_head(engine, param.parameter)]
+        own = engine.model.head if engine.model.cut.last else None
+        held = own.weight if isinstance(own, LMHead) else None
+        params = [p for p in local_params(engine.model, engine.mesh) if held is not None and p.parameter is held]
         exported = export_params(params, engine.mesh, dtype_of=lambda _: student.dtype)
         ((_, whole),) = gather_whole(exported, engine.mesh, list(exported.specs))
         head = student.model.head if student.model.cut.last else None
@@ -49,11 +51,6 @@ class Teacher:
         kept = hidden if self.needed else hidden[:0]
         rows = (batch.mask.cumsum(0) - 1).clamp(min=0)
         return batch.with_fields(**{ROW: rows}), TeacherStates(kept.to(self.weight.dtype), self.weight)
-
-
-def _is_head(engine: NativeEngine, parameter: object) -> bool:
-    head = engine.model.head if engine.model.cut.last else None
-    return isinstance(head, LMHead) and head.weight is parameter
 
 
 def hidden_states(engine: NativeEngine, batch: PackedBatch) -> Tensor:

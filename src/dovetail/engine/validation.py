@@ -28,8 +28,8 @@ def check_same(batch: PackedBatch, mesh: Mesh) -> None:
     for rank, values in enumerate(prints):
         differ = [name for name, a, b in zip(COMPARED, prints[0], values, strict=True) if a != b]
         if differ:
-            where = f"rank {rank} differs from rank 0 in {', '.join(differ)}"
-            raise DataError(f"ranks were given different batches: {where}; give all the same whole global batch")
+            at = f"rank {rank} differs from rank 0 in {', '.join(differ)}"
+            raise DataError(f"ranks were given different batches: {at}; every rank takes the same whole global batch")
     if not isinstance(batch, PackedBatch):
         kind = type(batch).__name__
         raise DataError(f"the batch is a {kind}; pack the sequences: dt.PackedBatch.pack([[1, 5, 7], [1, 9]])")
@@ -80,9 +80,7 @@ class ValidatedLoss:
             )
         total, count = _scalar("total", result.total, first), _scalar("count", result.count, first)
         if not isinstance(result.metrics, Mapping):
-            raise ConfigError(
-                f"the loss's metrics are a {type(result.metrics).__name__}; give a dict of dt.Sum by name"
-            )
+            raise ConfigError(f"the loss's metrics are a {type(result.metrics).__name__}; give dt.Sum by name")
         if torch.is_grad_enabled() and not total.requires_grad:
             if bool(total != 0):
                 named = "values" if isinstance(stats, Tensor) else "stats.logprob or stats.entropy"

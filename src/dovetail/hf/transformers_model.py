@@ -1,4 +1,4 @@
-"""transformers' layers with our packing, attention and head. Its modules load late: annotations are quoted."""
+"""transformers' layers with our packing, attention and head."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager

@@ -1,6 +1,6 @@
 """Vision features of packed sequences in the places of placeholder tokens.
 
-cp ranks share the images; each calls the tower once a micro-batch, if need be with a blank image.
+cp ranks share the images. Each calls the tower once a micro-batch.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -117,9 +117,8 @@ class Vision:
                 parts.append(torch.arange(len(tokens)).expand(3, -1))
                 continue
             grids = {name: media[name] for name in GRIDS if name in media}
-            alone, _ = self.model.get_rope_index(
-                tokens[None], mm_token_type_ids=kinds_of(tokens, self.config)[None], **grids
-            )
+            kinds = kinds_of(tokens, self.config)[None]
+            alone, _ = self.model.get_rope_index(tokens[None], mm_token_type_ids=kinds, **grids)
             parts.append(alone[:, 0])
         return torch.cat(parts, dim=1).to(batch.positions.device)
 

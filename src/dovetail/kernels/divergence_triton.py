@@ -111,14 +111,7 @@ def _pair_sums(
 
 @triton.jit
 def _pair_grad(
-    z: tensor,
-    w: tensor,
-    out: tensor,
-    targets: tensor,
-    rows: tensor,
-    columns: constexpr,
-    KIND: constexpr,
-    BLOCK: constexpr,
+    z: tensor, w: tensor, out: tensor, labels: tensor, rows: tensor, width: constexpr, KIND: constexpr, BLOCK: constexpr
 ) -> None:
     """rows [11, n]: `_rows`, g, h, entropy, k, second. `out` may be the front of z."""
     row = tl.program_id(0).to(tl.int64)
@@ -129,13 +122,13 @@ def _pair_grad(
     entropy = tl.load(rows + 8 * n + row)
     k = tl.load(rows + 9 * n + row)
     second = tl.load(rows + 10 * n + row)
-    target = tl.load(targets + row)
-    out += row * columns * (32 // out.dtype.element_ty.primitive_bitwidth)
-    for start in range(0, columns, BLOCK):
+    target = tl.load(labels + row)
+    out += row * width * (32 // out.dtype.element_ty.primitive_bitwidth)
+    for start in range(0, width, BLOCK):
         at = start + tl.arange(0, BLOCK)
-        a = _logs(z + row * columns, peak, log_total, scale, at, columns)
+        a = _logs(z + row * width, peak, log_total, scale, at, width)
         tl.debug_barrier()
-        b = _logs(w + row * columns, w_peak, w_log_total, scale, at, columns)
+        b = _logs(w + row * width, w_peak, w_log_total, scale, at, width)
         p = tl.exp(a)
         if KIND == 0:
             grad = k * (p - tl.exp(b))
@@ -145,4 +138,4 @@ def _pair_grad(
             _, to_p = _to_mixture(a, b, beta)
             grad = (1.0 - beta) * k * p * (to_p - second)
         grad += tl.where(at == target, g, 0.0) - p * (g + h * (a + entropy))
-        tl.store(out + at, (grad * scale).to(out.dtype.element_ty), mask=at < columns)
+        tl.store(out + at, (grad * scale).to(out.dtype.element_ty), mask=at < width)

@@ -42,7 +42,7 @@ def vocab_grad_(
     zero = torch.zeros_like(peak)
     entropy = (zero, zero) if h is None else (offset, h / total)
     rows = torch.stack((peak, g, g / total, *entropy, _inverse(z, temperature)))
-    _row_grad[(n,)](z, out, local_targets, rows, columns, z.stride(0), out.stride(0), COLUMNS, num_warps=WARPS)
+    _row_grad[(n,)](z, out, local_targets, rows, columns, out.stride(0), COLUMNS, num_warps=WARPS)
     return out
 
 
@@ -82,14 +82,7 @@ def _row_stats(
 
 @triton.jit
 def _row_grad(
-    z: tensor,
-    out: tensor,
-    targets: tensor,
-    rows: tensor,
-    columns: constexpr,
-    stride: tensor,
-    out_stride: tensor,
-    BLOCK: constexpr,
+    z: tensor, out: tensor, targets: tensor, rows: tensor, columns: constexpr, out_stride: tensor, BLOCK: constexpr
 ) -> None:
     """rows [6, n]: peak, g, g / total, offset, h / total, 1 / temperature. The barrier: `out` may be the front of z."""
     row = tl.program_id(0).to(tl.int64)
@@ -103,7 +96,7 @@ def _row_grad(
     target = tl.load(targets + row)
     for start in range(0, columns, BLOCK):
         at = start + tl.arange(0, BLOCK)
-        block = tl.load(z + row * stride + at, mask=at < columns, other=float("-inf"))
+        block = tl.load(z + row * columns + at, mask=at < columns, other=float("-inf"))
         tl.debug_barrier()
         shifted = (block - peak) * scale
         factor = by_logprob + by_entropy * tl.maximum(shifted - offset, LOWEST)

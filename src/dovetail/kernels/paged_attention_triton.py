@@ -132,7 +132,7 @@ def _split(
     per_split = (last - first + splits - 1) // splits
     start = first + split * per_split
     stop = tl.minimum(start + per_split, last)
-    ROWS: constexpr = SHAPE.padded_queries  # a shape takes no attribute in triton 3.6
+    ROWS: constexpr = SHAPE.padded_queries
     WIDTH: constexpr = SHAPE.padded_dim
     query = tl.arange(0, ROWS)
     channel = tl.arange(0, WIDTH)

@@ -144,10 +144,9 @@ def _config(device: torch.device, tiles: Tiles) -> Any:
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != cuda.HOPPER:
         return None
     rows, columns, pingpong = tiles
-    config = importlib.import_module(CONFIGS).GemmConfig
-    return config(
-        tile_m=rows, tile_n=columns, pingpong=pingpong, is_dynamic_persistent=False, device_capacity=cuda.HOPPER
-    )
+    make = importlib.import_module(CONFIGS).GemmConfig
+    options = {"is_dynamic_persistent": False, "device_capacity": cuda.HOPPER}
+    return make(tile_m=rows, tile_n=columns, pingpong=pingpong, **options)
 
 
 def _package() -> Any:

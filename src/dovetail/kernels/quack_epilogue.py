@@ -1,4 +1,4 @@
-"""The LM head's product with row statistics in its epilogue. Importing this needs quack and its compiler."""
+"""The LM head's product with row statistics in its epilogue."""
 
 import hashlib
 import math

@@ -1,4 +1,4 @@
-"""A mixture of experts by quack's grouped products: no copies of tokens in forward."""
+"""A mixture of experts by quack's grouped products."""
 
 from collections.abc import Callable
 from functools import partial
@@ -109,21 +109,14 @@ def _by_row(rows: Tensor, weights: Tensor, total: int) -> tuple[Tensor, Tensor]:
     return source, scale
 
 
-@triton.jit(do_not_specialize=["n", "total"])
+@triton.jit(do_not_specialize=["n", "size"])
 def _invert(
-    rows: tensor,
-    weights: tensor,
-    source: tensor,
-    scale: tensor,
-    n: tensor,
-    total: tensor,
-    COPIES: constexpr,
-    SIZE: constexpr,
+    rows: tensor, weights: tensor, source: tensor, scale: tensor, n: tensor, size: tensor, K: constexpr, SIZE: constexpr
 ) -> None:
     at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
-    row = tl.load(rows + at, mask=at < n, other=total).to(tl.int64)
-    valid = (at < n) & (row < total)
-    tl.store(source + row, (at // COPIES).to(tl.int32), mask=valid)
+    row = tl.load(rows + at, mask=at < n, other=size).to(tl.int64)
+    valid = (at < n) & (row < size)
+    tl.store(source + row, (at // K).to(tl.int32), mask=valid)
     tl.store(scale + row, tl.load(weights + at, mask=valid, other=0.0).to(tl.bfloat16).to(tl.float32), mask=valid)
 
 

@@ -135,24 +135,18 @@ def _gain(q_gain: tensor, k_gain: tensor, at: tensor, inside: tensor, of_query: 
 
 @triton.jit(do_not_specialize=["tokens"])
 def _rotate_grad(
-    inputs: tensor,
-    norm_inputs: tensor,
-    outputs: tensor,
-    tokens: tensor,
-    strides: tensor,
-    SHAPE: constexpr,
-    TILE: constexpr,
+    inputs: tensor, norm: tensor, outputs: tensor, tokens: tensor, strides: tensor, SHAPE: constexpr, TILE: constexpr
 ) -> None:
     ROTATED: constexpr = SHAPE.queries + SHAPE.groups
     HEADS: constexpr = SHAPE.queries + 2 * SHAPE.groups
     dq, dk, dv, cos, sin = inputs
-    x, q_gain, k_gain, inverse, x_stride, head_stride = norm_inputs
+    x, q_gain, k_gain, inverse, x_stride, head_stride = norm
     dx, partial = outputs
     at = tl.arange(0, TILE.columns)
     rotary = at < 2 * SHAPE.half
     angle = tl.where(at < SHAPE.half, at, at - SHAPE.half)
     other = tl.where(at < SHAPE.half, at + SHAPE.half, at - SHAPE.half)
-    ROWS: constexpr = TILE.rows  # a shape takes no attribute in triton 3.6
+    ROWS: constexpr = TILE.rows
     COLUMNS: constexpr = TILE.columns
     dw_q = tl.zeros((ROWS, COLUMNS), tl.float32)
     dw_k = tl.zeros((ROWS, COLUMNS), tl.float32)

@@ -159,15 +159,11 @@ class Linear(GradAccumulator):
         self.kernels = kernels
 
     def product(
-        self,
-        x: Tensor,
-        bias: Tensor | None,
-        collective: AsyncCollective | None = None,
-        products: LinearProducts | None = None,
+        self, x: Tensor, bias: Tensor | None, gather: AsyncCollective | None = None, ops: LinearProducts | None = None
     ) -> Tensor:
-        """x w.T + bias. With a collective: of its result; x is what `start` returned."""
-        products = products or LinearProducts(F.linear, torch.matmul, self.kernels.add_weight_grad_)
-        y: Tensor = _Linear.apply(x, self.weight, bias, self, collective, products)
+        """x w.T + bias. With a gather: of its result; x is what `start` returned."""
+        ops = ops or LinearProducts(F.linear, torch.matmul, self.kernels.add_weight_grad_)
+        y: Tensor = _Linear.apply(x, self.weight, bias, self, gather, ops)
         return y
 
 

@@ -65,23 +65,17 @@ class _FusedDown(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        _gate_up: Tensor,
-        gated: Tensor,
-        weight: Tensor,
-        saved: SavedTensor,
-        layer: RowLinear,
-        products: ModuleType,
+        ctx: Any, _gate_up: Tensor, gated: Tensor, weight: Tensor, saved: SavedTensor, layer: RowLinear, ops: ModuleType
     ) -> Tensor:
-        ctx.saved, ctx.layer, ctx.products = saved, layer, products
+        ctx.saved, ctx.layer, ctx.ops = saved, layer, ops
         return F.linear(gated, weight)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         dz, layer = grads[0].contiguous(), ctx.layer
-        d_gate_up, gated, _ = ctx.products.gated_gradient(dz, layer.weight, ctx.saved.get())
+        d_gate_up, gated, _ = ctx.ops.gated_gradient(dz, layer.weight, ctx.saved.get())
         if ctx.needs_input_grad[2]:
-            layer.wgrad_queue.accumulate(layer.weight, dz, gated, ctx.products.add_weight_grad_)
+            layer.wgrad_queue.accumulate(layer.weight, dz, gated, ctx.ops.add_weight_grad_)
         return d_gate_up, None, None, None, None, None
 
 

@@ -55,7 +55,8 @@ class Router(nn.Module):
         logits = self.kernels.router_logits(x, self.weight)
         scores = logits.softmax(-1) if self.moe.scores == "softmax" else logits.sigmoid()
         indices = routes.choose(self.layer, partial(self.best, scores.detach()))
-        weights = add_router_loss(scores.gather(1, indices), routes.cost(self.layer, logits, scores))
+        weights, cost = scores.gather(1, indices), routes.cost(self.layer, logits, scores)
+        weights = weights if cost is None else _AddRouterLoss.apply(weights, cost)
         if self.moe.normalize:
             weights = weights / (weights.sum(-1, keepdim=True) + TINY)
         return indices, weights * self.moe.scale
@@ -192,7 +193,7 @@ class MoE(nn.Module):
 
 
 class _AddRouterLoss(torch.autograd.Function):
-    """forward: x. backward: its gradient, and 1 for the loss."""
+    """Adds `loss` to the loss computed from x, in any stage. forward: x. backward: its gradient, and 1 for the loss."""
 
     @staticmethod
     def forward(_ctx: Any, x: Tensor, _loss: Tensor) -> Tensor:
@@ -201,8 +202,3 @@ class _AddRouterLoss(torch.autograd.Function):
     @staticmethod
     def backward(_ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
         return grads[0], grads[0].new_ones(())
-
-
-def add_router_loss(x: Tensor, loss: Tensor | None) -> Tensor:
-    """Adds `loss` to the loss computed from x, in any pipeline stage."""
-    return x if loss is None else _AddRouterLoss.apply(x, loss)

@@ -14,6 +14,7 @@ from dovetail.memory import PinnedArena, aligned, view_at
 from dovetail.nn.activation_checkpoint import PinnedPool
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+Groups = list[dict[str, Any]]  # of torch
 Stored = Mapping[nn.Parameter, Mapping[str, Tensor]]
 BUCKET_BYTES = 1 << 29  # unless a parameter is larger
 
@@ -22,7 +23,7 @@ class UpdateRule:
     """Updates local shards. Where `found_inf` is 1, `step` does and counts nothing."""
 
     state_names: tuple[str, ...]  # of the parameter's shape, in checkpoints
-    param_groups: list[dict[str, Any]]  # of torch; lr and weight_decay are set before each step
+    param_groups: Groups  # lr and weight_decay are set before each step
     state: defaultdict[Any, Any]  # parameter -> name -> state
     found_inf: Tensor  # float32 [], on the device
 
@@ -87,7 +88,7 @@ class Bucket:
 class CPUOffloadAdamW(SkippableAdamW):
     """Moments in pinned host memory, bit for bit: buckets come, are updated and leave."""
 
-    def __init__(self, groups: list[dict[str, Any]], **options: Any) -> None:
+    def __init__(self, groups: Groups, **options: Any) -> None:
         super().__init__(groups, **options)
         buckets = [bucket for group in self.param_groups for bucket in _buckets(group)]
         self.buckets = sorted(buckets, key=lambda bucket: -bucket.num_bytes)  # largest first

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from dovetail.errors import CheckpointError
-from dovetail.optim.adamw import Stored, UpdateRule
+from dovetail.optim.adamw import Groups, Stored, UpdateRule
 
 STEP = "step"
 TRIAL_SHAPE, TRIAL_STEPS = (6, 8), 3
@@ -26,7 +26,7 @@ class Layout(NamedTuple):
 class Elementwise(UpdateRule):
     """make: of torch's parameter groups. keys: that a group has."""
 
-    def __init__(self, groups: list[dict[str, Any]], make: Make, keys: Sequence[str], layout: Layout) -> None:
+    def __init__(self, groups: Groups, make: Make, keys: Sequence[str], layout: Layout) -> None:
         self.param_groups, self._make, self._keys, self._layout = groups, make, keys, layout
         self.state_names = tuple(layout.shaped)
         self._filled = [group for group in groups if group["params"]]
@@ -73,10 +73,8 @@ class Elementwise(UpdateRule):
         """Equal for all parameters of a group."""
         if not self._scalars():
             return None
-        scalars = ((name, group, states[0][name]) for group, states in self._states() for name in self._scalars())
-        return {
-            _key(name, group): torch.as_tensor(value).detach().reshape(1).to("cpu") for name, group, value in scalars
-        }
+        found = ((_key(n, group), states[0][n]) for group, states in self._states() for n in self._scalars())
+        return {key: torch.as_tensor(value).detach().reshape(1).to("cpu") for key, value in found}
 
     def restored(self, stored: Stored, others: Mapping[str, Tensor]) -> None:
         for group, states in self._states():
@@ -126,12 +124,7 @@ def try_out(make: Make, keys: Sequence[str], device: torch.device | str, dtype: 
 
 
 def _trained(
-    make: Make,
-    keys: Sequence[str],
-    start: Tensor,
-    grads: Sequence[Tensor],
-    device: torch.device | str,
-    dtype: torch.dtype,
+    make: Make, keys: Sequence[str], start: Tensor, grads: list[Tensor], device: torch.device | str, dtype: torch.dtype
 ) -> tuple[Tensor, Layout]:
     parameter = nn.Parameter(start.to(device, dtype, copy=True))
     optimizer = make([{"params": [parameter], **{key: {"lr": 0.01, "weight_decay": 0.1}[key] for key in keys}}])

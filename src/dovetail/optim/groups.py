@@ -19,7 +19,7 @@ from dovetail.weights.shards import LocalParam, in_checkpoint_form, local_params
 class ParamGroup:
     """Parameters whose checkpoint name matches `pattern`, as `model.layers.0.*`; the first match wins.
 
-    None: as the first of `engine.param_groups`, which has all others; its weight_decay spares norms and biases.
+    None: as the first of `engine.param_groups`, which has all other parameters and does not decay norms and biases.
     """
 
     pattern: str

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from dovetail.errors import ConfigError
 from dovetail.nn.model import StagedModel
-from dovetail.optim.adamw import MOMENTS, SkippableAdamW, UpdateRule
+from dovetail.optim.adamw import MOMENTS, Groups, SkippableAdamW, UpdateRule
 from dovetail.optim.groups import match
 from dovetail.parallel.collectives import Handle, begin_all_to_all
 from dovetail.parallel.consensus import agreed, of_all
@@ -174,13 +174,7 @@ class Muon(UpdateRule):
     state_names = (MOMENTUM, *MOMENTS)
 
     def __init__(
-        self,
-        groups: list[dict[str, Any]],
-        held: Sequence[Held],
-        mesh: Mesh,
-        options: MuonOptions,
-        lr: float,
-        **adamw: Any,
+        self, groups: Groups, held: Sequence[Held], mesh: Mesh, options: MuonOptions, lr: float, **adamw: Any
     ) -> None:
         self.share = 1.0 if options.adamw_lr is None else options.adamw_lr / lr
         self.options, self.world, self.device = options, mesh["world"], mesh.device

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dovetail.kernels.reference import wide
+from dovetail.optim.adamw import Groups
 from dovetail.optim.groups import ParamGroup, match
 from dovetail.optim.muon import Held, muon_names
 from dovetail.optim.rules import Class, Schedule, checked, make_rule
@@ -59,7 +60,7 @@ def shards_of(model: nn.Module, mesh: Mesh) -> list[Shard]:
 
 def param_groups(
     shards: list[Shard], groups: Sequence[ParamGroup], chosen: Mapping[str, int], muon: Collection[str] = ()
-) -> list[dict[str, Any]]:
+) -> Groups:
     """torch's groups; the first has what is not `chosen`. Empty ones only if all are."""
     by_kind: dict[tuple[int, bool, bool], list[nn.Parameter]] = defaultdict(list)
     for shard in shards:

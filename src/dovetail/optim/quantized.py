@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dovetail.errors import ConfigError
 from dovetail.kernels.reference import wide
-from dovetail.optim.adamw import MOMENTS, Stored
+from dovetail.optim.adamw import MOMENTS, Groups, Stored
 from dovetail.optim.elementwise import STEP, Elementwise, Layout
 from dovetail.optim.muon import Held
 from dovetail.recipe.optimizers import require_torchao
@@ -29,9 +29,7 @@ def adamw8bit() -> Any:
 
 
 class QuantizedAdamW(Elementwise):
-    def __init__(
-        self, groups: list[dict[str, Any]], held: Sequence[Held], block_size: int = BLOCK, **options: Any
-    ) -> None:
+    def __init__(self, groups: Groups, held: Sequence[Held], block_size: int = BLOCK, **options: Any) -> None:
         for each in held:
             if each.local.dim() > 1 and each.local[0].numel() % block_size and any(r.copies > 1 for r in each.regions):
                 raise ConfigError(

@@ -1,4 +1,4 @@
-"""AdamW, Muon, AdamW of 8 bits, and elementwise optimizers of torch or a user's."""
+"""Update rules by name or class."""
 
 import inspect
 import math
@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from dovetail.errors import ConfigError
-from dovetail.optim.adamw import CPUOffloadAdamW, SkippableAdamW, UpdateRule
+from dovetail.optim.adamw import CPUOffloadAdamW, Groups, SkippableAdamW, UpdateRule
 from dovetail.optim.elementwise import Elementwise, Layout, try_out
 from dovetail.optim.groups import ParamGroup
 from dovetail.optim.muon import Held, Muon, MuonOptions
@@ -25,9 +25,7 @@ OPTIONS: Mapping[str, Sequence[str]] = {"adamw": (), "adamw8bit": ("block_size",
 Class = Callable[..., torch.optim.Optimizer]
 
 
-def make_rule(
-    settings: Any, groups: list[dict[str, Any]], held: Sequence[Held] = (), mesh: Mesh | None = None
-) -> UpdateRule:
+def make_rule(settings: Any, groups: Groups, held: Sequence[Held] = (), mesh: Mesh | None = None) -> UpdateRule:
     """settings: `OptimSettings`. Collective."""
     name, options, adam = settings.name, settings.options, {"betas": settings.betas, "eps": settings.eps}
     params = [parameter for group in groups for parameter in group["params"]]

@@ -106,10 +106,6 @@ def _scatter(x: Tensor, axis: Axis) -> Tensor:
     return begin_scatter(x, axis).wait()
 
 
-def _own_slice(x: Tensor, axis: Axis) -> Tensor:
-    return x.chunk(axis.size)[axis.rank].contiguous()
-
-
 def _to_heads(x: Tensor, axis: Axis) -> Tensor:
     return begin_exchange(x.unflatten(1, (axis.size, -1)).movedim(1, 0).flatten(0, 1), axis).wait()
 
@@ -127,7 +123,7 @@ def all_gather(x: Tensor, axis: Axis) -> Tensor:
 
 
 def gather_replicated(x: Tensor, axis: Axis) -> Tensor:
-    return _apply(x, axis, _gather, _own_slice)
+    return _apply(x, axis, _gather, lambda grad, axis: grad.chunk(axis.size)[axis.rank].contiguous())
 
 
 def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:

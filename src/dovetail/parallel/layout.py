@@ -61,9 +61,8 @@ class Layout:
     def resolve(self, world: int) -> "Layout":
         """With dp, checked against `world` ranks. LayoutError."""
         if world % self.model_ranks if self.dp is None else self.num_ranks != world:
-            needs = (
-                f"{self.num_ranks} ranks (tp x pp x cp x dp)" if self.dp else f"a multiple of {self.model_ranks} ranks"
-            )
+            n = self.num_ranks
+            needs = f"{n} ranks (tp x pp x cp x dp)" if self.dp else f"a multiple of {n} ranks"
             change = "change the degrees or the number of ranks"
             raise LayoutError(f"layout {self} needs {needs}, but the job has {world}; {change}")
         dp = self.dp or world // self.model_ranks

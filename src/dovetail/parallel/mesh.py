@@ -76,10 +76,6 @@ class Mesh:
     def coords(self) -> dict[str, int]:
         return {name: axis.rank for name, axis in self.axes.items()}
 
-    @property
-    def sizes(self) -> dict[str, int]:
-        return {name: axis.size for name, axis in self.axes.items()}
-
     def on_host(self) -> "Mesh":
         """A gloo group of its own as its world. Collective."""
         world = self["world"]

@@ -123,7 +123,7 @@ def interleave(forwards: Sequence[AsyncForward[T]], lead: int = 0) -> tuple[T, .
 
 def lead_of_first_half(tp: Axis) -> int:
     """With 1, one half computes while the other communicates."""
-    return 1 if tp.size > 1 else 0
+    return int(tp.size > 1)
 
 
 def switch(axis: Axis) -> AsyncForward[None]:

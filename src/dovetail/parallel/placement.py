@@ -1,12 +1,14 @@
 """Placements: the checkpoint slices of a local parameter, declared in a layer's `placements`."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 from typing import NamedTuple
 
 from torch import nn
+
+from dovetail.parallel.mesh import Axis, Mesh
 
 
 @dataclass(frozen=True)
@@ -110,38 +112,17 @@ class _Stretch(NamedTuple):
     local: tuple[int, int]
 
 
-def _stretches(split: Split, rank: int, size: int) -> Iterator[_Stretch]:
+def _stretches(split: Split, axis: Axis) -> Iterator[_Stretch]:
     at: dict[str, int] = {}
     offset = 0
     for part in split.parts:
-        length, base = part.local_length(size), at.get(part.name, 0)
-        start = rank // part.copies * length
+        length, base = part.local_length(axis.size), at.get(part.name, 0)
+        start = axis.rank // part.copies * length
         stop = min(start + length, part.size)
         if stop > start:
             yield _Stretch(part, (base + start, base + stop), (offset, offset + stop - start))
         at[part.name] = base + part.size
         offset += length
-
-
-def regions(
-    name: str, placement: Placement, local_shape: tuple[int, ...], coords: Mapping[str, int], sizes: Mapping[str, int]
-) -> tuple[Region, ...]:
-    """Slices of a local parameter without padding, owned by their first holder."""
-    shapes = checkpoint_shapes(name, placement, local_shape)
-    named = dict(zip(_part_names(placement), shapes, strict=True)) if len(shapes) > 1 else {}
-    copied_over = {"tp", *placement.partial_over} - {split.axis for split in placement.splits}
-    first = all(coords[axis] == 0 for axis in copied_over)
-    out = []
-    for stretches in product(*(_stretches(s, coords[s.axis], sizes[s.axis]) for s in placement.splits)):
-        checkpoint, local = [(0, n) for n in local_shape], [(0, n) for n in local_shape]
-        for split, stretch in zip(placement.splits, stretches, strict=True):
-            checkpoint[split.dim], local[split.dim] = stretch.checkpoint, stretch.local
-        tensor = next((named[s.part.name] for s in stretches if s.part.name in named), name)
-        owners = (coords[split.axis] % s.part.copies == 0 for split, s in zip(placement.splits, stretches, strict=True))
-        owned = first and all(owners)
-        copies = prod(s.part.copies for s in stretches)
-        out.append(Region(tensor, shapes[tensor], tuple(checkpoint), tuple(local), owned, copies))
-    return tuple(out)
 
 
 def fsdp_rows(rows: int, rank: int, size: int) -> tuple[int, int]:
@@ -150,7 +131,7 @@ def fsdp_rows(rows: int, rank: int, size: int) -> tuple[int, int]:
     return min(rank * chunk, rows), min((rank + 1) * chunk, rows)
 
 
-def narrow_rows(held: tuple[Region, ...], start: int, stop: int) -> tuple[Region, ...]:
+def narrow_rows(held: Sequence[Region], start: int, stop: int) -> tuple[Region, ...]:
     """Parts of regions in local rows [start, stop), counted from `start`."""
     out = []
     for region in held:
@@ -164,20 +145,24 @@ def narrow_rows(held: tuple[Region, ...], start: int, stop: int) -> tuple[Region
 
 
 def held_regions(
-    name: str,
-    placement: Placement,
-    local_shape: tuple[int, ...],
-    coords: Mapping[str, int],
-    sizes: Mapping[str, int],
-    *,
-    sharded: bool,
+    name: str, placement: Placement, local_shape: tuple[int, ...], mesh: Mesh, *, sharded: bool
 ) -> tuple[Region, ...]:
-    """Regions after FSDP2's sharding; else one replica owns them."""
-    held = regions(name, placement, local_shape, coords, sizes)
-    axis = placement.sharded_over
-    if sharded:
-        return narrow_rows(held, *fsdp_rows(local_shape[0], coords[axis], sizes[axis]))
-    return held if coords[axis] == 0 else tuple(replace(region, owned=False) for region in held)
+    """Slices of a local parameter without padding, after FSDP2's sharding. Each is owned by its first holder."""
+    shapes, splits = checkpoint_shapes(name, placement, local_shape), placement.splits
+    named = dict(zip(_part_names(placement), shapes, strict=True)) if len(shapes) > 1 else {}
+    axis = mesh[placement.sharded_over]
+    copied_over = {"tp", *placement.partial_over} - {split.axis for split in splits}
+    first = all(mesh[name].rank == 0 for name in copied_over) and (sharded or axis.rank == 0)
+    held = []
+    for stretches in product(*(_stretches(split, mesh[split.axis]) for split in splits)):
+        checkpoint, local = [(0, n) for n in local_shape], [(0, n) for n in local_shape]
+        for split, stretch in zip(splits, stretches, strict=True):
+            checkpoint[split.dim], local[split.dim] = stretch.checkpoint, stretch.local
+        tensor = next((named[s.part.name] for s in stretches if s.part.name in named), name)
+        owners = (mesh[split.axis].rank % s.part.copies == 0 for split, s in zip(splits, stretches, strict=True))
+        owned, copies = first and all(owners), prod(s.part.copies for s in stretches)
+        held.append(Region(tensor, shapes[tensor], tuple(checkpoint), tuple(local), owned, copies))
+    return narrow_rows(held, *fsdp_rows(local_shape[0], axis.rank, axis.size)) if sharded else tuple(held)
 
 
 def overlap(first: Slices, second: Slices) -> Slices | None:

@@ -100,13 +100,10 @@ def deterministic(enabled: bool) -> Iterator[None]:
 
 
 class ProcessGroup:
-    """The default one, unless there is one. Only the first failing rank raises its own error. met: called before it is made."""
+    """The default one, unless there is one. Only the first failing rank raises its own error. met: gets store, rank, world."""
 
     def __init__(
-        self,
-        device: torch.device,
-        timeout: timedelta = TIMEOUT,
-        met: Callable[[Store, int, int], None] = lambda *_: None,
+        self, device: torch.device, timeout: timedelta = TIMEOUT, met: Callable[..., None] = lambda *_: None
     ) -> None:
         self.device, self.timeout, self.met = device, timeout, met
         self.store: Store | None = None

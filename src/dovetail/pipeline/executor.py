@@ -64,7 +64,7 @@ def connect(mesh: Mesh) -> None:
 def run(plan: Plan, stages: Any, mesh: Mesh) -> None:
     """Collective over pp. Where stages are single ranks, one that fails goes on with zeros and raises at the end.
 
-    stages: `engine.stage`'s runners. None goes in and comes out at the pipeline's ends; returned tensors are not written to.
+    stages: a runner of `engine.stage`. At the pipeline's ends None goes in and comes out.
     """
     actions, count = plan[mesh["pp"].rank], num_stages(plan)
     last = max((i for i, action in enumerate(actions) if action.kind in ("backward", "input")), default=None)

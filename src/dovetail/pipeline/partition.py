@@ -94,8 +94,6 @@ def _balanced(spec: AnySpec, stages: int) -> tuple[int, ...]:
                 if start < end and totals[end] - totals[start] <= bound
             ]
             if options:
-                longer[end] = min(
-                    options, key=lambda option: (option[0], option[1][-1] if stage == stages else 0, option[1])
-                )
+                longer[end] = min(options, key=lambda o: (o[0], o[1][-1] if stage == stages else 0, o[1]))
         cuts = longer
     return cuts[depth][1]

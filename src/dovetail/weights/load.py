@@ -88,10 +88,9 @@ def _check_ties(present: Mapping[str, list[str]], source: TensorSource) -> None:
 def _equal(source: TensorSource, first: str, other: str) -> bool:
     shape = source.shape(first)
     whole = tuple((0, length) for length in shape)
-    parts = blocks(whole, torch.empty(shape, device="meta"), COMPARED)
-    return shape == source.shape(other) and all(
-        torch.equal(source.read(first, p), source.read(other, p)) for p, _ in parts
-    )
+    parts = [part for part, _ in blocks(whole, torch.empty(shape, device="meta"), COMPARED)]
+    same = (torch.equal(source.read(first, part), source.read(other, part)) for part in parts)
+    return shape == source.shape(other) and all(same)
 
 
 def _mismatch(name: str, shape: tuple[int, ...], dtype: torch.dtype, source: TensorSource) -> str:

@@ -25,9 +25,8 @@ SideFiles = Mapping[str, Path | bytes]  # name -> path or content
 def contained(directory: Path, name: str) -> Path:
     parts = PurePosixPath(name)
     if not name or re.search("[\0\ud800-\udfff]", name) or "\\" in name or parts.is_absolute() or ".." in parts.parts:
-        raise CheckpointError(
-            f"{directory} names the file {quoted(name)}, which is not inside the directory; correct its index"
-        )
+        outside = f"{directory} names the file {quoted(name)}, which is not inside the directory"
+        raise CheckpointError(f"{outside}; correct its index")
     root = Path(os.path.realpath(directory))
     target = Path(os.path.realpath(root / name))
     allowed = [root]

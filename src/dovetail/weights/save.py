@@ -42,22 +42,15 @@ def save(
 
 
 def write_hf(
-    target: Path,
-    mesh: Mesh,
-    specs: Sequence[TensorSpec],
-    produce: Produce,
-    *,
-    sides: SideFiles,
-    shard_bytes: int = SHARD_BYTES,
+    path: Path, mesh: Mesh, specs: list[TensorSpec], produce: Produce, sides: SideFiles, shard_bytes: int = SHARD_BYTES
 ) -> None:
     files = split_files(specs, shard_bytes)
     world = mesh["world"]
     # consecutive files have different writers: all stay busy
     rounds = [list(files)[start : start + world.size] for start in range(0, len(files), world.size)]
-    order = [
-        spec.name for names in rounds for row in zip_longest(*(files[name] for name in names)) for spec in row if spec
-    ]
-    with staged(target, mesh) as stage:
+    rows = (row for names in rounds for row in zip_longest(*(files[name] for name in names)))
+    order = [spec.name for row in rows for spec in row if spec]
+    with staged(path, mesh) as stage:
         local = {name: files[name] for names in rounds for name in names[world.rank : world.rank + 1]}
         _write_files(stage, local, order, produce)
         with stage.verdict.catch():

@@ -79,12 +79,12 @@ def local_params(model: nn.Module, mesh: Mesh, *, as_wrapped: bool = False) -> l
     for own_name, placement in placements_of(model).items():
         param, name = params[own_name], checkpoint_name(own_name)
         sharded = as_wrapped or isinstance(param, DTensor)
-        regions = held_regions(name, placement, tuple(param.shape), mesh.coords, mesh.sizes, sharded=sharded)
+        regions = held_regions(name, placement, tuple(param.shape), mesh, sharded=sharded)
         local, tied = local_tensor(param).detach(), tuple(map(checkpoint_name, ties.get(own_name, ())))
         result.append(LocalParam(name, placement, tuple(param.shape), local, regions, tied, param))
     for own_name, buffer in kept_buffers(model).items():
         name, shape = checkpoint_name(own_name), tuple(buffer.shape)
-        regions = held_regions(name, REPLICATED, shape, mesh.coords, mesh.sizes, sharded=False)
+        regions = held_regions(name, REPLICATED, shape, mesh, sharded=False)
         result.append(LocalParam(name, REPLICATED, shape, buffer, regions, (), None))
     return result
 
