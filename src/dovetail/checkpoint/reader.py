@@ -59,7 +59,7 @@ class ShardedReader(TensorSource):
         return file
 
     def training_state(self, start: str, others: Collection[str] = ()) -> "ShardedReader":
-        """Tensors `start` + name, as name, and `others`."""
+        """The tensors named `start` + name, under that name, and `others`."""
         view = copy(self)
         view.path = self.path / start
         view.tensors = {name: self.tensors[name] for name in others}
@@ -123,6 +123,6 @@ class ShardedReader(TensorSource):
 
 
 def open_checkpoint(path: Path | str, mesh: Mesh) -> TensorSource:
-    """Then `verify_checksums`. Collective."""
+    """Call `verify_checksums` before using what was read. Collective."""
     with agreed(mesh):
         return ShardedReader(path) if (Path(path) / MANIFEST).exists() else HFReader(path)

@@ -70,7 +70,7 @@ class Engine(Protocol):
     def optim_step(self, *, denominator: float | None = None) -> StepReport:
         """Divide gradients by `denominator` (default: the losses' counts), clip by the global norm, update, drop them.
 
-        Not finite: updates nothing (`skipped`).
+        Gradients that are not finite update nothing (`skipped`).
         """
 
     def zero_grad(self) -> None: ...

@@ -265,7 +265,7 @@ class NativeEngine(EngineState):
 
     @contextmanager
     def _call(self, *, critic: bool | None = None) -> Iterator[None]:
-        """Undoes the caller's modes, and on an error its own work. critic: the head that it needs."""
+        """Without the caller's inference mode and autocast; an error drops the step. critic: the head that it needs."""
         if critic is not None and self.model.is_critic != critic:
             has = "a language model's head, so it has score(batch) and no values", "value"
             if self.model.is_critic:

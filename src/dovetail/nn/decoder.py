@@ -115,7 +115,7 @@ class Decoder(StagedModel):
     def forward(
         self, micro: MicroBatch | None, loss: LossFn | None = None, stage: int = 0, x: Tensor | None = None
     ) -> TokenStats | Loss | Tensor:
-        """One of `cut.stages`: x [t, D] or None -> x for the next, or the head's result. None: runs FSDP2's hooks alone."""
+        """One of `cut.stages`: x [t, D] or None -> x for the next, or the head's result. No micro-batch: FSDP2's hooks alone."""
         if micro is None:
             return torch.zeros((), device=self.mesh.device, requires_grad=True)
         if x is None:

@@ -68,7 +68,7 @@ class QuantizedAdamW(Elementwise):
         return {self._key(name): torch.cat(own).cpu() for name, own in scales.items() if own}
 
     def restored(self, stored: Stored, others: Mapping[str, Tensor]) -> None:
-        """Scales give the codes back: those of a block lie further apart than rounding."""
+        """The scales restore the codes: neighboring codes differ by more than rounding."""
         for parameter, tensors in stored.items():
             for name, values in tensors.items():
                 self.state[parameter][name].copy_(values.to(parameter.device, wide(values.dtype)))

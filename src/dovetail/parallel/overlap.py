@@ -31,7 +31,7 @@ class AsyncCollective:
         self._forward = self.collective(x.detach())
 
     def wait(self) -> Tensor:
-        """Once: autograd keeps this object alive."""
+        """Call it once: autograd keeps this object alive."""
         assert self._forward is not None
         out, self._forward = self._forward.wait(), None
         return out

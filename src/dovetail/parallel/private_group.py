@@ -37,7 +37,7 @@ class PrivateGroup:
         self._finish(self._group.allreduce([torch.ones(1, device=device)]))  # makes the communicator
 
     def unique_id(self) -> bytes:
-        """NCCL's, for those without the store. Waits for `connect` on another thread, by a client of its own: they lock."""
+        """For those without the store. Waits for `connect` on another thread, over a connection of its own."""
         wait = timedelta(seconds=self.timeout)
         return TCPStore(self.address, self.port, is_master=False, wait_for_workers=False, timeout=wait).get(UNIQUE_ID)
 

@@ -80,7 +80,7 @@ def _set_kernel_cache(architecture: str) -> None:
 
 @contextlib.contextmanager
 def deterministic(enabled: bool) -> Iterator[None]:
-    """torch and its flag's followers compute the same bits in every run; new memory is not filled."""
+    """torch, and kernels that follow its flag, compute the same bits in every run; new memory is not filled."""
     mode, filled = torch.get_deterministic_debug_mode(), torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]  # a documented setting
     torch.set_deterministic_debug_mode("error" if enabled else "default")
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a documented setting
