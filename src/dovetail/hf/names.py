@@ -28,8 +28,6 @@ OLD_STEMS = (
 
 
 class Names:
-    """transformers' renamings. Other conversions than merging experts are refused."""
-
     def __init__(self, model: "transformers.PreTrainedModel") -> None:
         steps = get_model_conversion_mapping(model, add_legacy=False)
         self._renamings = [step for step in steps if isinstance(step, WeightRenaming)]

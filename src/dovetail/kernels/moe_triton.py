@@ -195,7 +195,6 @@ def _unpermute_grad(
 
 @triton.jit(do_not_specialize=["n", "count", "blocks"])
 def _count(experts: tensor, counts: tensor, n: tensor, count: tensor, blocks: tensor, BLOCK: constexpr) -> None:
-    """Counts of a block, written by each expert's last copy."""
     _at, expert, live, same = _equals(experts, n, BLOCK)
     others = tl.arange(0, BLOCK)
     after = tl.sum((same & (others[None, :] > others[:, None])).to(tl.int32), 1)
@@ -207,7 +206,6 @@ def _count(experts: tensor, counts: tensor, n: tensor, count: tensor, blocks: te
 def _place(
     experts: tensor, ends: tensor, rows: tensor, n: tensor, count: tensor, blocks: tensor, BLOCK: constexpr
 ) -> None:
-    """The row of each copy, n for dropped ones."""
     at, expert, live, same = _equals(experts, n, BLOCK)
     others = tl.arange(0, BLOCK)
     behind = tl.sum((same & (others[None, :] >= others[:, None])).to(tl.int32), 1)
@@ -217,7 +215,6 @@ def _place(
 
 @triton.jit
 def _equals(experts: tensor, n: tensor, BLOCK: constexpr) -> tuple[tensor, tensor, tensor, tensor]:
-    """A block's indices, experts, validity, and pairs of equal experts."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     expert = tl.load(experts + at, mask=at < n, other=-1).to(tl.int64)
     other = tl.load(experts + tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK), mask=at < n, other=-1)

@@ -83,7 +83,6 @@ def column_sums(partial: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def dense_rows(x: Tensor) -> Tensor:
-    """[..., D] -> [n, D]."""
     x = x.reshape(-1, x.shape[-1])
     return x if x.stride(1) == 1 else x.contiguous()
 

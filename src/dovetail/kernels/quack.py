@@ -140,7 +140,6 @@ def _write(out: Tensor, a: Tensor, b: Tensor, **options: Any) -> None:
 
 
 def _config(device: torch.device, tiles: Tiles) -> Any:
-    """Ours on Hopper, where the package's choice is slower."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != cuda.HOPPER:
         return None
     rows, columns, pingpong = tiles

@@ -41,9 +41,16 @@ def logit_grads_(dz: Tensor, x: Tensor, weight: Tensor, dx: Tensor, dw: Tensor |
     quack.product_into(dx, dz, weight)
 
 
-@triton.jit(do_not_specialize=["n", "tiles", "step"])
+@triton.jit(do_not_specialize=["n", "tiles", "plane"])
 def _combine(
-    parts: tensor, picks: tensor, out: tensor, n: tensor, tiles: tensor, step: tensor, ROWS: constexpr, TILES: constexpr
+    planes: tensor,
+    picked: tensor,
+    stats: tensor,
+    n: tensor,
+    tiles: tensor,
+    plane: tensor,
+    ROWS: constexpr,
+    TILES: constexpr,
 ) -> None:
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     here = row < n
@@ -52,21 +59,21 @@ def _combine(
     u = tl.zeros((ROWS,), tl.float32)
     for start in range(0, tiles, TILES):
         tile = start + tl.arange(0, TILES)
-        at = parts + tile.to(tl.int64)[:, None] * n + row[None]
+        at = planes + tile.to(tl.int64)[:, None] * n + row[None]
         valid = (tile < tiles)[:, None] & here[None]
         maxima = tl.load(at, mask=valid, other=float("-inf"))
         peak = tl.maximum(m, tl.max(maxima, 0))
         base = tl.where(peak == float("-inf"), 0.0, peak)
         behind = tl.where(maxima == float("-inf"), 0.0, maxima - base[None])
         shrink = tl.exp(behind)
-        sums = tl.load(at + step, mask=valid, other=0.0)
-        moments = tl.load(at + 2 * step, mask=valid, other=0.0)
+        sums = tl.load(at + plane, mask=valid, other=0.0)
+        moments = tl.load(at + 2 * plane, mask=valid, other=0.0)
         own = tl.where(m == float("-inf"), 0.0, m - base)
         u = tl.exp(own) * (u + s * own) + tl.sum(shrink * (moments + sums * behind), 0)
         s = tl.exp(own) * s + tl.sum(shrink * sums, 0)
         m = peak
-    t = tl.load(picks + row, mask=here)
-    tl.store(out + row * 4, m, mask=here)
-    tl.store(out + row * 4 + 1, s, mask=here)
-    tl.store(out + row * 4 + 2, u, mask=here)
-    tl.store(out + row * 4 + 3, t, mask=here)
+    t = tl.load(picked + row, mask=here)
+    tl.store(stats + row * 4, m, mask=here)
+    tl.store(stats + row * 4 + 1, s, mask=here)
+    tl.store(stats + row * 4 + 2, u, mask=here)
+    tl.store(stats + row * 4 + 3, t, mask=here)

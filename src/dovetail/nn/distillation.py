@@ -21,8 +21,6 @@ LEAST_TAIL = 1e-7  # as in TRL
 
 
 class DistillStats(NamedTuple):
-    """[T] each; the student's are differentiable."""
-
     logprob: Tensor
     entropy: Tensor
     divergence: Tensor

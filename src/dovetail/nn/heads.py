@@ -198,7 +198,6 @@ class _WithGradients(torch.autograd.Function):
 
 
 def _sum_of(losses: list[Loss]) -> Loss:
-    """Parts may lack metrics."""
     totals, counts, metrics = zip(*losses, strict=True)
     summed = {}
     for name in dict.fromkeys(name for part in metrics for name in part):

@@ -39,8 +39,6 @@ class Held:
 
 
 class Piece(NamedTuple):
-    """A rectangle of a matrix, here."""
-
     matrix: str
     shape: tuple[int, int]  # of the matrix
     part: Slices
