@@ -91,15 +91,16 @@ class StagedModel(nn.Module):
 
     def _check_routing(self, trace: RoutingTrace) -> None:
         if (moe := self.moe) is None:
-            raise DataError(f"the batch has routing, this {self.spec.family} no experts: take batch.with_routing(None)")
+            lacks = f"this {self.spec.family} model has no experts of ours"
+            raise DataError(f"the batch has routing, but {lacks}; take batch.with_routing(None)")
         if trace.layers != moe.numbers or trace.indices.shape[1:] != (len(moe.numbers), moe.top_k):
-            brought = f"layers {list(trace.layers)} with {trace.indices.shape[-1]} experts a token"
+            at = f"layers {list(trace.layers)} with {trace.indices.shape[-1]} experts a token"
             own = f"layers {list(moe.numbers)} to {moe.top_k}"
-            raise DataError(f"the batch has routing for {brought}; this model routes in {own}; record it with this one")
+            raise DataError(f"the batch has routing for {at}, this model routes in {own}; record it with the same one")
         known = trace.indices[trace.valid]
         if known.numel() and not 0 <= int(known.min()) <= int(known.max()) < moe.num_experts:
-            chosen = f"experts {int(known.min())} to {int(known.max())}"
-            raise DataError(f"the batch has routing to {chosen} of {moe.num_experts}; was its type too narrow?")
+            to = f"experts {int(known.min())} to {int(known.max())}"
+            raise DataError(f"the batch has routing to {to} of {moe.num_experts}; was it stored in too narrow a type?")
 
     def stored_name(self, name: str) -> str:
         return name
