@@ -14,8 +14,9 @@ from dovetail.kernels import divergence_triton, logprob_triton, quack_head
 
 HOPPER = GPUTarget("cuda", 90, 32)
 POINTERS = {"z": "*fp32", "targets": "*i64", "inverse": "*fp32", "stats": "*fp32", "out": "*bf16", "rows": "*fp32"}
-POINTERS |= {"planes": "*fp32", "picked": "*fp32", "w": "*fp32", "sums": "*fp32"}
+POINTERS |= {"planes": "*fp32", "picked": "*fp32", "w": "*fp32", "sums": "*fp32", "labels": "*i64"}
 SIZES = {"columns": 152064, "BLOCK": logprob_triton.COLUMNS, "ROWS": quack_head.ROWS, "TILES": quack_head.TILES}
+SIZES["width"] = SIZES["columns"]
 
 
 def compiled() -> dict[str, int]:

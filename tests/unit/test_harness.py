@@ -87,7 +87,7 @@ def test_body_runs_on_ranks_with_parameters(factor: int) -> None:
 
 @distributed(world=1)
 def test_one_rank_has_a_group_too() -> None:
-    assert Mesh.build(Layout()).sizes["world"] == 1 == dist.get_world_size()
+    assert Mesh.build(Layout())["world"].size == 1 == dist.get_world_size()
 
 
 def test_tolerances_measure_what_they_say() -> None:

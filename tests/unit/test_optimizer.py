@@ -8,7 +8,9 @@ from torch import nn
 
 import dovetail as dt
 from dovetail.engine.native import NativeEngine
+from dovetail.optim.groups import ParamGroup
 from dovetail.optim.optimizer import OptimSettings, param_groups, shards_of
+from dovetail.optim.rules import make_rule
 from dovetail.parallel.mesh import Mesh
 from tests.harness import run
 from tests.parity.configs import save_tiny, tiny_configs
@@ -32,8 +34,9 @@ FROZEN = "norm.weight"
 def test_every_setting_reaches_the_rule(on_host: bool) -> None:
     settings = OptimSettings(**{**vars(SETTINGS), "on_host": on_host})
     model = nn.Linear(2, 3)
-    made = param_groups(shards_of(model, Mesh.solo()), settings.make_groups(), {})
-    decayed, others = settings.make_rule(made).param_groups
+    groups = [ParamGroup("*", settings.lr, settings.weight_decay)]
+    made = param_groups(shards_of(model, Mesh.solo()), groups, {})
+    decayed, others = make_rule(settings, made).param_groups
     for group in (decayed, others):
         assert (group["lr"], group["betas"], group["eps"]) == (2.0, (0.8, 0.7), 1e-3)
     assert (decayed["weight_decay"], others["weight_decay"]) == (0.5, 0.0)

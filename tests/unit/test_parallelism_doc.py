@@ -9,7 +9,7 @@ import pytest
 import torch
 import yaml
 
-from dovetail.arch.qwen2 import qwen2_spec
+from dovetail.arch.qwen import qwen2_spec
 from dovetail.arch.spec import ArchSpec
 from dovetail.batch.micro import ContextShard
 from dovetail.factory.layouts import check_layout, sampling_layout

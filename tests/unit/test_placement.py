@@ -63,7 +63,7 @@ def test_regions_cut_and_join(sharded: bool) -> None:
         times: dict[str, torch.Tensor] = {}
         for rank in range(layout.num_ranks):
             mesh = Mesh.abstract(layout, rank)
-            found = held_regions("a.fused.weight", placement, local_shape, mesh.coords, mesh.sizes, sharded=sharded)
+            found = held_regions("a.fused.weight", placement, local_shape, mesh, sharded=sharded)
             axis = mesh[placement.sharded_over]
             rows = fsdp_rows(local_shape[0], axis.rank, axis.size) if sharded else (0, local_shape[0])
             filled = torch.zeros(rows[1] - rows[0], *local_shape[1:], dtype=torch.int64)

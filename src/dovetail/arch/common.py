@@ -8,42 +8,24 @@ from typing import Any
 from dovetail.arch.spec import ROPE_KINDS, ArchSpec, AttentionSpec, MoeSpec, RopeSpec
 from dovetail.errors import ModelError, OptionError, quoted
 
-Config = Mapping[str, Any]  # a parsed config.json
-SILU = ("silu", "swish")  # two names of one function
+Config = Mapping[str, Any]  # config.json
+SILU = ("silu", "swish")  # one function
 SCALED_FROM_ORIGINAL = ("llama3", "yarn", "longrope")
 FULL, SLIDING = "full_attention", "sliding_attention"
-FULL_NAMES = (FULL, "attention")  # the second in older configs
+FULL_NAMES = (FULL, "attention")  # older configs have the second
 DEFAULT_THETA = 10000.0
-MAX_INTEGER = 1 << 62  # for torch's sizes
+MAX_INTEGER = 1 << 62  # of torch's sizes
+# transformers' defaults
 BASE: Mapping[str, Any] = {
-    "vocab_size": 32000,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": None,
-    "head_dim": None,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-}  # transformers' defaults
-QWEN: Mapping[str, Any] = {
-    **BASE,
-    "vocab_size": 151936,
-    "max_position_embeddings": 32768,
-    "use_sliding_window": False,
-    "sliding_window": 4096,
-    "max_window_layers": 28,
-}
-ROPE_KEYS = frozenset(
-    {
-        *("rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings"),
-        *("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
-        *("low_freq_factor", "high_freq_factor", "short_factor", "long_factor"),
-        "finetuned",  # in some yarn checkpoints, without effect
-    }
-)
+    "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": None, "head_dim": None, "hidden_act": "silu",
+    "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "attention_bias": False,
+}  # fmt: skip
+ROPE_KEYS = frozenset((
+    "rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings",
+    "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate",
+    "low_freq_factor", "high_freq_factor", "short_factor", "long_factor", "finetuned",  # the last without effect
+))  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -80,12 +62,10 @@ class Fields:
         return value
 
     def refusal(self, key: str, expected: str) -> ModelError:
-        """For a value that makes no model."""
         state = "is missing" if key not in self else f"is {quoted(self.get(key))}"
         return ModelError(f"{self.where}: {key} {state}; supported: {expected}")
 
     def lack(self, key: str, expected: str) -> OptionError:
-        """For a value that only the transformers engine supports."""
         return OptionError(str(self.refusal(key, expected)))
 
 
@@ -94,15 +74,12 @@ def family_fields(family: str, config: Config, base: Config, **defaults: Any) ->
 
 
 def renamed(config: Config, name: str, to: str) -> Config:
-    """`name` as an alias of the key `to`, which it overrides."""
+    """An alias that overrides `to`."""
     return {**config, to: config[name]} if name in config else config
 
 
 def dense_spec(c: Fields, *, mlp_bias: bool = False, activations: tuple[str, ...] = SILU, **attention: Any) -> ArchSpec:
-    """The spec of a dense family; `attention`: other fields of AttentionSpec.
-
-    Raises ModelError for values that make no model, OptionError for unsupported options.
-    """
+    """attention: more of AttentionSpec. ModelError: no model; OptionError: an unsupported option."""
     _refuse_unsupported(c, activations)
     width, heads = c.integer("hidden_size"), c.integer("num_attention_heads")
     kv_heads = heads if c.get("num_key_value_heads") is None else c.integer("num_key_value_heads")
@@ -126,26 +103,11 @@ def dense_spec(c: Fields, *, mlp_bias: bool = False, activations: tuple[str, ...
 
 
 def _pad_id(c: Fields) -> int | None:
-    """The row of the token table that transformers does not train."""
+    """The row that transformers does not train."""
     pad, rows = c.get("pad_token_id"), c.integer("vocab_size")
     if pad is not None and (not isinstance(pad, int) or isinstance(pad, bool)):
         raise c.refusal("pad_token_id", "a token id or null")
     return pad % rows if pad is not None and -rows <= pad < rows else None
-
-
-def qwen_moe(c: Fields) -> MoeSpec:
-    """Experts in every `decoder_sparse_step`-th layer that is not in `mlp_only_layers`."""
-    step, dense = c.integer("decoder_sparse_step"), c.get("mlp_only_layers") or []
-    if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
-        raise c.refusal("mlp_only_layers", "a list of layer numbers")
-    depth = c.integer("num_hidden_layers")
-    return MoeSpec(
-        layers=tuple((layer + 1) % step == 0 and layer not in dense for layer in range(depth)),
-        num_experts=c.integer("num_experts"),
-        top_k=c.integer("num_experts_per_tok"),
-        ffn_width=c.integer("moe_intermediate_size"),
-        normalize=c.flag("norm_topk_prob"),
-    )
 
 
 def with_experts(spec: ArchSpec, c: Fields, moe: MoeSpec) -> ArchSpec:
@@ -177,13 +139,8 @@ def layer_windows(c: Fields, *, used: bool = True, first: int = 0, per_layer: bo
     return tuple(window if name == SLIDING else None for name in types)
 
 
-def qwen_windows(c: Fields) -> tuple[int | None, ...]:
-    """`sliding_window` from layer `max_window_layers` on, if `use_sliding_window`."""
-    return layer_windows(c, used=c.flag("use_sliding_window"), first=c.integer("max_window_layers", least=0))
-
-
 def rope_fields(c: Fields, **defaults: Any) -> Fields:
-    """`rope_scaling`, the older form, wins over `rope_parameters`."""
+    """The older `rope_scaling` wins."""
     rope = c.get("rope_scaling") or c.get("rope_parameters") or {}
     if not isinstance(rope, Mapping) or any(isinstance(value, Mapping) for value in rope.values()):
         raise c.refusal("rope_scaling" if c.get("rope_scaling") else "rope_parameters", "one flat set for all layers")
@@ -214,7 +171,7 @@ def rope_spec(c: Fields, head_dim: int) -> RopeSpec:
         scaling |= _longrope(r, rotary_dim // 2, scaling["factor"], max_positions)
     return RopeSpec(
         kind=kind,
-        theta=r.number("rope_theta", least=2.0),  # yarn divides by its logarithm
+        theta=r.number("rope_theta", least=2.0),  # yarn takes its logarithm
         rotary_dim=rotary_dim,
         max_positions=max_positions,
         **scaling,
@@ -222,20 +179,19 @@ def rope_spec(c: Fields, head_dim: int) -> RopeSpec:
 
 
 def _rotary_dim(r: Fields, kind: str, head_dim: int) -> int:
-    """As in transformers, an unscaled table ignores `partial_rotary_factor`."""
+    """An unscaled table ignores `partial_rotary_factor`, as in transformers."""
     partial = kind != "default" and r.get("partial_rotary_factor") is not None
     dim = int(head_dim * r.number("partial_rotary_factor")) if partial else head_dim
-    least = 4 if kind == "dynamic" else 2  # dynamic: the exponent is dim / (dim - 2)
+    least = 4 if kind == "dynamic" else 2  # dim / (dim - 2)
     if dim % 2 or not least <= dim <= head_dim:
         expected = f"an even number of rotated channels, at least {least} and at most head_dim={head_dim}, not {dim}"
-        raise (
-            r.refusal("partial_rotary_factor", expected) if partial else ModelError(f"{r.where}: supported: {expected}")
-        )
+        unscaled = ModelError(f"{r.where}: supported: {expected}")
+        raise r.refusal("partial_rotary_factor", expected) if partial else unscaled
     return dim
 
 
 def _scaling(kind: str, r: Fields, stretch: float) -> dict[str, Any]:
-    """stretch: longest over original length, yarn's and longrope's default factor."""
+    """stretch: longest over original length, the default factor."""
     implied = kind in ("yarn", "longrope") and r.get("factor") is None
     factor = stretch if implied else r.number("factor", least=1.0)
     if kind == "llama3":
@@ -255,7 +211,7 @@ def _scaling(kind: str, r: Fields, stretch: float) -> dict[str, Any]:
 
 
 def _longrope(r: Fields, count: int, factor: float, original: int) -> dict[str, Any]:
-    """arXiv 2402.13753: a factor per frequency, and sqrt(1 + ln(factor) / ln(original))."""
+    """arXiv 2402.13753: factors by frequency, sqrt(1 + ln(factor) / ln(original))."""
     factors: dict[str, Any] = {}
     for key in ("short_factor", "long_factor"):
         values = r.get(key)

@@ -1,4 +1,4 @@
-"""Families by `model_type`, and the degrees of tp, ep and Ulysses that a model allows."""
+"""Families by `model_type`; degrees of tp, ep and Ulysses that a model allows."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -6,10 +6,8 @@ from typing import Any
 
 from dovetail.arch.apertus import apertus_spec
 from dovetail.arch.deepseek import deepseek_v2_spec, deepseek_v3_spec
-from dovetail.arch.llama import llama_spec
-from dovetail.arch.mistral import mistral_spec, mixtral_spec
-from dovetail.arch.qwen2 import qwen2_moe_spec, qwen2_spec
-from dovetail.arch.qwen3 import qwen3_moe_spec, qwen3_spec
+from dovetail.arch.llama import llama_spec, mistral_spec, mixtral_spec
+from dovetail.arch.qwen import qwen2_moe_spec, qwen2_spec, qwen3_moe_spec, qwen3_spec
 from dovetail.arch.spec import ArchSpec
 from dovetail.arch.transformers_spec import AnySpec, transformers_spec
 from dovetail.errors import LayoutError, ModelError, OptionError, quoted
@@ -28,12 +26,12 @@ FAMILIES: Mapping[str, Callable[[Mapping[str, Any]], ArchSpec]] = {
     "qwen3": qwen3_spec,
     "qwen3_moe": qwen3_moe_spec,
 }
-MAX_LAYERS = 1 << 16  # a spec has an entry for each
+MAX_LAYERS = 1 << 16
 MAX_DEGREE = 1 << 10
 
 
 def spec_from_config(config: Mapping[str, Any]) -> ArchSpec:
-    """Raises ModelError for an unsupported family or option."""
+    """ModelError; OptionError for an option."""
     family = config.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
         raise ModelError(f"config.json: model_type is {quoted(family)}; known families: {', '.join(FAMILIES)}")
@@ -44,7 +42,7 @@ def spec_from_config(config: Mapping[str, Any]) -> ArchSpec:
 
 
 def choose_spec(config: Mapping[str, Any], engine: str) -> AnySpec:
-    """`engine` auto: native if it knows the family and its options, else transformers."""
+    """auto: native if it knows family and options, else transformers."""
     named = config.get("model_type")
     if engine == "transformers" or (engine == "auto" and isinstance(named, str) and named not in FAMILIES):
         return transformers_spec(config)
@@ -57,7 +55,7 @@ def choose_spec(config: Mapping[str, Any], engine: str) -> AnySpec:
 
 
 def validate_layout(spec: ArchSpec, layout: Layout) -> None:
-    """Refuse a tp or ep that does not divide the model; vocabulary and gated widths are padded."""
+    """LayoutError for a tp or ep that does not divide the model; vocabulary and gated widths are padded."""
     _validate_ep(spec, layout)
     if reasons := _misfits(spec, layout.tp):
         fitting = [str(tp) for tp in range(1, min(spec.attention.num_heads, MAX_DEGREE) + 1) if not _misfits(spec, tp)]
@@ -68,9 +66,9 @@ def validate_layout(spec: ArchSpec, layout: Layout) -> None:
 
 
 def ulysses_degree(spec: AnySpec, layout: Layout) -> int:
-    """How many cp ranks exchange heads for tokens (Ulysses); over the rest keys and values are gathered.
+    """cp ranks that exchange heads for tokens; over the rest keys and values are gathered.
 
-    cp_mode: auto: the most that the heads allow; ulysses: all of cp; gather: 1; product: the most below cp.
+    cp_mode: auto: the most; ulysses: all of cp; gather: 1; product: the most below cp.
     """
     possible = _ulysses_degrees(spec, layout)
     by_mode = {
@@ -91,7 +89,7 @@ def ulysses_degree(spec: AnySpec, layout: Layout) -> int:
 
 
 def _ulysses_degrees(spec: AnySpec, layout: Layout) -> list[int]:
-    """Divisors of cp that a tp rank's heads allow, ascending."""
+    """Divisors of cp that the heads allow, ascending."""
     heads = spec.attention.num_heads // layout.tp
     kv_heads = max(1, spec.attention.num_kv_heads // layout.tp)
     fits = (d for d in range(1, layout.cp + 1) if layout.cp % d == 0 and heads % d == 0)
@@ -105,22 +103,18 @@ def _misfits(spec: ArchSpec, tp: int) -> list[str]:
         reasons.append(f"{heads} attention heads are not a multiple of {tp}")
     if kv_heads % tp and tp % kv_heads:
         reasons.append(f"{kv_heads} key-value heads are neither a multiple nor a divisor of {tp}")
-    if spec.activation == "xielu" and spec.ffn_width % tp:  # xielu(0) is not 0, so padding would learn
+    if spec.activation == "xielu" and spec.ffn_width % tp:  # padding would learn: xielu(0) is not 0
         reasons.append(f"intermediate_size {spec.ffn_width} is not a multiple of {tp}")
     return reasons
 
 
 def _validate_ep(spec: ArchSpec, layout: Layout) -> None:
-    if layout.ep == 1:
+    if (ep := layout.ep) == 1:
         return
     if spec.moe is None:
-        raise LayoutError(
-            f"layout {layout}: ep={layout.ep} cuts experts, and this {spec.family} model has none; set ep=1"
-        )
+        raise LayoutError(f"layout {layout}: ep={ep} cuts experts, and this {spec.family} model has none; set ep=1")
     count = spec.moe.num_experts
-    if count % layout.ep:
-        fitting = ", ".join(str(ep) for ep in range(1, min(count, MAX_DEGREE) + 1) if count % ep == 0)
-        raise LayoutError(
-            f"layout {layout}: ep={layout.ep} does not divide the {count} experts of this {spec.family} model; use one of "
-            f"ep={fitting}"
-        )
+    if count % ep:
+        fitting = ", ".join(str(n) for n in range(1, min(count, MAX_DEGREE) + 1) if count % n == 0)
+        experts = f"the {count} experts of this {spec.family} model"
+        raise LayoutError(f"layout {layout}: ep={ep} does not divide {experts}; use one of ep={fitting}")

@@ -1,43 +1,41 @@
-"""A decoder's architecture as a frozen value. No torch here."""
+"""A decoder's architecture. No torch here."""
 
 from dataclasses import dataclass
 from typing import Literal
 
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
-BY_LENGTH = ("dynamic", "longrope")  # frequencies change in sequences longer than `max_positions`
+BY_LENGTH = ("dynamic", "longrope")  # frequencies change beyond `max_positions`
 
 
 @dataclass(frozen=True, kw_only=True)
 class RopeSpec:
-    """Rotary position embedding; kind: the scaling."""
-
-    kind: str = "default"  # one of ROPE_KINDS
+    kind: str = "default"
     theta: float = 10000.0
-    rotary_dim: int  # rotated channels of a head, its first ones
+    rotary_dim: int  # of a head, its first channels
     factor: float = 1.0
-    max_positions: int  # of the unscaled table
+    max_positions: int
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0
     truncate: bool = True
-    short_factor: tuple[float, ...] = ()  # longrope: by frequency, up to max_positions and beyond
+    short_factor: tuple[float, ...] = ()  # longrope, up to max_positions and beyond
     long_factor: tuple[float, ...] = ()
-    attention_factor: float = 1.0  # multiplies cos and sin
+    attention_factor: float = 1.0  # of cos and sin
 
 
 @dataclass(frozen=True, kw_only=True)
 class LatentSpec:
-    """Multi-head latent attention (arXiv 2405.04434). head_dim is the larger of key_dim and v_dim."""
+    """Multi-head latent attention (arXiv 2405.04434). head_dim: the larger of key_dim and v_dim."""
 
-    q_rank: int | None  # None: no latent for queries
+    q_rank: int | None  # None: no latent
     kv_rank: int
-    nope_dim: int  # channels of a query or key head without positions
+    nope_dim: int  # channels without positions
     rope_dim: int
     v_dim: int
-    stretch: float = 1.0  # of the scores, besides head_dim^-1/2: yarn's mscale squared
-    interleaved: bool = True  # rotate neighbors instead of halves
-    bias: bool = False  # of the down projections
+    stretch: float = 1.0  # of the scores: yarn's mscale squared
+    interleaved: bool = True  # neighbors, not halves
+    bias: bool = False  # of down projections
 
     @property
     def key_dim(self) -> int:
@@ -46,32 +44,30 @@ class LatentSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class MoeSpec:
-    """Which layers have experts, and how they are chosen and weighted."""
-
     layers: tuple[bool, ...]
     num_experts: int
     top_k: int
     ffn_width: int  # of one expert
     scores: Literal["softmax", "sigmoid"] = "softmax"
-    normalize: bool = False  # the chosen weights sum to 1
+    normalize: bool = False  # weights sum to 1
     scale: float = 1.0
-    bias: bool = False  # a bias per expert for the choice, not for the weights
-    groups: int = 1  # of experts; a token's come from the best `kept_groups`
+    bias: bool = False  # for the choice, not the weights
+    groups: int = 1  # a token's experts come from the best `kept_groups`
     kept_groups: int = 1
-    group_score: Literal["max", "top2"] = "max"  # its best expert's, or the sum of its two best
-    shared_width: int = 0  # of the shared experts together
+    group_score: Literal["max", "top2"] = "max"  # its best expert's, or the sum of two
+    shared_width: int = 0  # of all together
     shared_name: str = "shared_experts"
     shared_gate: bool = False
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Of the layers with experts."""
+        """Layers with experts."""
         return tuple(layer for layer, routes in enumerate(self.layers) if routes)
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
-    """Grouped-query attention. windows: of each layer; None: full attention."""
+    """windows: by layer; None: full."""
 
     num_heads: int
     num_kv_heads: int
@@ -83,7 +79,6 @@ class AttentionSpec:
     latent: LatentSpec | None = None
 
     def params(self, width: int) -> int:
-        """Weights of one layer's products."""
         heads, latent = self.num_heads, self.latent
         if latent is None:
             return width * self.head_dim * (2 * heads + 2 * self.num_kv_heads)
@@ -94,7 +89,7 @@ class AttentionSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class ArchSpec:
-    """A pre-norm decoder with RMSNorm, rotary positions, and SwiGLU, xIELU or experts."""
+    """Pre-norm, with RMSNorm, rotary positions, and SwiGLU, xIELU or experts."""
 
     family: str
     vocab_size: int
@@ -108,16 +103,16 @@ class ArchSpec:
     activation: Literal["swiglu", "xielu"] = "swiglu"
     norm_names: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")  # before attention, before the MLP
     tie_embeddings: bool = False
-    pad_id: int | None = None  # row of the token table without a gradient
+    pad_id: int | None = None  # this row has no gradient
     moe: MoeSpec | None = None
-    ignored: tuple[str, ...] = ()  # patterns of checkpoint tensors
+    ignored: tuple[str, ...] = ()  # patterns of tensors
 
     def is_moe(self, layer: int) -> bool:
         return self.moe is not None and self.moe.layers[layer]
 
     @property
     def layer_params(self) -> tuple[int, ...]:
-        """Weights of each layer's products per token (active experts)."""
+        """Weights of products per token (active experts)."""
         attention = self.attention.params(self.width)
         dense = self.width * (3 if self.activation == "swiglu" else 2) * self.ffn_width
         moe, routed = self.moe, 0
@@ -131,11 +126,10 @@ class ArchSpec:
 
     @property
     def linear_params(self) -> int:
-        """Without the token table."""
         return sum(self.layer_params) + self.head_params
 
     def flops(self, length: int) -> float:
-        """Of one forward pass: 2 per weight and token, and causal attention."""
+        """A forward pass: 2 per weight and token, and causal attention."""
         a = self.attention
         seen = sum(min(length, window or length) for window in a.windows)  # keys of the last query, over the layers
         channels = a.latent.key_dim + a.latent.v_dim if a.latent else 2 * a.head_dim  # scores, and the mean of values

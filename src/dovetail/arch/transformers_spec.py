@@ -1,4 +1,4 @@
-"""Sizes of a model that the transformers engine runs. No torch here."""
+"""Sizes of a model of the transformers engine. No torch here."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ class TransformersHeads:
 
 @dataclass(frozen=True, kw_only=True)
 class TransformersSpec:
-    """Of the text backbone, named as in `ArchSpec`."""
+    """Sizes of the text backbone, as in `ArchSpec`."""
 
     family: str
     vocab_size: int
@@ -26,11 +26,11 @@ class TransformersSpec:
     attention: TransformersHeads
     tie_embeddings: bool
     ignored: tuple[str, ...] = ()
-    lacking: str = ""  # the option that the native engine does not support
+    lacking: str = ""  # for the native engine
 
     @property
     def layer_params(self) -> tuple[int, ...]:
-        """An estimate: four square projections and a gated feed-forward block."""
+        """An estimate."""
         shared = self.attention.num_kv_heads / self.attention.num_heads
         return (int(self.width * self.width * (2 + 2 * shared)) + 3 * self.width * self.ffn_width,) * self.depth
 
@@ -39,7 +39,6 @@ class TransformersSpec:
         return self.width * self.vocab_size
 
     def flops(self, length: int) -> float:
-        """An estimate of `ArchSpec.flops`."""
         products = 2.0 * (sum(self.layer_params) + self.head_params) * length
         return products + 2.0 * length * length * self.width * self.depth
 
@@ -49,7 +48,7 @@ MAX_SIZE, MAX_LAYERS = 1 << 31, 1 << 16
 
 
 def transformers_spec(config: Mapping[str, Any]) -> TransformersSpec:
-    """Raises ModelError for a missing or invalid size."""
+    """ModelError for a missing or invalid size."""
     family = config.get("model_type")
     inner = config.get("text_config")
     text = {**config, **(inner if isinstance(inner, Mapping) else {})}

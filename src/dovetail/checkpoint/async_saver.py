@@ -19,7 +19,7 @@ from dovetail.weights.stream import Export
 
 
 class Saver:
-    """One save at a time. Uses a gloo group of its own, so that it can run during training."""
+    """One save at a time, over its own gloo group: training may go on."""
 
     def __init__(self, folder: Path, mesh: Mesh, retention: Retention, *, background: bool) -> None:
         self.folder, self.mesh, self.retention, self.background = folder, mesh, retention, background
@@ -30,13 +30,15 @@ class Saver:
         self._unfinished = False
 
     def save(self, step: int, exports: Sequence[Export], sides: SideFiles, state: Mapping[str, Any]) -> None:
-        """Save `exports` as they are now. Collective."""
+        """`exports` as they are now. Collective."""
         assert not self._unfinished, "one save at a time: finish the one before"
         self._unfinished = True
         specs = [spec for export in exports for spec in export.specs.values()]
         pieces = {name: piece for export in exports for name, piece in export.local.items()}
         if self.background:
-            pieces = self._snapshot(pieces)
+            self._arena.reset()
+            pieces = {name: [self._copy(piece) for piece in held] for name, held in pieces.items()}
+            wait_for(self.mesh.device)
         shares = {self._host["world"].rank: pieces}
         write = partial(write_sharded, self.folder, self._host, specs, shares, self.mesh.layout)
         work = partial(self._run, partial(write, sides=sides, step=step, state=state))
@@ -48,7 +50,6 @@ class Saver:
 
     @property
     def done(self) -> bool:
-        """Whether `finish` would not block."""
         return self._thread is None or not self._thread.is_alive()
 
     def join(self) -> None:
@@ -56,7 +57,7 @@ class Saver:
             self._thread.join(self.mesh.timeout.total_seconds())
 
     def finish(self) -> bool:
-        """Wait for the save, raise its error; whether there was a save."""
+        """Wait, raise its error; whether there was a save."""
         was_saving, self._unfinished = self._unfinished, False
         if self._thread is not None:
             self._thread.join()
@@ -66,15 +67,9 @@ class Saver:
             raise problem
         return was_saving
 
-    def _snapshot(self, pieces: Mapping[str, list[ParamShard]]) -> dict[str, list[ParamShard]]:
-        self._arena.reset()
-        copies = {name: [self._copy(piece) for piece in held] for name, held in pieces.items()}
-        wait_for(self.mesh.device)
-        return copies
-
     def _copy(self, piece: ParamShard) -> ParamShard:
         copies = [self._arena.copy(piece.read())]
-        return replace(piece, read=partial(copies.__getitem__, 0))  # no operator: it would wait for the lock
+        return replace(piece, read=partial(copies.__getitem__, 0))  # no operator: it waits for the lock
 
     def _run(self, write: Callable[[], object]) -> None:
         with Caught(BaseException) as caught:

@@ -1,4 +1,4 @@
-"""Converts HF directories to sharded checkpoints and back, bit for bit."""
+"""HF directories to sharded checkpoints and back, bit for bit."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -35,9 +35,9 @@ def convert_to_sharded(
     watch: Callable[[TensorSource], object] = id,
     **rules: Unpack[NameRules],
 ) -> Path:
-    """Shard `source`, an HF directory or a sharded checkpoint, for `layout`. Collective.
+    """Shard an HF directory or sharded checkpoint for `layout`, whose ranks the mesh divides. Collective.
 
-    `model_on` makes a rank's model on the meta device; the processes of `mesh` divide the ranks of `layout`.
+    model_on: a rank's model, on meta.
     """
     reader = open_checkpoint(source, mesh)
     watch(reader)
@@ -103,7 +103,7 @@ def _specs(reader: TensorSource, dtype: torch.dtype | None) -> dict[str, TensorS
 
 
 def _sides(directory: Path, mesh: Mesh, dtype: torch.dtype | None) -> SideFiles:
-    """A cast is written into the config, or transformers would undo it."""
+    """A cast is in the config, or transformers would undo it."""
     sides: dict[str, Path | bytes] = {}
     with agreed(mesh):
         sides |= side_files(directory)

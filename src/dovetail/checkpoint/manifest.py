@@ -1,4 +1,4 @@
-"""The manifest of a sharded checkpoint: which file holds which region of which tensor."""
+"""Which file holds which region of which tensor."""
 
 import json
 import zlib
@@ -16,22 +16,20 @@ from dovetail.weights.safetensors import CODES, DTYPES
 
 FORMAT = "dovetail-sharded"
 VERSION = 2
-MOST_IN_A_FILE = 16  # regions of one tensor: the search for overlaps is quadratic
-READABLE = (1, VERSION)  # the first version had no training state
-TRAINING = "training/"  # prefix of names
+MOST_IN_A_FILE = 16  # of one tensor: the search is quadratic
+READABLE = (1, VERSION)  # the first had no training state
+TRAINING = "training/"
 
 
 @dataclass(frozen=True)
 class StoredFile:
-    """`crc32`: of a side file, or of the header of a file of pieces."""
-
     size: int
     crc32: int
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """`sides`: config, tokenizer, ... `state`: training state other than tensors."""
+    """sides: config, tokenizer, ... state: other than tensors."""
 
     layout: Mapping[str, int]
     step: int | None
@@ -68,10 +66,8 @@ class Manifest:
         if body.get("format") != FORMAT:
             raise CheckpointError(f"{what}: format {quoted(body.get('format'))}, expected {FORMAT!r}")
         if body.get("version") not in READABLE:
-            raise CheckpointError(
-                f"{what}: format version {quoted(body.get('version'))}, this dovetail reads {READABLE[0]} to {VERSION}; update "
-                "dovetail"
-            )
+            version, known = quoted(body.get("version")), f"{READABLE[0]} to {VERSION}"
+            raise CheckpointError(f"{what}: format version {version}, this dovetail reads {known}; update dovetail")
         crc = body.pop("crc32", None)
         if crc != _checksum(body):
             raise CheckpointError(f"{what} does not match its own checksum; it was changed after it was written")

@@ -1,4 +1,4 @@
-"""Reads sharded checkpoints in any layout, and verifies their checksums."""
+"""Reads sharded checkpoints in any layout, and verifies checksums."""
 
 import zlib
 from collections.abc import Collection, Iterator
@@ -25,10 +25,7 @@ CPU = torch.device("cpu")
 
 
 class ShardedReader(TensorSource):
-    """A sharded checkpoint with a valid manifest and headers; `verify_checksums` checks the data.
-
-    `names` omits training state, which can be read, too.
-    """
+    """`names` omits training state, which can be read. `verify_checksums` checks the data."""
 
     has_checksums = True
 
@@ -39,7 +36,7 @@ class ShardedReader(TensorSource):
         files = {name: self._open(name, stored) for name, stored in self.manifest.pieces.items()}
         super().__init__(path, files, self.manifest.tensors)
         self.names = {name: None for name in self.tensors if not name.startswith(TRAINING)}.keys()
-        self._crcs: dict[StoredRegion, int] = {}  # of regions read whole, not yet compared
+        self._crcs: dict[StoredRegion, int] = {}
         self._problems: dict[StoredRegion, str] = {}
         self._verified: set[StoredRegion] = set()
         for name, tensor in self.tensors.items():
@@ -64,7 +61,7 @@ class ShardedReader(TensorSource):
     def training_state(self, start: str, others: Collection[str] = ()) -> "ShardedReader":
         """The tensors named `start` + name, under that name, and `others`."""
         view = copy(self)
-        view.path = self.path / start  # as errors name it
+        view.path = self.path / start
         view.tensors = {name: self.tensors[name] for name in others}
         view.tensors |= {n.removeprefix(start): t for n, t in self.tensors.items() if n.startswith(start)}
         view.names = view.tensors.keys()
@@ -78,10 +75,7 @@ class ShardedReader(TensorSource):
                 self._crcs[region] = crc
 
     def verify_checksums(self, mesh: Mesh, *, training: bool = False) -> None:
-        """Compare the model's checksums, with `training` all, reading what no rank has read.
-
-        Raises DamagedError on every rank. Collective.
-        """
+        """Compare the model's checksums, or all, reading what no rank has read. DamagedError on every rank. Collective."""
         world, names = mesh["world"], self.manifest.tensors if training else self.names
         pieces = [(name, region) for name in names for region in self.manifest.tensors[name].regions]
         pieces = [piece for piece in pieces if piece[1] not in self._verified]
@@ -108,7 +102,6 @@ class ShardedReader(TensorSource):
         self._crcs.clear()
 
     def verify(self) -> None:
-        """Compare all checksums, in one process."""
         self.verify_checksums(Mesh.solo(), training=True)
 
     def _sum(self, region: StoredRegion, buffer: Tensor) -> None:
@@ -130,6 +123,6 @@ class ShardedReader(TensorSource):
 
 
 def open_checkpoint(path: Path | str, mesh: Mesh) -> TensorSource:
-    """Collective. Call `verify_checksums` before using what was read."""
+    """Call `verify_checksums` before using what was read. Collective."""
     with agreed(mesh):
         return ShardedReader(path) if (Path(path) / MANIFEST).exists() else HFReader(path)

@@ -1,4 +1,4 @@
-"""The saved steps of a run: which exist, which to resume from, which to keep."""
+"""The saved steps of a run."""
 
 import gc
 import math
@@ -22,13 +22,13 @@ T = TypeVar("T")
 NONE: Mapping[str, str] = {}
 NAME = re.compile(r"step_(\d{6,})\.\w+")
 LINK = re.compile(r"step_\d{6,}")
-ORDER, SCORE = "order", "score"  # keys of a manifest's state
-LATEST = "latest"  # for people and scripts
+ORDER, SCORE = "order", "score"
+LATEST = "latest"  # for people
 
 
 @dataclass(frozen=True)
 class SavedStep:
-    """`order` is -1 without training state; a higher `score` is better."""
+    """order: -1 without training state. score: higher is better."""
 
     path: Path
     step: int
@@ -37,14 +37,13 @@ class SavedStep:
 
 
 def oldest_of_last(folder: Path, last: int) -> int:
-    """The step of the oldest of the `last` newest checkpoints."""
     steps, _ = saved_steps(folder)
     return min(saved.step for saved in [saved for saved in steps if saved.order >= 0][:last])
 
 
 @dataclass(frozen=True)
 class Retention:
-    """Keep the `last`, those that `every` divides, and the `best`. 0: none."""
+    """The `last`, those that `every` divides, and the `best`. 0: none."""
 
     last: int
     every: int = 0
@@ -53,14 +52,14 @@ class Retention:
     def keeps(self, steps: Sequence[SavedStep]) -> set[Path]:
         newest_first = sorted(steps, key=lambda saved: saved.order, reverse=True)
         scored = [saved for saved in newest_first if saved.score is not None]
-        scored.sort(key=lambda saved: saved.score or 0.0, reverse=True)  # stable: of equals the newest
+        scored.sort(key=lambda saved: saved.score or 0.0, reverse=True)  # of equals the newest
         chosen = [*newest_first[: max(1, self.last)], *scored[: self.best]]
         chosen += [saved for saved in newest_first if self.every and saved.step % self.every == 0]
         return {saved.path for saved in chosen}
 
 
 def saved_steps(folder: Path) -> tuple[list[SavedStep], list[str]]:
-    """Complete steps, the newest first, and the problems of others."""
+    """Complete ones, the newest first; problems of others."""
     sound, problems = [], []
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if NAME.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
@@ -81,10 +80,7 @@ def saved_steps(folder: Path) -> tuple[list[SavedStep], list[str]]:
 def open_newest(
     folder: Path, mesh: Mesh, step: int | None = None, damaged: Mapping[str, str] = NONE
 ) -> tuple[ShardedReader | None, list[str]]:
-    """The newest readable step, or `step`, and the problems of those skipped. Collective.
-
-    `damaged`: directory name -> known problem. Raises if there are steps, but none can be read.
-    """
+    """The newest readable step, or `step`, and problems of those skipped. damaged: name -> problem. Collective."""
     named: list[str] = []
     others: list[int] = []
     problems: list[str] = []
@@ -105,16 +101,15 @@ def open_newest(
             problems.append(str(error))
     if step is not None:
         known = f"; it has step {', '.join(map(str, others))}" if others and step not in others else ""
-        raise CheckpointError(
-            f"{folder} has no whole training state of step {step}{known}\n{listing(problems)}".rstrip()
-        )
+        lacks = f"{folder} has no whole training state of step {step}{known}"
+        raise CheckpointError(f"{lacks}\n{listing(problems)}".rstrip())
     if problems:
         raise CheckpointError(f"no checkpoint in {folder} can be read; move it away to start anew\n{listing(problems)}")
     return None, []
 
 
 def from_a_whole_step(folder: Path, attempt: Callable[[Mapping[str, str]], T]) -> T:
-    """`attempt(damaged)`, repeated without each step that proves damaged."""
+    """Repeats `attempt(damaged)` without steps that prove damaged."""
     damaged: dict[str, str] = {}
     while True:
         try:
@@ -127,7 +122,7 @@ def from_a_whole_step(folder: Path, attempt: Callable[[Mapping[str, str]], T]) -
 
 
 def prune(folder: Path, retention: Retention) -> None:
-    """Remove steps that are not kept; what is in use is removed later."""
+    """Files in use are removed later."""
     steps, _ = saved_steps(folder)
     kept = retention.keeps(steps)
     for saved in steps:
@@ -142,7 +137,7 @@ def prune(folder: Path, retention: Retention) -> None:
 def set_aside(folder: Path, order: int, aside: Path) -> None:
     """Move steps after the `order`-th save, and unreadable ones, to `aside`, the newest first.
 
-    Also directories in place of links and `latest`: a save could not replace them.
+    Also directories in place of links: a save could not replace them.
     """
 
     def move(path: Path) -> None:
@@ -158,7 +153,7 @@ def set_aside(folder: Path, order: int, aside: Path) -> None:
             move(path)
             _unlink(path)
     for path in [path for path in folder.glob("step_*") if LINK.fullmatch(path.name)]:
-        if path.is_dir() and not path.is_symlink():  # as `scp -r` leaves links
+        if path.is_dir() and not path.is_symlink():  # `scp -r` copies links as directories
             move(path)
             if named := [step.name for step in kept if step.stem == path.name]:
                 path.symlink_to(named[0])

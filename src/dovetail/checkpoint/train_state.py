@@ -1,9 +1,9 @@
-"""An engine's training state in a checkpoint, which any layout can load.
+"""An engine's training state in a checkpoint, for any layout.
 
-NAME                              the policy's weights as they are saved for others, in their saved dtype
-training/ROLE/param/NAME          weights as they are trained, where NAME is absent or has another dtype
-training/ROLE/KIND/NAME           optimizer state of the parameter's shape: exp_avg and exp_avg_sq of AdamW
-training/ROLE/optimizer/NAME      its other state, of any shape
+NAME                              the policy's weights as saved, in their saved dtype
+training/ROLE/param/NAME          weights as trained, where NAME is absent or has another dtype
+training/ROLE/KIND/NAME           optimizer state of the parameter's shape
+training/ROLE/optimizer/NAME      other optimizer state
 """
 
 import json
@@ -32,14 +32,14 @@ from dovetail.weights.stream import Export, export_params
 PARAM, OTHERS = "param", "optimizer"
 MODEL_ROLE = "policy"
 ANYTHING = ("*",)
-States = Mapping[str, Mapping[str, Tensor]]  # kind -> parameter name -> state of its shard
-Others = Mapping[str, Tensor] | None  # None, on every rank: there is no such state
+States = Mapping[str, Mapping[str, Tensor]]  # kind -> name -> a shard's
+Others = Mapping[str, Tensor] | None  # None, on every rank: never any
 
 
 def export_training(
     model: StagedModel, mesh: Mesh, role: str, states: States, others: Others = None, saved: Export | None = None
 ) -> list[Export]:
-    """Weights that `saved` does not hold exactly, and optimizer state. others: of `UpdateRule`. Collective."""
+    """Weights that `saved` does not hold exactly, and optimizer state. Collective."""
     exact = {} if saved is None else {name: spec.dtype for name, spec in saved.specs.items()}
     weights = [
         p
@@ -57,7 +57,7 @@ def export_training(
 def load_training(
     model: StagedModel, mesh: Mesh, role: str, states: States, others: Others, reader: ShardedReader
 ) -> Mapping[str, Tensor]:
-    """Those of `others` that the checkpoint has. The caller calls `verify_checksums`. Collective."""
+    """Returns those of `others` that were read. The caller calls `verify_checksums`. Collective."""
     exact = _saved_as_trained(reader, role) if role == MODEL_ROLE else ()
     _load_untied(checkpoint_params(model, mesh), reader.training_state(prefix(role, PARAM), exact), mesh)
     for kind, tensors in states.items():
@@ -99,14 +99,14 @@ def _other_params(others: Mapping[str, Tensor]) -> list[LocalParam]:
 
 def save_state(path: Path, mesh: Mesh, exports: Sequence[Export], sides: SideFiles, state: Mapping[str, Any]) -> Path:
     """Collective."""
-    json.dumps(state)  # raises what every rank raises, before any waits for another
+    json.dumps(state)  # raises on every rank
     specs = [spec for each in exports for spec in each.specs.values()]
     pieces = {name: piece for each in exports for name, piece in each.local.items()}
     return write_sharded(path, mesh, specs, {mesh["world"].rank: pieces}, mesh.layout, sides=sides, state=state)
 
 
 def open_state(path: Path | str, mesh: Mesh) -> ShardedReader:
-    """With the policy's optimizer steps in its `state`, as `save_state` and runs write it. Collective."""
+    """Opens what `save_state` or a run wrote. Collective."""
     with agreed(mesh):
         if not (Path(path) / MANIFEST).exists():
             raise CheckpointError(f"{path} is not a saved state: it has no {MANIFEST}; give what save_state wrote")
@@ -121,7 +121,7 @@ def prefix(role: str, kind: str) -> str:
 
 
 def _saved_as_trained(reader: ShardedReader, role: str) -> list[str]:
-    """Tensors that were not rounded: optimizer state has the dtype of training, if it is of no fixed one."""
+    """Tensors that were not rounded: optimizer state has the dtype of training, if of no fixed one."""
     trained: dict[str, set[torch.dtype]] = defaultdict(set)
     for name, tensor in reader.manifest.tensors.items():
         kind, _, param = name.removeprefix(f"{TRAINING}{role}/").partition("/")
@@ -136,5 +136,5 @@ def _state_params(model: StagedModel, mesh: Mesh, tensors: Mapping[str, Tensor])
 
 
 def _load_untied(params: list[LocalParam], source: ShardedReader, mesh: Mesh) -> None:
-    """Training state has tied parameters under their first name only."""
+    """Training state has tied parameters once."""
     load_into([replace(param, tied=()) for param in params], source, mesh, ignore=ANYTHING)

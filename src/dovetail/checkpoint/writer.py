@@ -1,7 +1,4 @@
-"""Writes sharded checkpoints: each rank its pieces, then the manifest, then a rename.
-
-A step's directory has a unique name; the link `step_000050` and the file `latest` name it.
-"""
+"""Writes sharded checkpoints: pieces, manifest, rename. A step's directory has a unique name, a link and `latest`."""
 
 import uuid
 import zlib
@@ -23,25 +20,16 @@ from dovetail.weights.safetensors import TensorFileWriter, TensorSpec
 from dovetail.weights.shards import ExportRules, ParamShard
 from dovetail.weights.stream import export
 
-Share = Mapping[str, Sequence[ParamShard]]  # tensor -> a rank's pieces of it
+Share = Mapping[str, Sequence[ParamShard]]
 
 
 def save_sharded(
-    model: nn.Module,
-    path: Path | str,
-    mesh: Mesh,
-    *,
-    sides: SideFiles,
-    step: int | None = None,
-    **rules: Unpack[ExportRules],
+    model: nn.Module, path: Path, mesh: Mesh, *, sides: SideFiles, step: int | None = None, **rules: Unpack[ExportRules]
 ) -> Path:
-    """Write `model` atomically and return the directory. Collective.
-
-    With `step`, it is `path/step_000050.<id>`, with the link `path/step_000050`.
-    """
+    """Atomically. With `step`: `path/step_000050.<id>` and its link. Collective."""
     exported = export(model, mesh, **rules)
     shares = {mesh["world"].rank: exported.local}
-    return write_sharded(Path(path), mesh, list(exported.specs.values()), shares, mesh.layout, sides=sides, step=step)
+    return write_sharded(path, mesh, list(exported.specs.values()), shares, mesh.layout, sides=sides, step=step)
 
 
 def write_sharded(
@@ -55,7 +43,7 @@ def write_sharded(
     step: int | None = None,
     state: Mapping[str, Any] | None = None,
 ) -> Path:
-    """`shares`: rank of `layout` -> its pieces. Collective."""
+    """shares: rank of `layout` -> its pieces. Collective."""
     target, link = path, None
     if step is not None:
         link = path / f"step_{step:06}"
@@ -80,7 +68,7 @@ def write_sharded(
 
 
 def _write_share(stage: AtomicDirectory, rank: int, share: Share, layout: Layout) -> dict[str, Any]:
-    """A rank's second piece of a tensor has the key NAME#1."""
+    """A second piece of a tensor has the key NAME#1."""
     file = f"pieces-{rank:05}-of-{layout.num_ranks:05}.safetensors"
     entry: dict[str, Any] = {"rank": rank, "file": file}
     with stage.verdict.catch():

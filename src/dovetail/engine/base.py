@@ -18,10 +18,10 @@ from dovetail.weights.stream import Export
 
 @dataclass(frozen=True)
 class BatchReport:
-    """One `forward_backward`. loss, metrics: sums of this batch over its counts; NaN where it counts nothing."""
+    """Sums of one `forward_backward` over their counts; NaN without a count."""
 
     loss: float
-    count: float  # the loss's, of all ranks
+    count: float  # over all ranks
     tokens: int
     metrics: Mapping[str, float]
     routing: RoutingTrace | None = None
@@ -29,19 +29,16 @@ class BatchReport:
 
 @dataclass(frozen=True)
 class StepReport:
-    """One optimizer step, of all batches since the last one.
-
-    A step that counts nothing is `skipped` without `faults`, and its loss is NaN.
-    """
+    """A step over all batches since the last one. Without a count it is `skipped` without `faults`, and its loss is NaN."""
 
     loss: float  # as metrics a global sum over a global count
     grad_norm: float
     lr: float
-    tokens: int  # computed by the model, without padding
-    flops: float  # of the model, forward and backward, without recomputation
+    tokens: int  # without padding
+    flops: float  # forward and backward, without recomputation
     skipped: bool
     metrics: Mapping[str, float]
-    routing: RoutingTrace | None = None  # of every token, where `train_step` was asked for it
+    routing: RoutingTrace | None = None  # of every token, if asked for
     faults: Mapping[int, Sequence[str]] = field(default_factory=dict)  # what was not finite, by rank
 
     def describe_faults(self) -> str:
@@ -53,7 +50,7 @@ class StepReport:
 class Engine(Protocol):
     """A sharded model. Results cover all tokens, in order, on every rank.
 
-    A call that raises has no effect, but for gradients: forward_backward and optim_step then drop all accumulated ones.
+    A call that raises has no effect, but forward_backward and optim_step then drop all accumulated gradients.
     """
 
     def score(self, batch: PackedBatch) -> TokenStats:
@@ -62,60 +59,54 @@ class Engine(Protocol):
     def score_and_trace(self, batch: PackedBatch) -> tuple[TokenStats, RoutingTrace]: ...
 
     def values(self, batch: PackedBatch) -> Tensor:
-        """The value head's output at every token [T]."""
+        """The value head's output [T]."""
 
     def train_step(self, batch: PackedBatch, loss: LossFn) -> StepReport:
-        """`zero_grad`, `forward_backward` and `optim_step`. `loss` gets each micro-batch, which the engine chooses."""
+        """`zero_grad`, `forward_backward` and `optim_step`. loss: of each micro-batch."""
 
     def forward_backward(self, batch: PackedBatch, loss: LossFn) -> BatchReport:
-        """Add the batch's gradient to those of earlier calls, and its count to theirs."""
+        """Add the batch's gradient and count to those before."""
 
     def optim_step(self, *, denominator: float | None = None) -> StepReport:
-        """Divide the accumulated gradients, clip them by their global norm, update, and drop them.
+        """Divide gradients by `denominator` (default: the losses' counts), clip by the global norm, update, drop them.
 
-        denominator: what summed losses are divided by, the same on every rank; None: the sum of their counts. A step
-        whose gradients are not finite updates nothing and says so (`skipped`).
+        Gradients that are not finite update nothing (`skipped`).
         """
 
-    def zero_grad(self) -> None:
-        """Drop the accumulated gradients and counts."""
+    def zero_grad(self) -> None: ...
 
     @property
     def param_groups(self) -> Sequence[ParamGroup]:
-        """Set their lr and weight_decay between steps, alike on every rank. The first has what matches no pattern."""
+        """Set lr and weight_decay between steps, alike on every rank. The first has what matches no pattern."""
 
     def save_state(self, path: Path | str, extra: Mapping[str, Any] | None = None) -> Path:
-        """Write weights, optimizer, schedule and `extra` (JSON) to a new or empty directory, complete or not at all.
-
-        Accumulated gradients are not saved. `from_pretrained` loads the weights from it, too.
-        """
+        """Weights, optimizer, schedule and `extra` (JSON) to a new or empty directory, atomically; no accumulated gradients."""
 
     def load_state(self, path: Path | str) -> Mapping[str, Any]:
-        """Go on from a `save_state`, or a checkpoint of a run, of any layout -> its `extra`."""
+        """Continue from `save_state` or a run's checkpoint, of any layout -> its `extra`."""
 
     def check_replicas(self) -> None:
-        """Raise MachineError on every rank where replicas of a tensor differ."""
+        """MachineError on every rank where replicas differ."""
 
     def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """(HF name, whole tensor) of every parameter, in bounded buckets. dtype: default: the saved ones."""
+        """(HF name, whole tensor), in bounded buckets. dtype: default: the saved ones."""
 
     def save_pretrained(self, path: Path | str) -> None:
-        """Write an HF directory, complete or not at all."""
+        """An HF directory, atomically."""
 
     def save_sharded(self, path: Path | str) -> Path:
-        """Write shards and their manifest, complete or not at all -> their directory."""
+        """Shards and their manifest, atomically -> their directory."""
 
     def export_training(self, role: str, *, with_model: bool = False) -> list[Export]:
-        """All training state, named by `role`. with_model: also the weights as saved."""
+        """Named by `role`. with_model: also the weights as saved."""
 
     def load_training(self, role: str, reader: ShardedReader, updates: int) -> None:
-        """Resume after `updates` optimizer steps, from any layout."""
+        """Continue as after `updates` optimizer steps, from any layout."""
 
     @property
-    def updates(self) -> int:
-        """Optimizer steps so far."""
+    def updates(self) -> int: ...
 
     def offload(self) -> None:
-        """Move all state to the host until `onload`."""
+        """All state to the host until `onload`."""
 
     def onload(self) -> None: ...

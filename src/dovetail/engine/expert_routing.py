@@ -1,4 +1,4 @@
-"""Routing traces, balance losses and bias updates of an engine's model."""
+"""Routing traces, balance losses and bias updates."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ from dovetail.nn.moe import Router
 from dovetail.parallel.collectives import sum_over
 from dovetail.parallel.mesh import Mesh
 
-# This replica's micro-batches, each with the positions of its tokens in the batch.
+# a replica's micro-batches with their tokens' positions in the batch
 PlannedMicroBatches = Sequence[tuple[Tensor, MicroBatch]]
 
 
@@ -31,8 +31,6 @@ class BalanceSettings:
 
 
 class Routing:
-    """The experts of this rank's layers."""
-
     def __init__(self, model: StagedModel, moe: MoeSpec, mesh: Mesh, settings: BalanceSettings) -> None:
         self.model, self.moe, self.mesh, self.settings = model, moe, mesh, settings
 
@@ -41,7 +39,6 @@ class Routing:
         return None if model.moe is None else cls(model, model.moe, mesh, settings or BalanceSettings())
 
     def with_routes(self, micro: MicroBatch) -> MicroBatch:
-        """With `Routes` to record in, which replay those of its batch."""
         if micro.halves:
             return replace(micro, halves=tuple(map(self.with_routes, micro.halves)))
         trace, rows = micro.batch.routing, self._rows(micro)
@@ -50,7 +47,7 @@ class Routing:
     def with_balance(
         self, pairs: PlannedMicroBatches, loss: LossFn, tokens: int, dtype: torch.dtype
     ) -> PlannedMicroBatches:
-        """With balance losses. tokens: of the whole batch. dtype: of statistics. Collective."""
+        """tokens: of the whole batch. dtype: of statistics. Collective."""
         settings, weight = self.settings, 0.0
         if settings.aux_coef or settings.z_coef:
             with torch.no_grad():
@@ -74,10 +71,7 @@ class Routing:
         return LazySequence(len(pairs), prepare)
 
     def update(self, totals: Sequence[tuple[Tensor, Tensor]], tokens: int, *, skipped: bool) -> dict[str, float]:
-        """Update biases, unless skipped -> metrics: expert loads over the mean load, balance losses per token.
-
-        totals: of each batch of the step, which has `tokens` together.
-        """
+        """Update biases -> metrics. totals: of each batch of the step. tokens: of all."""
         loads, costs = (torch.stack(parts).sum(0) for parts in zip(*totals, strict=True))
         if not skipped and self.moe.bias and self.settings.bias_rate:
             self._update_biases(loads)
@@ -88,7 +82,6 @@ class Routing:
         return metrics
 
     def trace(self, pairs: PlannedMicroBatches, tokens: int) -> RoutingTrace:
-        """The batch's routes, on every rank. Collective."""
         moe, device = self.moe, self.mesh.device
         indices = torch.zeros(tokens, len(moe.numbers), moe.top_k, dtype=torch.int32, device=device)
         for index, micro in split_halves(pairs):
@@ -100,7 +93,7 @@ class Routing:
         return RoutingTrace(moe.numbers, self._sum(indices), torch.ones(tokens, dtype=torch.bool, device=device))
 
     def totals(self, pairs: PlannedMicroBatches) -> tuple[Tensor, Tensor]:
-        """Tokens by layer and expert [M, E], and balance losses [M, 2]. Collective."""
+        """Tokens by layer and expert [M, E], balance losses [M, 2]. Collective."""
         moe = self.moe
         both = torch.zeros(len(moe.numbers), moe.num_experts + 2, dtype=torch.float64, device=self.mesh.device)
         for _, micro in split_halves(pairs):
@@ -135,7 +128,6 @@ class Routing:
 
 
 def split_halves(pairs: PlannedMicroBatches) -> Iterator[tuple[Tensor, MicroBatch]]:
-    """Micro-batches or their halves, with their tokens' positions in the batch."""
     for index, micro in pairs:
         if micro.halves:
             yield from zip((index[: micro.first], index[micro.first :]), micro.halves, strict=True)

@@ -1,4 +1,4 @@
-"""FSDP2 around a model's blocks, experts and untied ends; gradients are summed, not averaged."""
+"""FSDP2 around blocks, experts and untied ends; gradients are summed, not averaged."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +18,7 @@ from dovetail.parallel.mesh import Mesh
 from dovetail.parallel.placement import placements_of
 from dovetail.weights.shards import reshard
 
-MEMORY_SHARE = 1 / 3  # of a device's memory, for what a step may keep unsharded
+MEMORY_SHARE = 1 / 3  # of a device's memory, unsharded
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class ReshardPolicy:
 
     @classmethod
     def within(cls, elements: int, parameter: int, gradient: int, memory: int | None) -> "ReshardPolicy":
-        """For elements of so many bytes, and a device's memory; None: a host."""
+        """memory: of a device; None: a host."""
         if memory is None:
             return cls(gathered=False, summed=True)
         summed = elements * gradient <= MEMORY_SHARE * memory
@@ -38,7 +38,7 @@ class ReshardPolicy:
 
     @classmethod
     def of(cls, model: StagedModel, mesh: Mesh, dtype: torch.dtype) -> "ReshardPolicy":
-        """Collective over dp x cp. dtype: of the computation."""
+        """Collective over dp x cp."""
         if mesh["pp"].size > 1 or mesh["fsdp"].size == 1:
             return cls(gathered=True, summed=True)
         first, memory = next(model.parameters()), memory_of(mesh.device)
@@ -49,9 +49,9 @@ class ReshardPolicy:
 
 
 def shard_over_data(model: StagedModel, mesh: Mesh, dtype: torch.dtype) -> None:
-    """Shard over dp x cp, experts over ranks with the same ones, in place. Computes in `dtype`, reduces in the wide one."""
+    """Shard dp x cp, experts over ranks with the same ones, in place. Computes in `dtype`, reduces in the wide one."""
     first = next(model.parameters())
-    # gathered after forward: stages, which run many times a step, and a rank that would only cast again
+    # stages run many times a step; one rank would only cast again
     keep = mesh["pp"].size > 1 or (mesh["fsdp"].size == 1 and dtype != first.dtype)
     policy = MixedPrecisionPolicy(
         param_dtype=dtype if dtype != first.dtype else None, reduce_dtype=wide(first.dtype), cast_forward_inputs=False
@@ -61,24 +61,24 @@ def shard_over_data(model: StagedModel, mesh: Mesh, dtype: torch.dtype) -> None:
         axes = {placement.sharded_over for placement in placements_of(module).values()}
         axis = "expert_fsdp" if axes == {"expert_fsdp"} and mesh["ep"].size > 1 else "fsdp"
         fully_shard(module, mesh=mesh.fsdp[axis], **options)
-        if mesh[axis].size > 1:  # on one rank FSDP would copy every gradient
+        if mesh[axis].size > 1:  # else FSDP copies every gradient
             assert isinstance(module, FSDPModule)
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
 
 
 def forget_step(model: StagedModel, mesh: Mesh) -> None:
-    """Drop what a failed step has left, without collectives; `reset_iter_state` drops gradients from torch 2.15 on."""
+    """Drop what a failed step has left, without collectives; torch 2.15's `reset_iter_state` drops gradients."""
     model.wgrad_queue.clear()
     assert isinstance(model, FSDPModule)
     state, resets = model._get_fsdp_state(), torch.__version__ >= "2.15"
-    for module in model.modules():  # FSDP2 lists them in its first forward pass only
+    for module in model.modules():  # FSDP2 lists them in its first forward pass
         group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
         if group is None:
             continue
         if not resets:
-            group._training_state = TrainingState.POST_BACKWARD  # or the callback would reduce these gradients
-        group.wait_for_unshard()  # or the next pass would use a prefetch of old weights
+            group._training_state = TrainingState.POST_BACKWARD  # or the callback would reduce them
+        group.wait_for_unshard()  # or the next pass would use old weights
         for param in group.fsdp_params:
             if not resets:
                 param.unsharded_accumulated_grad = None
@@ -94,7 +94,7 @@ def forget_step(model: StagedModel, mesh: Mesh) -> None:
 
 
 def enable_grad_accumulation_fusion(model: StagedModel) -> None:
-    """Have our layers add weight gradients to `.grad` of gathered parameters, in the dtype that FSDP reduces."""
+    """Our layers add weight gradients to `.grad` of gathered parameters, in the dtype that FSDP reduces."""
     accumulators = [module for module in model.modules() if isinstance(module, GradAccumulator)]
     if not any(isinstance(module, Linear) for module in accumulators):
         return
@@ -106,8 +106,6 @@ def enable_grad_accumulation_fusion(model: StagedModel) -> None:
 
 
 def _use_wide_grads(module: nn.Module) -> None:
-    """Once FSDP has made the gathered parameters."""
-
     def widen(_module: nn.Module, _inputs: object) -> None:
         for parameter in module.parameters():
             if not isinstance(parameter, DTensor):

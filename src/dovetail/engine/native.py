@@ -33,11 +33,11 @@ from dovetail.parallel.collectives import sum_over
 from dovetail.parallel.mesh import Mesh
 from dovetail.pipeline.executor import connect, is_alone, run as execute
 from dovetail.pipeline.partition import stage_costs
-from dovetail.pipeline.schedule import Costs, make_plan
+from dovetail.pipeline.schedule import make_plan
 from dovetail.weights.hf_directory import CheckpointSource
 from dovetail.weights.shards import reshard
 
-MICROS_PER_STAGE = 2  # at least, where there are sequences enough: bubbles below 1/3
+MICROS_PER_STAGE = 2  # at least: bubbles below 1/3
 
 
 class NativeEngine(EngineState):
@@ -55,10 +55,7 @@ class NativeEngine(EngineState):
         balance: BalanceSettings | None = None,
         watch: StepWatch | None = None,
     ) -> None:
-        """model: wrapped by `shard_over_data`. dtype: of the computation; default: the parameters' own.
-
-        tokens_per_batch: most tokens of a replica's micro-batch, with padding.
-        """
+        """model: of `shard_over_data`. dtype: of the computation. tokens_per_batch: most of a micro-batch, with padding."""
         assert isinstance(model, FSDPModule), "shard_over_data comes first"
         self.model, self.mesh, self.origin = model, mesh, origin
         self.tokens_per_batch = tokens_per_batch
@@ -83,12 +80,8 @@ class NativeEngine(EngineState):
 
     @cached_property
     def reshard_policy(self) -> ReshardPolicy:
-        """The first call is collective."""
+        """First call: collective."""
         return ReshardPolicy.of(self.model, self.mesh, self.dtype)
-
-    @cached_property
-    def _stage_costs(self) -> Costs:
-        return stage_costs(self.model.spec, self.mesh.layout)
 
     def score(self, batch: PackedBatch) -> TokenStats:
         with self._call(critic=False):
@@ -110,28 +103,27 @@ class NativeEngine(EngineState):
 
     def values(self, batch: PackedBatch) -> Tensor:
         def keep(index: Tensor, micro: MicroBatch, values: Tensor) -> None:
-            real = micro.order < len(index)  # the rest is padding
+            real = micro.order < len(index)
             out[0, index[micro.order[real]]] = values[real]
 
         with self._call(critic=True):
             out = torch.zeros(1, len(batch), dtype=self._wide, device=self.mesh.device)
-            self._infer(list(self._prepare(batch)), keep)  # not lazily: `keep` waits for the device
+            self._infer(list(self._prepare(batch)), keep)  # not lazily: `keep` waits
             return self._gather_tokens(out, batch)[0]
 
     def infer(self, batch: PackedBatch, loss: LossFn, keep: Callable[[Tensor, MicroBatch, Any], None]) -> None:
-        """What `loss` makes of each micro-batch without a gradient, to `keep` on ranks of the last stage."""
         with self._call(critic=self.model.is_critic):
             self._infer(self._prepare(batch), keep, loss)
 
     def train_step(self, batch: PackedBatch, loss: LossFn, *, trace: bool = False) -> StepReport:
-        """trace: report the experts of every token. The host waits once."""
+        """trace: report the experts of every token."""
         self.zero_grad()
         with self._call():
             self._accumulate(batch, ValidatedLoss(loss), trace=trace)
             return self._update(None)
 
     def forward_backward(self, batch: PackedBatch, loss: LossFn, *, trace: bool = False) -> BatchReport:
-        """trace: report the experts of every token. Over dp every call reduces gradients to each rank's shards."""
+        """trace: report the experts of every token. Over dp every call reduces gradients."""
         with self._call():
             done = self._accumulate(batch, ValidatedLoss(loss), trace=trace)
             totals = done.read(self.mesh)
@@ -161,7 +153,7 @@ class NativeEngine(EngineState):
             raise DataError("the batch to train on has no sequences; skip the step instead")
         if self._routing is not None:
             pairs = self._routing.with_balance(pairs, loss, len(batch), self._wide)
-        optimizer.reserve()  # before activations take the host's memory
+        optimizer.reserve()  # before activations take host memory
         watch = None if progress is None or progress.listener is None else progress.advance
         stages = TrainingRunner(self.model, self.mesh, _micros_of(pairs), self.dtype, loss, policy, watch)
         if progress is not None:
@@ -182,7 +174,7 @@ class NativeEngine(EngineState):
     def _update(self, denominator: float | None) -> StepReport:
         done = self._accumulated
         if self.watch.progress is not None:
-            self.watch.progress.phase("optimizer")  # of the host; a GPU may still be in backward
+            self.watch.progress.phase("optimizer")
         count = torch.stack([each.count for each in done]).sum() if denominator is None else denominator
         update = self.optimizer.step(count, [x for each in done for x in each.watched])
         totals: dict[str, tuple[float, float]] = {}
@@ -212,13 +204,13 @@ class NativeEngine(EngineState):
 
     @property
     def resident_model(self) -> StagedModel:
-        """Reading offloaded storages would crash the process."""
+        """Reading offloaded storage would crash."""
         if self._offloaded is not None:
             raise ModelError("this engine was moved to the host by offload(); call onload() first")
         return self.model
 
     def micro_batches(self, batch: PackedBatch) -> PlannedMicroBatches:
-        """This replica's, as many as others'. Lazily, but of a batch on the device at once: each waits for it."""
+        """Lazy, unless the batch is on the device: each waits for it."""
         check_same(batch, self.mesh)
         self.model.check(batch)
         multiple, share = self.mesh.token_multiple, self.context_shard
@@ -231,7 +223,7 @@ class NativeEngine(EngineState):
 
         def make(number: int) -> tuple[Tensor, MicroBatch]:
             chosen = batch.select(own[number])
-            start_reading(chosen.media)  # those that found no memory before
+            start_reading(chosen.media)
             lengths = [[batch.lengths[i] for i in replica[number]] for replica in plan]
             if self.dual_batch.should_split(lengths, multiple, budget):
                 micro = MicroBatch.halved(chosen, balanced_split(chosen.lengths), multiple, share, tp).to(device)
@@ -253,8 +245,6 @@ class NativeEngine(EngineState):
     def _infer(
         self, pairs: PlannedMicroBatches, keep: Callable[[Tensor, MicroBatch, Any], None], loss: LossFn | None = None
     ) -> None:
-        """`keep` gets each result, on ranks of the last stage."""
-
         def on_result(micro: int, result: Any) -> None:
             keep(*pairs[micro], result)
 
@@ -262,33 +252,31 @@ class NativeEngine(EngineState):
             stages = InferenceRunner(self.model, self.mesh, _micros_of(pairs), self.dtype, on_result, loss)
             self._run("forward", stages)
         if self.mesh["pp"].size > 1:
-            reshard(self.model)  # a pipeline keeps parameters gathered after forward
+            reshard(self.model)  # a pipeline keeps them gathered
 
     def _run(self, schedule: str, stages: InferenceRunner | TrainingRunner) -> None:
         layout = self.mesh.layout
         if layout.pp == 1:
             stages.run()
             return
-        plan = make_plan(schedule, layout.pp, layout.virtual_stages, len(stages.micros), self._stage_costs)
+        costs = stage_costs(self.model.spec, layout)
+        plan = make_plan(schedule, layout.pp, layout.virtual_stages, len(stages.micros), costs)
         execute(plan, stages, self.mesh)
 
     @contextmanager
     def _call(self, *, critic: bool | None = None) -> Iterator[None]:
-        """Without the caller's inference mode and autocast. An error undoes it. critic: the head that it scores with."""
+        """Without the caller's inference mode and autocast; an error drops the step. critic: the head that it needs."""
         if critic is not None and self.model.is_critic != critic:
-            raise ModelError(
-                "this engine has a value head, so it has values(batch) and no log-probs; for score take from_pretrained(..., "
-                'head="lm")'
-                if self.model.is_critic
-                else "this engine has a language model's head, so it has score(batch) and no values; for values take "
-                'from_pretrained(..., head="value")'
-            )
+            has = "a language model's head, so it has score(batch) and no values", "value"
+            if self.model.is_critic:
+                has = "a value head, so it has values(batch) and no log-probs", "lm"
+            raise ModelError(f"this engine has {has[0]}; for these take from_pretrained(..., head={has[1]!r})")
         with torch.inference_mode(mode=False), torch.autocast(self.mesh.device.type, enabled=False):
             try:
                 yield
             except BaseException:
                 forget_step(self.model, self.mesh)
-                if critic is None:  # of gradients a part may have been added
+                if critic is None:  # a part may have been added
                     self.zero_grad()
                 raise
 
@@ -298,7 +286,6 @@ class NativeEngine(EngineState):
         return self._routing.trace(pairs, len(batch)).map(lambda x: x.to(batch.tokens.device))
 
     def _budget(self, batch: PackedBatch) -> int | None:
-        """Most tokens of a micro-batch."""
         pp, multiple = self.mesh["pp"].size, self.mesh.token_multiple
         if pp == 1 or not batch.num_sequences:
             return self.tokens_per_batch

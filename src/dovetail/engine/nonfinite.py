@@ -1,4 +1,4 @@
-"""What was not finite in a training step, and its micro-batches."""
+"""What was not finite in a step, and its micro-batches."""
 
 import shutil
 import sys
@@ -18,7 +18,7 @@ from dovetail.parallel.mesh import Mesh
 from dovetail.weights.atomic import write_file
 from dovetail.weights.safetensors import TensorFileWriter, TensorSpec, dump_json
 
-GRADIENT = "gradient"  # prefix of the faults that follow from any other
+GRADIENT = "gradient"  # faults that follow from others
 
 
 @dataclass(frozen=True)
@@ -33,18 +33,18 @@ class StepWatch:
         return (self.progress and self.progress.state.step) or 0
 
     def record(self, own: Sequence[str], micros: Sequence[MicroBatch], mesh: Mesh) -> dict[int, list[str]]:
-        """All ranks' faults; ranks with a cause, a gradient only if there is no other, write micro-batches. Collective."""
+        """All ranks' faults; ranks with a cause (a gradient only if there is no other) write micro-batches. Collective."""
         by_rank = of_all(list(own), mesh)
         causes = [[fault for fault in names if not fault.startswith(GRADIENT)] for names in by_rank]
         faults = {rank: names for rank, names in enumerate(causes if any(causes) else by_rank) if names}
         rank = mesh["world"].rank
         if self.folder is not None and rank in faults:
             name = f"step_{self.step:06}.rank_{rank}"
-            number = len([*self.folder.glob(name), *self.folder.glob(f"{name}.*")])  # a step may have several updates
+            number = len([*self.folder.glob(name), *self.folder.glob(f"{name}.*")])  # of several updates a step
             place = self.folder / (f"{name}.{number + 1}" if number else name)
             try:
                 self._write(place, faults, micros, mesh)
-            except OSError as error:  # such as a full disk: the run goes on
+            except OSError as error:  # the run goes on
                 shutil.rmtree(place, ignore_errors=True)
                 sys.stderr.write(f"dovetail: {place}, what rank {rank} computed on, is not kept: {error}\n")
         return faults
@@ -71,7 +71,7 @@ class StepWatch:
 def record_faults(
     batches: Sequence[Accumulated], own: Sequence[str], watch: StepWatch, mesh: Mesh
 ) -> dict[int, list[str]]:
-    """All ranks' faults, `own` and those of what was computed. Collective."""
+    """Collective."""
     parts = [[*_nonfinite_parts(each)] for each in batches]
     if len(batches) > 1:
         parts = [[f"{name} of batch {i}" for name in names] for i, names in enumerate(parts)]
@@ -80,7 +80,6 @@ def record_faults(
 
 
 def _nonfinite_parts(done: Accumulated) -> list[str]:
-    """Names of non-finite inputs, losses of micro-batches and sums."""
     inputs = inputs_of([micro for _, micro in done.pairs])
     bad = [name for name, x in inputs.items() if not bool(torch.isfinite(x).all())]
     for i, part in enumerate(done.losses):

@@ -1,7 +1,4 @@
-"""What runs on a rank's pipeline stages: forward, backward and weight gradients of micro-batches, and sums of losses.
-
-The last backward pass reduces gradients, or `finish`, where deferred weight gradients come later.
-"""
+"""Forward, backward and weight gradients on a rank's pipeline stages."""
 
 import json
 import math
@@ -26,12 +23,12 @@ from dovetail.parallel.collectives import AsyncHostCopy, gather_objects, stack_n
 from dovetail.parallel.mesh import Mesh
 from dovetail.pipeline.schedule import Action
 
-FAILED = -1  # in place of the checksum of a pass's names
-Sums = dict[str, tuple[Tensor, Tensor]]  # totals and counts by metric; "": the loss
+FAILED = -1  # instead of a checksum
+Sums = dict[str, tuple[Tensor, Tensor]]  # totals and counts; "": the loss
 
 
 class InferenceRunner:
-    """Stage s of the whole model is the s // pp-th of its rank. The last one calls `on_result` with number and result."""
+    """This rank's stages; the last one of the model calls `on_result` with number and result."""
 
     def __init__(
         self,
@@ -46,7 +43,6 @@ class InferenceRunner:
         self.on_result, self.loss = on_result, loss
 
     def buffer(self, micro: int) -> Tensor:
-        """For a micro-batch's hidden states, or their gradient, [t, D]."""
         tokens = len(self.micros[micro]) // self.mesh["tp"].size
         return torch.empty(tokens, self.model.spec.width, dtype=self.dtype, device=self.mesh.device)
 
@@ -57,7 +53,6 @@ class InferenceRunner:
         return self.model.cut.last and self.local(stage) == len(self.model.cut.stages) - 1
 
     def run(self) -> None:
-        """All micro-batches, without a pipeline."""
         for micro in range(len(self.micros)):
             self.forward(0, micro, None)
 
@@ -69,15 +64,9 @@ class InferenceRunner:
         self.on_result(micro, y)
         return None
 
-    def backward(self, action: Action, grad: Tensor | None, *, last: bool) -> Tensor | None:
-        raise AssertionError(f"{action} in a plan without gradients")
-
-    def weight(self, stage: int, micro: int) -> None:
-        raise AssertionError(f"weight gradient of stage {stage} in a plan without gradients")
-
 
 class TrainingRunner(InferenceRunner):
-    """The last stage adds up losses: `sums`, and `losses` of each micro-batch."""
+    """sums, losses: on the last stage."""
 
     def __init__(
         self,
@@ -89,7 +78,7 @@ class TrainingRunner(InferenceRunner):
         policy: ReshardPolicy | None = None,
         watch: Callable[[int, int], None] | None = None,
     ) -> None:
-        """watch: gets the number of backward passes that are done, and of all."""
+        """watch: gets the backward passes done, and all."""
         self.sums, self.losses = (sums := Sums()), (losses := list[Tensor]())
 
         def add(_: int, value: Loss) -> None:
@@ -97,18 +86,17 @@ class TrainingRunner(InferenceRunner):
             losses.append(value.total.detach())
 
         super().__init__(model, mesh, micros, dtype, add, loss)
-        self.mark: Callable[[str], AbstractContextManager[object]] = nullcontext  # names a stretch of time in a profile
+        self.mark: Callable[[str], AbstractContextManager[object]] = nullcontext  # for a profile
         self.policy = policy or ReshardPolicy.of(model, mesh, dtype)
         several = mesh["pp"].size > 1 or len(micros) > 1
         spares_memory = model.recompute != "none" or any(isinstance(part, Tiled) for part in model.modules())
         self.stays_gathered = self.policy.gathered and (several or not spares_memory)
         self._gather_between_passes(True)
-        self.pending: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}  # input and output of each stage
+        self.pending: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
         self.reduced = False
         self.watch, self.done = watch, 0
 
     def run(self) -> None:
-        """All micro-batches, without a pipeline."""
         for micro in range(len(self.micros)):
             self.forward(0, micro, None)
             self.backward(Action("backward", 0, micro), None, last=micro == len(self.micros) - 1)
@@ -133,7 +121,7 @@ class TrainingRunner(InferenceRunner):
         if y.requires_grad:
             with self.mark("backward"):
                 y.backward(grad)
-        else:  # nothing is trained up to here
+        else:
             self.reduced = False
         self.done += 1
         if self.watch is not None:
@@ -145,20 +133,18 @@ class TrainingRunner(InferenceRunner):
             self.model.wgrad_queue.flush((stage, micro))
 
     def finish(self) -> None:
-        """Reduce the gradients, if no backward pass did: FSDP2 does at the end of any of its root."""
+        """Reduce, if no backward did: FSDP2 does at the end of its root's."""
         if not self.reduced:
             self._reduce_next(True)
             self.model(None).backward()
         self._gather_between_passes(False)
 
     def _gather_between_passes(self, gathered: bool) -> None:
-        """Pipelines and single ranks keep their setting."""
         if self.stays_gathered and self.mesh["pp"].size == 1 and self.mesh["fsdp"].size > 1:
             assert isinstance(self.model, FSDPModule)
             self.model.set_reshard_after_forward(not gathered)
 
     def _reduce_next(self, last: bool) -> None:
-        """Whether the next backward pass reduces gradients and reshards."""
         model = self.model
         assert isinstance(model, FSDPModule)
         model.set_requires_gradient_sync(last or not self.policy.summed)
@@ -168,36 +154,32 @@ class TrainingRunner(InferenceRunner):
 
 
 class Accumulated:
-    """What `forward_backward` of a batch leaves for the optimizer step. Made collectively.
-
-    count: the loss's, float64 [], on the device. losses: of micro-batches, where this rank has them. totals: see `read`.
-    """
+    """Results of a `forward_backward` for the optimizer step. count: float64 [], on the device. Made collectively."""
 
     def __init__(self, stages: TrainingRunner, batch: PackedBatch, pairs: Sequence[tuple[Tensor, MicroBatch]]) -> None:
         sums, mesh = stages.sums, stages.mesh
         unify_names(sums, mesh)
         rows = reduce_sums(sums, mesh)
-        self.rows, self.names = AsyncHostCopy(rows), sorted(sums)  # before the update, for which the host does not wait
-        self.count = stack_over(rows[:1, 1].sum(), mesh["pp"])[-1]  # its name "" sorts first
+        self.rows, self.names = AsyncHostCopy(rows), sorted(sums)  # copied before the update, without a wait
+        self.count = stack_over(rows[:1, 1].sum(), mesh["pp"])[-1]  # "" sorts first
         self.batch, self.losses, self.own = batch, stages.losses, [*sums[""]] if sums else []
-        self.pairs = [(index, replace(micro, routes=None, halves=())) for index, micro in pairs]  # which hold more
+        self.pairs = [(index, replace(micro, routes=None, halves=())) for index, micro in pairs]
         self.totals: dict[str, tuple[float, float]] = {}
-        self.loads: tuple[Tensor, Tensor] | None = None  # of experts
+        self.loads: tuple[Tensor, Tensor] | None = None
         self.routing: RoutingTrace | None = None
 
     @property
     def watched(self) -> list[Tensor]:
-        """What must be finite."""
         return [*self.own, *inputs_of([micro for _, micro in self.pairs]).values()]
 
     def read(self, mesh: Mesh) -> dict[str, tuple[float, float]]:
-        """Totals and counts by metric; "": the loss. The host waits. Collective."""
+        """Totals and counts; "": the loss. The host waits. Collective."""
         self.totals = self.totals or sums_by_name(self.names, self.rows.wait(), mesh)
         return self.totals
 
 
 def begin_gathers(model: StagedModel, mesh: Mesh) -> None:
-    """Prefetch what a forward pass needs first, in its order, while the host prepares the batch. Collective."""
+    """Prefetch what a forward pass needs first. Collective."""
     for module in (model, *model.first_groups()):
         if isinstance(module, FSDPModule):
             module.unshard(async_op=mesh["fsdp"].size > 1)
@@ -211,24 +193,23 @@ def add_sums(sums: Sums, value: Loss) -> None:
 
 
 def announce_failure(mesh: Mesh) -> None:
-    """To the ranks that are in `unify_names`."""
     stack_numbers([FAILED], mesh["world"], mesh.device)
 
 
 def unify_names(sums: Sums, mesh: Mesh) -> None:
-    """Add zeros for metrics of other ranks. SecondaryFailure where another has failed. Collective."""
+    """Zeros for other ranks' metrics. SecondaryFailure where another failed. Collective."""
     names, world = sorted(sums), mesh["world"]
     hashes = stack_numbers([zlib.crc32(json.dumps(names).encode()) if sums else 0], world, mesh.device)
     if [FAILED] in hashes:
         raise SecondaryFailure(f"pipeline stage {hashes.index([FAILED])} failed in this pass; its rank says why")
-    if len({value for (value,) in hashes if value}) > 1:  # 0: of stages without a loss
+    if len({value for (value,) in hashes if value}) > 1:  # 0: stages without a loss
         everywhere = {name for theirs in gather_objects(names, world, mesh.device) for name in theirs}
         zero = torch.zeros((), dtype=torch.float64, device=mesh.device)
         sums |= {name: (zero, zero) for name in everywhere - sums.keys() if sums}
 
 
 def reduce_sums(sums: Sums, mesh: Mesh) -> Tensor:
-    """float64 [n, 2] by sorted name on the last stage, [0, 2] elsewhere."""
+    """float64 [n, 2] on the last stage, [0, 2] elsewhere."""
     if mesh["pp"].rank < mesh["pp"].size - 1:
         return torch.zeros(0, 2, dtype=torch.float64, device=mesh.device)
     flat = torch.stack([torch.stack([x.to(torch.float64) for x in sums[name]]) for name in sorted(sums)])
@@ -236,7 +217,6 @@ def reduce_sums(sums: Sums, mesh: Mesh) -> Tensor:
 
 
 def sums_by_name(names: list[str], rows: list[list[float]], mesh: Mesh) -> dict[str, tuple[float, float]]:
-    """The last stage's sums, on all pipeline ranks. Collective."""
     last = gather_objects(dict(zip(names, rows, strict=True)), mesh["pp"], mesh.device)[-1]
     return {name: (total, count) for name, (total, count) in last.items()}
 
@@ -246,7 +226,7 @@ def mean(total: float, count: float) -> float:
 
 
 def inputs_of(micros: Sequence[MicroBatch]) -> dict[str, Tensor]:
-    """Floating-point fields of counted tokens, which losses read."""
+    """Floating-point fields of counted tokens."""
     return {
         f"{name} of micro-batch {i}": x
         for i, micro in enumerate(micros)

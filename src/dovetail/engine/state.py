@@ -25,8 +25,6 @@ from dovetail.weights.stream import Export, export, stream
 
 
 class EngineState:
-    """A part of `NativeEngine`."""
-
     model: StagedModel
     mesh: Mesh
     origin: CheckpointSource
@@ -40,7 +38,6 @@ class EngineState:
 
     @property
     def resident_model(self) -> StagedModel:
-        """ModelError while it is on the host."""
         raise NotImplementedError
 
     def zero_grad(self) -> None:
@@ -54,7 +51,6 @@ class EngineState:
         check_replicas(self.resident_model, self.mesh, self._optimizer)
 
     def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Buffers keep their own dtype."""
         dtype_of = self.origin.dtype_of if dtype is None else parameters_in(dtype, self.resident_model)
         return stream(self.resident_model, self.mesh, dtype_of=dtype_of, listed=self.origin.listed)
 
@@ -62,7 +58,7 @@ class EngineState:
         save(self.resident_model, path, self.mesh, **self._saved())
 
     def save_sharded(self, path: Path | str) -> Path:
-        return save_sharded(self.resident_model, path, self.mesh, **self._saved())
+        return save_sharded(self.resident_model, Path(path), self.mesh, **self._saved())
 
     def _saved(self) -> dict[str, Any]:
         return {"sides": self.origin.sides, "dtype_of": self.origin.dtype_of, "listed": self.origin.listed}

@@ -1,4 +1,4 @@
-"""A teacher's hidden states and its head for distillation, and a loss without an update."""
+"""A teacher's hidden states and head for distillation; a loss without an update."""
 
 from dataclasses import dataclass
 
@@ -22,22 +22,22 @@ from dovetail.weights.stream import export_params, gather_whole
 
 @dataclass(frozen=True)
 class Teacher:
-    """Reads batches for a student's head. weight: the teacher's rows for this rank's columns, in the student's dtype."""
+    """Reads batches for a student's head. weight: its rows for this rank's columns."""
 
     engine: NativeEngine
     weight: Tensor
-    needed: bool  # whether this rank has the student's head
+    needed: bool
 
     @classmethod
     def of(cls, engine: NativeEngine, student: NativeEngine) -> "Teacher":
-        """Each of a layout of its own, over the same ranks, with the same tokenizer. Collective."""
+        """Layouts may differ; ranks and tokenizer are the same. Collective."""
         theirs, ours = engine.model.spec.vocab_size, student.model.spec.vocab_size
         if theirs < ours:
-            raise ModelError(
-                f"the teacher has a vocabulary of {theirs}, the student one of {ours}; give a teacher with the student's "
-                "tokenizer (rows that it has beyond the student's are left out)"
-            )
-        params = [param for param in local_params(engine.model, engine.mesh) if _is_head(engine, param.parameter)]
+            sizes = f"the teacher has a vocabulary of {theirs}, the student one of {ours}"
+            raise ModelError(f"{sizes}; give a teacher with the student's tokenizer")
+        own = engine.model.head if engine.model.cut.last else None
+        held = own.weight if isinstance(own, LMHead) else None
+        params = [p for p in local_params(engine.model, engine.mesh) if held is not None and p.parameter is held]
         exported = export_params(params, engine.mesh, dtype_of=lambda _: student.dtype)
         ((_, whole),) = gather_whole(exported, engine.mesh, list(exported.specs))
         head = student.model.head if student.model.cut.last else None
@@ -46,20 +46,15 @@ class Teacher:
         return cls(engine, whole[head.first : head.first + head.columns].clone(), needed=True)
 
     def read(self, batch: PackedBatch) -> tuple[PackedBatch, TeacherStates]:
-        """The batch with each counted token's row of the states. Parts of it share them. Collective."""
+        """The batch with rows of the states. Collective."""
         hidden = hidden_states(self.engine, batch)
         kept = hidden if self.needed else hidden[:0]
         rows = (batch.mask.cumsum(0) - 1).clamp(min=0)
         return batch.with_fields(**{ROW: rows}), TeacherStates(kept.to(self.weight.dtype), self.weight)
 
 
-def _is_head(engine: NativeEngine, parameter: object) -> bool:
-    head = engine.model.head if engine.model.cut.last else None
-    return isinstance(head, LMHead) and head.weight is parameter
-
-
 def hidden_states(engine: NativeEngine, batch: PackedBatch) -> Tensor:
-    """What the head reads at each counted token [n, D], in order, on every rank, in the engine's dtype. Collective."""
+    """[n, D] of counted tokens, in order, on every rank. Collective."""
     mesh, rows = engine.mesh, batch.mask.cumsum(0) - 1
     out = torch.zeros(int(batch.mask.sum()), engine.model.spec.width, dtype=engine.dtype, device=mesh.device)
 
@@ -71,7 +66,7 @@ def hidden_states(engine: NativeEngine, batch: PackedBatch) -> Tensor:
 
 
 def evaluate(engine: NativeEngine, batch: PackedBatch, loss: LossFn) -> BatchReport:
-    """A loss and its metrics without gradients. Collective."""
+    """Collective."""
     sums, mesh = Sums(), engine.mesh
 
     def add(_: Tensor, __: MicroBatch, value: Loss) -> None:

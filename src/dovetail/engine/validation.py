@@ -22,24 +22,21 @@ COMPARED = ("lengths", "groups", "names of fields", "tokens", "targets", "mask")
 
 
 def check_same(batch: PackedBatch, mesh: Mesh) -> None:
-    """Raise DataError on every rank where ranks hold different batches. Collective, over gloo."""
+    """DataError on every rank where ranks hold different batches. Collective, over gloo."""
     world = mesh["world"]
     prints = stack_numbers(fingerprint(batch), world, mesh.device) if world.size > 1 else []
     for rank, values in enumerate(prints):
         differ = [name for name, a, b in zip(COMPARED, prints[0], values, strict=True) if a != b]
         if differ:
-            raise DataError(
-                f"ranks were given different batches: rank {rank} differs from rank 0 in {', '.join(differ)}; every rank takes "
-                "the same whole global batch, the engine deals it"
-            )
+            at = f"rank {rank} differs from rank 0 in {', '.join(differ)}"
+            raise DataError(f"ranks were given different batches: {at}; every rank takes the same whole global batch")
     if not isinstance(batch, PackedBatch):
-        raise DataError(
-            f"the batch is a {type(batch).__name__}; pack the sequences: dt.PackedBatch.pack([[1, 5, 7], [1, 9]])"
-        )
+        kind = type(batch).__name__
+        raise DataError(f"the batch is a {kind}; pack the sequences: dt.PackedBatch.pack([[1, 5, 7], [1, 9]])")
 
 
 def fingerprint(batch: Any) -> list[int]:
-    """A checksum for each of `COMPARED`; -1: no batch; 0: not on the host."""
+    """Checksums of `COMPARED`; -1: no batch; 0: not on the host."""
     if not isinstance(batch, PackedBatch):
         return [-1] * len(COMPARED)
     names = sorted((name, str(x.dtype)) for name, x in batch.fields.items())
@@ -50,7 +47,7 @@ def fingerprint(batch: Any) -> list[int]:
 
 @dataclass(frozen=True)
 class ValidatedLoss:
-    """A loss whose results are checked to be scalars."""
+    """Checks that results are scalars."""
 
     loss: LossFn
 
@@ -60,7 +57,7 @@ class ValidatedLoss:
 
     @property
     def in_head(self) -> Callable[..., Any]:
-        """AttributeError unless the loss has one."""
+        """AttributeError without one."""
         own: Any = self.loss
         return partial(own.in_head)
 
@@ -83,9 +80,7 @@ class ValidatedLoss:
             )
         total, count = _scalar("total", result.total, first), _scalar("count", result.count, first)
         if not isinstance(result.metrics, Mapping):
-            raise ConfigError(
-                f"the loss's metrics are a {type(result.metrics).__name__}; give a dict of names and dt.Sum"
-            )
+            raise ConfigError(f"the loss's metrics are a {type(result.metrics).__name__}; give dt.Sum by name")
         if torch.is_grad_enabled() and not total.requires_grad:
             if bool(total != 0):
                 named = "values" if isinstance(stats, Tensor) else "stats.logprob or stats.entropy"
@@ -93,18 +88,15 @@ class ValidatedLoss:
                     f"the loss's total, {float(total):.4g}, has no gradient: compute it from the {named} that the "
                     "loss is given; look for detach(), item() or no_grad()"
                 )
-            total = total + first[:0].sum()  # backward still needs a graph
+            total = total + first[:0].sum()  # backward needs a graph
         return Loss(total, count, {name: _metric(name, value, first) for name, value in result.metrics.items()})
 
 
 def _metric(name: Any, value: Any, like: Tensor) -> Sum:
-    if not (isinstance(name, str) and name):  # "" is the loss itself in the engine's sums
+    if not (isinstance(name, str) and name):  # "" is the loss itself
         raise ConfigError(f"the loss names a metric {name!r}; give it a name that is a string and not empty")
     if not isinstance(value, Sum):
-        raise ConfigError(
-            f"the loss's metric {name!r} is a {type(value).__name__}; give dt.Sum(total, count): the engine adds the sums of all "
-            "micro-batches and ranks, and divides once"
-        )
+        raise ConfigError(f"the loss's metric {name!r} is a {type(value).__name__}; give dt.Sum(total, count)")
     return Sum(*(_scalar(f"metric {name!r}", x, like) for x in value))
 
 

@@ -1,4 +1,4 @@
-"""Tries whether a model's logits are a product, or a constant factor of it (Cohere, Granite), as the fused head computes them."""
+"""Tries whether a model's logits are a product times a constant (Cohere, Granite), as in the fused head."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +11,7 @@ from dovetail.errors import ModelError
 
 TOKENS, WORDS = 5, 7
 LARGEST_LOGIT = 30.0  # soft caps bend there
-SAME = 1e-6  # relative: some compute logits in float32
+SAME = 1e-6
 
 
 class _Output(SimpleNamespace):
@@ -35,7 +35,7 @@ class _Base(nn.Module):
 
 
 def logit_scale(model: "transformers.PreTrainedModel", width: int) -> float:
-    """The factor of the product. Raises ModelError. `model` and `lm_head` are replaced meanwhile."""
+    """ModelError. Replaces `model` and `lm_head` meanwhile."""
     draw = torch.Generator().manual_seed(0)
     hidden = torch.randn(1, TOKENS, width, generator=draw, dtype=torch.float64)
     head = nn.Linear(width, WORDS, bias=False, dtype=torch.float64, device="cpu")

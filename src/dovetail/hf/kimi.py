@@ -1,4 +1,4 @@
-"""Kimi-K2, Kimi-VL and Kimi-K2.5 as published. transformers' tower orders queries and keys differently: `MoonViT` replaces it."""
+"""Kimi-K2, Kimi-VL, Kimi-K2.5 as published. `MoonViT`: transformers' tower orders queries and keys differently."""
 
 import math
 from collections import OrderedDict
@@ -18,10 +18,10 @@ from dovetail.nn.activation_checkpoint import Recompute, runner
 TEXT, VISION = "deepseek_v3", "kimi_k25"  # transformers' names
 THETA = 10000.0
 BICUBIC = 3  # pillow's number
-MAX_SIDE = 512  # patches
-LIMITS = ("in_token_limit", "in_patch_limit")  # of images by Kimi-VL, by Kimi-K2.5
-MEDIA_PAD = 163605  # the image token's id where config.json lacks it
-# Supported values of keys that transformers' configs lack.
+MAX_SIDE = 512
+LIMITS = ("in_token_limit", "in_patch_limit")  # of Kimi-VL, of Kimi-K2.5
+MEDIA_PAD = 163605  # where config.json lacks it
+# supported values of keys that transformers' configs lack
 TOWER_ONLY: Mapping[str, Any] = {
     "merge_type": "sd2_tpool", "mm_projector_type": "patchmerger", "pos_emb_type": "divided_fixed",
     "projector_hidden_act": "gelu", "hidden_act": "gelu_pytorch_tanh",
@@ -30,7 +30,7 @@ TEXT_ONLY: Mapping[str, Any] = {"scoring_func": "sigmoid", "topk_method": "noaux
 
 
 def translated(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The config.json as transformers knows it. Raises ModelError."""
+    """config.json as transformers knows it. ModelError."""
     form = FORMS.get(str(config.get("model_type")))
     return config if form is None else form(config)
 
@@ -76,7 +76,7 @@ class PositionTable(nn.Module):
         self.weight = nn.Parameter(torch.empty(height, width, dim))
 
     def forward(self, sizes: Sequence[tuple[int, int]]) -> Tensor:
-        """[sum of heights * widths, D]: the table resized to each grid, in float32 or wider."""
+        """[sum of heights * widths, D], in float32 or wider."""
         table = widened(self.weight)
         out = []
         for height, width in sizes:
@@ -86,7 +86,7 @@ class PositionTable(nn.Module):
 
 
 def _bicubic(table: Tensor, dim: int, size: int) -> Tensor:
-    """[size, length of dim], as a product: deterministic gradients on a GPU."""
+    """[size, length], for a product: its gradients are deterministic on a GPU."""
     length = table.shape[dim]
     identity = torch.eye(length, dtype=table.dtype, device=table.device)[None, None]
     return F.interpolate(identity, size=(size, length), mode="bicubic")[0, 0]
@@ -100,7 +100,6 @@ class PatchEmbed(nn.Module):
         self.pos_emb = PositionTable(config.pos_emb_height, config.pos_emb_width, dim)
 
     def forward(self, pixels: Tensor, sizes: Sequence[tuple[int, int]]) -> Tensor:
-        """[n, 3, patch, patch] -> [n, D]."""
         x = self.proj(pixels).flatten(1)
         return x + self.pos_emb(sizes).to(x.dtype)
 
@@ -115,7 +114,7 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(OrderedDict(layers, fc1=nn.Linear(config.intermediate_size, width)))
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, counts: list[int]) -> Tensor:
-        """x [n, D]; cos and sin [n, 1, C / 2]; counts: patches of each image."""
+        """x [n, D]; cos and sin [n, 1, C / 2]; counts: patches by image."""
         q, k, v = self.wqkv(self.norm0(x)).unflatten(1, (3, self.num_heads, -1)).unbind(1)  # [n, H, C]
         q, k = _rope(q, cos, sin), _rope(k, cos, sin)
         images = zip(*(y.transpose(0, 1)[None].split(counts, dim=2) for y in (q, k, v)), strict=True)
@@ -125,7 +124,6 @@ class Block(nn.Module):
 
 
 def _rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Of neighboring channels."""
     a, b = x.to(cos.dtype).unflatten(-1, (-1, 2)).unbind(-1)
     return torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1).flatten(-2).to(x.dtype)
 
@@ -148,12 +146,12 @@ class Encoder(nn.Module):
         return self.final_layernorm(x)
 
     def angles(self, height: int, width: int, like: Tensor) -> Tensor:
-        """[height * width, C / 2], by a patch's column and row in turn."""
+        """[height * width, C / 2], of column and row in turn."""
         ranges = ((self.channels, 4), (height, 1), (width, 1))
         options: Any = {"dtype": wide(like.dtype), "device": like.device}
         steps, rows, columns = (torch.arange(0, end, step, **options) for end, step in ranges)
         frequencies = self.theta ** -(steps / self.channels)
-        places = torch.stack((columns.repeat(height), rows.repeat_interleave(width)), dim=-1)  # [n, 2]
+        places = torch.stack((columns.repeat(height), rows.repeat_interleave(width)), dim=-1)
         return (frequencies[:, None] * places[:, None]).flatten(1)
 
 
@@ -168,7 +166,7 @@ class MoonViT(nn.Module):
         self.patch_embed, self.encoder = PatchEmbed(config), Encoder(config)
 
     def forward(self, pixel_values: Tensor, grid_thw: Tensor, **_: object) -> Any:
-        """pixel_values [n, 3, patch, patch], grid_thw [images, 3] -> pooler_output [n / merged, merged, D]."""
+        """[n, 3, patch, patch], grids [images, 3] -> pooler_output [n / merged, merged, D]."""
         sizes = [(height, width) for _, height, width in grid_thw.tolist()]
         x = self.encoder(self.patch_embed(pixel_values, sizes), sizes)
         (a, b), rows = self.merge_kernel_size, []
@@ -186,13 +184,12 @@ def replace_tower(model: "transformers.PreTrainedModel") -> None:
 
 
 def published(settings: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The settings in preprocessor_config.json, if they are Kimi's own."""
     merged = {**settings, **(settings.get("media_proc_cfg") or {})}
     return merged if any(name in merged for name in LIMITS) else None
 
 
 class KimiImages:
-    """Scales images down to the limit and pads them to whole rows of features; called as transformers' processors."""
+    """Scales images down and pads them to whole rows of features; called as transformers' processors."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         for name, value in (("pad_input", True), ("fixed_output_tokens", None)):
@@ -214,7 +211,7 @@ class KimiImages:
             )
 
     def __call__(self, images: Sequence[Any], **_: object) -> dict[str, Tensor]:
-        """Pixels [n, 3, patch, patch], and grids (1, height, width)."""
+        """Pixels [n, 3, patch, patch], grids (1, height, width)."""
         pixels, grids, p = [], [], self.patch_size
         for image in images:
             size, (height, width) = self._sizes(image.height, image.width)
@@ -226,11 +223,10 @@ class KimiImages:
         return {"pixel_values": torch.cat(pixels), "image_grid_thw": torch.tensor(grids)}
 
     def get_number_of_image_patches(self, height: int, width: int, _: object = None) -> int:
-        """Raises ValueError."""
+        """ValueError."""
         return math.prod(self._sizes(height, width)[1])
 
     def _sizes(self, height: int, width: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """In pixels after scaling, in patches after padding."""
         p, most = self.patch_size, self.max_side * self.patch_size
         patches = max(1, height // p) * max(1, width // p)
         scale = min(1.0, math.sqrt(self.limit / patches))

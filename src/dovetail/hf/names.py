@@ -1,4 +1,4 @@
-"""Tensors' names in checkpoints and in transformers' modules."""
+"""Tensors' names in checkpoints and modules."""
 
 from collections.abc import Collection
 
@@ -9,7 +9,7 @@ from transformers.core_model_loading import MergeModulelist, WeightConverter, We
 from dovetail.errors import ModelError
 from dovetail.weights.hf_reader import TensorSource
 
-# (modules, older checkpoints); Kimi's on the hub and as transformers 5.23 writes them.
+# (modules, older checkpoints); Kimi's on the hub and of transformers 5.23
 OLD_STEMS = (
     ("model.language_model.layers.", "language_model.model.blocks."),
     ("model.language_model.", "language_model.model."),
@@ -28,8 +28,6 @@ OLD_STEMS = (
 
 
 class Names:
-    """Renamings of transformers. What it computes besides merging experts is refused."""
-
     def __init__(self, model: "transformers.PreTrainedModel") -> None:
         steps = get_model_conversion_mapping(model, add_legacy=False)
         self._renamings = [step for step in steps if isinstance(step, WeightRenaming)]
@@ -41,7 +39,7 @@ class Names:
         return name
 
     def in_checkpoint(self, source: TensorSource, known: Collection[str]) -> dict[str, str]:
-        """For the modules' names `known`: other names under which `source` lists them. Raises ModelError."""
+        """Modules' names `known` -> the source's, where they differ. ModelError."""
         listed: dict[str, str] = {}
         for name in source.names:
             if name in known:

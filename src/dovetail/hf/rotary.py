@@ -1,4 +1,4 @@
-"""transformers' longrope, made to follow each sequence's length instead of the longest one's."""
+"""transformers' longrope by each sequence's length instead of the longest one's."""
 
 import torch
 import transformers
@@ -8,11 +8,11 @@ from dovetail.arch.spec import BY_LENGTH
 from dovetail.batch.packed import PackedBatch, to_device
 from dovetail.errors import ModelError
 
-BEYOND = 1 << 40  # added to the positions of a sequence that is longer than the limit
+BEYOND = 1 << 40  # marks positions of longer sequences
 
 
 def length_limit(config: "transformers.PreTrainedConfig") -> tuple[str, int] | None:
-    """A rope_type that follows the length, and the length up to which it does not change."""
+    """rope_type, and the length up to which it does not change."""
     text = config.get_text_config()
     rope = text.rope_parameters if "rope_parameters" in vars(text) else None
     for options in (rope, *(rope or {}).values()):
@@ -24,7 +24,7 @@ def length_limit(config: "transformers.PreTrainedConfig") -> tuple[str, int] | N
 
 
 def marked(batch: PackedBatch, limit: int) -> Tensor:
-    """Positions [T], plus BEYOND in sequences longer than the limit."""
+    """Positions [T], plus BEYOND in longer sequences."""
     lengths = torch.tensor(batch.lengths)
     beyond = (lengths > limit).repeat_interleave(lengths)
     return batch.positions + BEYOND * to_device(beyond, batch.positions.device)
@@ -36,7 +36,7 @@ class LongRope(nn.Module):
         self.inner, self.limit = inner, limit
 
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin of `marked` positions [1, t]; `inner` chooses short or long by the largest position."""
+        """cos and sin of `marked` positions [1, t]; `inner` chooses by the largest one."""
         beyond = position_ids >= BEYOND
         positions = position_ids - BEYOND * beyond
         short = self.inner(x, positions.clamp(max=self.limit - 1))
@@ -46,7 +46,7 @@ class LongRope(nn.Module):
 
 
 def follow_lengths(model: nn.Module, config: "transformers.PreTrainedConfig") -> int | None:
-    """Make longrope follow `marked` positions, and return its limit. Raises ModelError."""
+    """Make longrope follow `marked` positions; returns its limit. ModelError."""
     by_length = length_limit(config)
     if by_length is None:
         return None
@@ -62,7 +62,6 @@ def follow_lengths(model: nn.Module, config: "transformers.PreTrainedConfig") ->
 
 
 def check_sections(text: nn.Module) -> None:
-    """Refuse an mrope_section that does not fit the model's heads."""
     rotary = text._modules.get("rotary_emb")
     sections = None if rotary is None else vars(rotary).get("mrope_section")
     if rotary is None or sections is None:

@@ -1,4 +1,4 @@
-"""transformers' layers with our packing, attention and head. Its modules load on first use: annotations are quoted."""
+"""transformers' layers with our packing, attention and head."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -30,14 +30,14 @@ from dovetail.parallel.mesh import Mesh
 from dovetail.weights.hf_reader import TensorSource
 from dovetail.weights.shards import form_of
 
-NAME = "dovetail"  # of packed attention in transformers' registries
-# Options of attention that it computes or may ignore.
+NAME = "dovetail"  # in transformers' registries
+# computed, or without effect
 KNOWN = frozenset(
     ("context", "sliding_window", "dropout", "is_causal", "position_ids", "cache_position", "use_cache", "return_dict")
 )
 LAYERS = ("full_attention", "sliding_attention")
-SCORE_OPTIONS = ("attn_logit_softcapping", "attn_temperature_tuning")  # of attention
-# transformers' errors at a config.
+SCORE_OPTIONS = ("attn_logit_softcapping", "attn_temperature_tuning")
+# raised by transformers for a config
 CONFIG_ERRORS = (
     *(ValueError, TypeError, AttributeError, LookupError, ArithmeticError, AssertionError, RuntimeError, ImportError),
     *(OSError, SyntaxError, StrictDataclassError),
@@ -45,12 +45,12 @@ CONFIG_ERRORS = (
 # model_type -> (a field, the model_type that reads it)
 READ_AS: Mapping[str, tuple[str, str]] = {"mistral": ("layer_types", "ministral")}
 FLOAT = "__float__"
-LONG = 1000  # characters of a message
-GROUPED = 8  # widths that torch groups: 16 bytes in half precision
+LONG = 1000  # of a message
+GROUPED = 8  # rows of 16 bytes, which torch groups
 
 
 class Window(int):
-    """A sliding window's width as its mask: some models pass it in no other way."""
+    """A window's width as a mask: some models pass it in no other way."""
 
     def __getattr__(self, name: str) -> Any:
         raise ModelError(f"the model changes its attention masks ({name}), which packed attention does not compute")
@@ -69,7 +69,7 @@ def packed_attention(
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """query [1, H, t, C], key [1, G, t, C], value [1, G, t, Cv] -> [1, t, H, Cv], None. context: has sequences' boundaries."""
+    """query [1, H, t, C], key [1, G, t, C], value [1, G, t, Cv] -> [1, t, H, Cv], None."""
     context: BatchAttention | None = options.get("context")
     name = type(module).__name__
     if context is None:
@@ -79,7 +79,7 @@ def packed_attention(
     unknown = [option for option, x in passed.items() if not (option in KNOWN or x is None or x is False)]
     if unknown:
         raise ModelError(f"{name} calls attention with {', '.join(unknown)}, which packed attention does not compute")
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [t, heads, C]
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     width = q.shape[-1]
     if scaling is not None and scaling != width**-0.5:
         q = q * (scaling * width**0.5)
@@ -88,8 +88,6 @@ def packed_attention(
 
 
 class TransformersModel(StagedModel):
-    """One stage: transformers' base as `model`, our head as `lm_head` or `score`."""
-
     def __init__(
         self,
         spec: TransformersSpec,
@@ -144,7 +142,6 @@ class TransformersModel(StagedModel):
         return self.model if self.vision is None else self.model.get_decoder()
 
     def _inputs(self, micro: MicroBatch) -> dict[str, Any]:
-        """Ids, or embeddings with vision features in their places."""
         if self.vision is None:
             batch, limit = micro.batch, self.length_limit
             positions = batch.positions if limit is None else marked(batch, limit)
@@ -198,8 +195,6 @@ def _lists(source: TensorSource, stem: str) -> bool:
 
 
 class _ParametersOnMeta(TorchFunctionMode):
-    """Empty tensors go to the meta device; computed ones do not."""
-
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -209,7 +204,7 @@ class _ParametersOnMeta(TorchFunctionMode):
 
 @contextmanager
 def config_errors() -> Iterator[None]:
-    """As ModelErrors, cut where transformers lists all types of models."""
+    """Raises ModelErrors, cut where transformers lists all model types."""
     try:
         yield
     except ModelError:
@@ -221,7 +216,7 @@ def config_errors() -> Iterator[None]:
 
 
 def make_model(config: Mapping[str, Any]) -> "transformers.PreTrainedModel":
-    """In float32, on meta but for computed buffers. Raises ModelError."""
+    """float32, on meta but for computed buffers. ModelError."""
     if NAME not in transformers.AttentionInterface():
         transformers.AttentionInterface.register(NAME, packed_attention)
         transformers.AttentionMaskInterface.register(NAME, window_mask)
@@ -244,13 +239,13 @@ def auto_class(config: "transformers.PreTrainedConfig") -> Any:
 
 
 def group_even_experts(model: "transformers.PreTrainedModel") -> None:
-    """Experts of widths that torch does not group run one by one."""
+    """Experts of other widths run one by one: torch does not group them."""
     if any(n % GROUPED for p in model.parameters() if p.dim() == 3 for n in p.shape[1:]):
         model.set_experts_implementation("eager")
 
 
 def known_config(config: Mapping[str, Any]) -> "transformers.PreTrainedConfig":
-    """A raw config.json as transformers reads it. Raises ModelError."""
+    """ModelError."""
     with config_errors():
         options = _floats(dict(translated(config)))
         kind = options.pop("model_type")
@@ -311,7 +306,7 @@ def _model_problems(model: "transformers.PreTrainedModel") -> Iterator[str]:
 
 
 def _freeze(model: nn.Module) -> None:
-    """Parameters without gradients, such as routers' biases, become buffers."""
+    """Parameters without gradients become buffers."""
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if not parameter.requires_grad:
@@ -320,10 +315,10 @@ def _freeze(model: nn.Module) -> None:
 
 
 def _recompute(model: "transformers.PreTrainedModel", recompute: Recompute) -> None:
-    """Of blocks, which need training mode; their children stay in eval mode."""
+    """Blocks need training mode; their children do not."""
     if not model.supports_gradient_checkpointing:
         raise ModelError(f"{type(model).__name__} recomputes nothing; set activation_checkpointing=none")
-    is_new = hasattr(model, "activation_checkpointing_enable")  # whose older name would warn
+    is_new = hasattr(model, "activation_checkpointing_enable")  # the older name warns
     (model.activation_checkpointing_enable if is_new else model.gradient_checkpointing_enable)(options(recompute))
     for block in model.modules():
         if isinstance(block, Encoder):

@@ -1,7 +1,6 @@
 """Vision features of packed sequences in the places of placeholder tokens.
 
-Images, as videos of one frame, are balanced over the cp ranks. Every rank calls the tower once a micro-batch, if need be with
-a blank image.
+cp ranks share the images. Each calls the tower once a micro-batch.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +20,7 @@ from dovetail.parallel.mesh import Axis
 
 
 class VisionKind(NamedTuple):
-    """code: its token type."""
+    """code: token type."""
 
     name: str
     code: int
@@ -37,14 +36,14 @@ GRIDS = (*(kind.grid for kind in KINDS), "second_per_grid_ts")
 
 
 class Family(NamedTuple):
-    """marks: videos are image tokens between marks. frames_apart: text separates frames. clips: videos may have frames."""
+    """marks: around a video's image tokens. frames_apart: text between frames. clips: videos of several frames."""
 
     marks: bool = False
     frames_apart: bool = False
     clips: bool = True
 
 
-# Features replace the embeddings of placeholder tokens, one for one, under a causal mask.
+# features replace placeholders' embeddings, one for one, under a causal mask
 FAMILIES: Mapping[str, Family] = {
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), Family()),
     **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), Family(frames_apart=True)),
@@ -54,16 +53,13 @@ FAMILIES: Mapping[str, Family] = {
 
 
 class VisionInputs(NamedTuple):
-    """Patches [frames * height * width, ...] on the host."""
-
     pixels: Tensor
     grid: tuple[int, ...]
-    rows: int  # of features
+    rows: int
 
 
 class Vision:
     def __init__(self, model: "transformers.PreTrainedModel", axis: Axis) -> None:
-        """axis: cp."""
         self.model, self.axis = model, axis
         self.config: transformers.PreTrainedConfig = model.config
         self.family = family_of(model.config)
@@ -74,7 +70,7 @@ class Vision:
         self.merge: int = tower.get("spatial_merge_size") or tower["merge_kernel_size"][0]
 
     def check(self, batch: PackedBatch) -> None:
-        """Raise DataError for media that do not fit; lazy ones are compared when they are read."""
+        """DataError for media that do not fit; lazy ones are compared when read."""
         for number, (tokens, media) in enumerate(_sequences(batch)):
             if not isinstance(media, LazyMedia):
                 self._compare(number, tokens, media)
@@ -106,15 +102,13 @@ class Vision:
                 f"{self.merge}, stands for {expected}; give it what this model's processor made"
             )
         if not self.family.clips and any(t > 1 for t, _, _ in grids):
-            raise DataError(
-                f"sequence {number} has a video of several frames, which transformers' {self.config.model_type} does not "
-                "take; give each frame as an image"
-            )
+            lacks = f"which transformers' {self.config.model_type} does not take"
+            raise DataError(f"sequence {number} has a video of several frames, {lacks}; give each frame as an image")
         rows = [n // self.merge**2 for n in patches]
         return [VisionInputs(*x) for x in zip(media[kind.pixels].split(patches), grids, rows, strict=True)]
 
     def positions(self, batch: PackedBatch) -> Tensor:
-        """[R, T]: each sequence's positions by the model's own rule."""
+        """[R, T], by the model's own rule."""
         if not hasattr(self.model, "get_rope_index"):
             return batch.positions[None]
         parts = []
@@ -123,20 +117,19 @@ class Vision:
                 parts.append(torch.arange(len(tokens)).expand(3, -1))
                 continue
             grids = {name: media[name] for name in GRIDS if name in media}
-            alone, _ = self.model.get_rope_index(
-                tokens[None], mm_token_type_ids=kinds_of(tokens, self.config)[None], **grids
-            )
+            kinds = kinds_of(tokens, self.config)[None]
+            alone, _ = self.model.get_rope_index(tokens[None], mm_token_type_ids=kinds, **grids)
             parts.append(alone[:, 0])
         return torch.cat(parts, dim=1).to(batch.positions.device)
 
     def encode(self, micro: MicroBatch, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
-        """Places [n] among this rank's tokens, ascending, and features [n, D], first and deep ones. Collective over cp."""
+        """Places [n] here, ascending, and features [n, D], first and deep ones. Collective over cp."""
         device, rank = micro.order.device, self.axis.rank
         inputs, places = self._collect(micro.batch)
         owned = [*zip(inputs, balance_images([len(x.pixels) for x in inputs], self.axis.size), strict=True)]
         rows_of = [sum(x.rows for x, owner in owned if owner == r) for r in range(self.axis.size)]
         rows, widths = self._run([x for x, owner in owned if owner == rank], dtype, device)
-        height = max(*rows_of, 1)  # so that gradients flow on every rank
+        height = max(*rows_of, 1)  # gradients flow on every rank
         padded = F.pad(rows[: rows_of[rank]], (0, 0, 0, height - rows_of[rank]))
         gathered = gather_in_order(padded, self.axis, sum_deterministic)
         ends = [r * height for r in range(self.axis.size)]
@@ -165,7 +158,6 @@ class Vision:
         return inputs, torch.cat(places)
 
     def _run(self, inputs: list[VisionInputs], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, list[int]]:
-        """Features [n, D] of all layers side by side, and their widths."""
         if not inputs:
             blank = torch.zeros((self.merge**2, *self.patch))
             inputs = [VisionInputs(blank, (1, self.merge, self.merge), 1)]
@@ -173,12 +165,14 @@ class Vision:
         grids = torch.tensor([x.grid for x in inputs], device=device)
         out = self.model.get_video_features(pixels, grids, return_dict=True)
         layers = [out.pooler_output, *out.get("deepstack_features", ())]
-        features = [(x if isinstance(x, Tensor) else torch.cat(x)).to(dtype) for x in layers]  # or a tuple, by image
+        features = [
+            (x if isinstance(x, Tensor) else torch.cat(x)).to(dtype) for x in layers
+        ]  # some models give a tuple
         return torch.cat(features, dim=1), [layer.shape[1] for layer in features]
 
 
 def balance_images(patches: Sequence[int], ranks: int) -> list[int]:
-    """Each image's rank: the largest first, to the least loaded."""
+    """Ranks: the largest first, to the least loaded."""
     load, owners = [0] * ranks, [0] * len(patches)
     for i in sorted(range(len(patches)), key=lambda i: (-patches[i], i)):
         owners[i] = min(range(ranks), key=lambda rank: (load[rank], rank))
@@ -187,7 +181,7 @@ def balance_images(patches: Sequence[int], ranks: int) -> list[int]:
 
 
 def family_of(config: "transformers.PreTrainedConfig") -> Family:
-    """Raises ModelError."""
+    """ModelError."""
     try:
         return FAMILIES[config.model_type]
     except KeyError:
@@ -198,7 +192,7 @@ def family_of(config: "transformers.PreTrainedConfig") -> Family:
 
 
 def kinds_of(tokens: Tensor, config: "transformers.PreTrainedConfig") -> Tensor:
-    """Token types, shaped as `tokens`: 0 text, 1 image, 2 video."""
+    """0 text, 1 image, 2 video."""
     kinds = (tokens == config.image_token_id).long()
     if family_of(config).marks:
         opened = (tokens == config.video_start_token_id).cumsum(-1)
@@ -207,7 +201,7 @@ def kinds_of(tokens: Tensor, config: "transformers.PreTrainedConfig") -> Tensor:
 
 
 def as_images(tokens: Tensor, media: Media, config: "transformers.PreTrainedConfig") -> Media:
-    """Images and frames in the order of their tokens, all as images: transformers gives features to all or none."""
+    """Images and frames in the order of their tokens: transformers gives features to all or none."""
     codes = [code for code in kinds_of(tokens, config).unique_consecutive().tolist() if code]
     frames = {kind.code: _frames(media, kind) for kind in KINDS}
     for kind in KINDS:

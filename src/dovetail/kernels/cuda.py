@@ -1,4 +1,4 @@
-"""Ops of NVIDIA GPUs by torch: packed flash attention, grouped products, fp32 logits."""
+"""NVIDIA GPUs by torch: packed flash attention, grouped products, fp32 logits."""
 
 import importlib
 import inspect
@@ -15,14 +15,14 @@ from dovetail.kernels import reference
 from dovetail.kernels.reference import Spans
 
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
-FLASH_MULTIPLE, FLASH_MAX_HEAD = 8, 256  # head dims of flash attention
-GROUPED_MULTIPLE = 8  # bf16 numbers in 16 bytes
+FLASH_MULTIPLE, FLASH_MAX_HEAD = 8, 256
+GROUPED_MULTIPLE = 8  # bf16 in 16 bytes
 HOPPER = 9
-ARCHITECTURES = (HOPPER, 10)  # major compute capabilities that the extra `fa4` has kernels for
+ARCHITECTURES = (HOPPER, 10)  # of the extra `fa4`
 
 
 def package_usable(interface: str, device: torch.device) -> bool:
-    """Whether the module `interface` loads, on a Hopper or Blackwell GPU. Warns if it is installed but broken."""
+    """Whether the module loads on a Hopper or Blackwell GPU. Warns if it is installed but broken."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] not in ARCHITECTURES:
         return False
     try:
@@ -39,7 +39,6 @@ def package_usable(interface: str, device: torch.device) -> bool:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, q_spans: Spans, k_spans: Spans, window: int | None = None) -> Tensor:
-    """In half precision by torch's packed flash attention."""
     head_dim = q.shape[-1]
     if q.dtype not in FLASH_DTYPES or head_dim % FLASH_MULTIPLE or head_dim > FLASH_MAX_HEAD:
         return reference.attention(q, k, v, q_spans, k_spans, window)
@@ -51,15 +50,15 @@ def attention(q: Tensor, k: Tensor, v: Tensor, q_spans: Spans, k_spans: Spans, w
 
 @cache
 def _varlen_attention() -> Callable[..., Any]:
-    """Imported late: its module imports torch's compiler, which is slow."""
+    """Its module imports torch's compiler, which is slow."""
     varlen_attn = importlib.import_module("torch.nn.attention.varlen").varlen_attn
-    # torch 2.11 has no such flag, and shares KV heads by default
+    # not in torch 2.11, which shares KV heads by default
     gqa = "enable_gqa" in inspect.signature(varlen_attn).parameters
     return partial(varlen_attn, enable_gqa=True) if gqa else varlen_attn
 
 
 def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    """Rows of multiples of 16 bytes take one launch without a host sync."""
+    """One launch without a host sync, for rows of multiples of 16 bytes."""
     if x.dtype != torch.bfloat16 or not len(x) or any(n % GROUPED_MULTIPLE for n in weight.shape[1:]):
         return reference.grouped_mm(x, weight, offsets)
     return F.grouped_mm(x, weight, offs=offsets.to(torch.int32))
@@ -72,7 +71,6 @@ def grouped_mm_without_sync(device: torch.device, dtype: torch.dtype, *widths: i
 
 
 def logits(x: Tensor, weight: Tensor) -> Tensor:
-    """In float32: the product's accumulator."""
     half = x.dtype in FLASH_DTYPES
     return torch.mm(x, weight.T, out_dtype=torch.float32) if half else reference.logits(x, weight)
 
@@ -85,7 +83,7 @@ def router_logits(x: Tensor, weight: Tensor) -> Tensor:
 
 
 class _RouterLogits(torch.autograd.Function):
-    """forward: z = x w.T in float32. backward: dx = dz w, dw = dz.T x, with dz as the sum of two bfloat16 numbers."""
+    """forward: z = x w.T in float32. backward: dx = dz w, dw = dz.T x; dz as a sum of two bfloat16 numbers."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -102,7 +100,6 @@ class _RouterLogits(torch.autograd.Function):
 
 
 def add_weight_grad_(total: Tensor, dz: Tensor, x: Tensor, *, first: bool = False) -> None:
-    """Added by the product itself, in fp32."""
     wider: dict[str, Any] = {} if total.dtype == x.dtype else {"out_dtype": total.dtype}
     if first:
         torch.mm(dz.T, x, **wider, out=total)

@@ -1,4 +1,4 @@
-"""Attention by cuDNN for sequences of one length: faster than torch's on Hopper, but it plans each new shape."""
+"""cuDNN attention for sequences of one length: faster than torch's on Hopper, but it plans each new shape."""
 
 import torch
 from torch import Tensor
@@ -7,13 +7,13 @@ from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 from dovetail.kernels import cuda
 from dovetail.kernels.reference import Spans
 
-ARCHITECTURE = 9  # first major compute capability where it is faster than torch
+ARCHITECTURE = 9  # first compute capability where it is faster
 MAX_HEAD_DIM = 128
-LENGTH_STEP, LONG = 1024, 16384  # multiples are likely to occur again; above, a plan is worth its time
+LENGTH_STEP, LONG = 1024, 16384  # lengths worth a plan
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, q_spans: Spans, k_spans: Spans, window: int | None = None) -> Tensor:
-    """Shapes not worth a plan take `cuda.attention`; so does all where the backward pass has to be deterministic."""
+    """Other shapes, and deterministic backward passes, take `cuda.attention`."""
     n, widths = q_spans.longest, (q.shape[-1], v.shape[-1])
     dense = n > 0 and set(q_spans.lengths) | set(k_spans.lengths) == {n} and (window is None or window >= n)
     fits = widths[0] == widths[1] <= MAX_HEAD_DIM and not torch.are_deterministic_algorithms_enabled()
@@ -26,5 +26,5 @@ def attention(q: Tensor, k: Tensor, v: Tensor, q_spans: Spans, k_spans: Spans, w
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The op by name: torch's own choice between backends is a global setting."""
+    """By name: torch's choice of a backend is a global setting."""
     return torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True)[0]

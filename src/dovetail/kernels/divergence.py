@@ -1,14 +1,13 @@
 """Divergences of a student's distribution p from a teacher's q, on one rank's columns, in plain torch.
 
-a = log p and b = log q at logits over the temperature, m = beta q + (1 - beta) p (Agarwal et al. 2024, eq. 1):
+a = log p, b = log q, m = beta q + (1 - beta) p (Agarwal et al. 2024, eq. 1):
 
     kind         sums over columns                        divergence                      its gradient in z x temperature
     forward_kl   A = sum q (b - a), B = 0                 A                               p - q
     reverse_kl   A = 0, B = sum p (a - b)                 B                               p (a - b - B)
     jsd          A = sum q (b - log m), B = sum p (a - log m)   beta A + (1 - beta) B     (1 - beta) p (a - log m - B)
 
-p - q, q - p, and for jsd m - q and m - p are added to the terms. Their sums are 0, and with them a rounded normalizer does not
-matter to first order, which it would where p is near q.
+p - q, q - p, for jsd m - q and m - p are added to the terms: they sum to 0 and cancel the normalizer's rounding.
 """
 
 from typing import Literal, NamedTuple
@@ -23,16 +22,15 @@ Kind = Literal["forward_kl", "reverse_kl", "jsd"]
 
 class Divergence(NamedTuple):
     kind: Kind
-    beta: float = 0.5  # of jsd, between 0 and 1
+    beta: float = 0.5  # of jsd
 
     def of(self, first: Tensor, second: Tensor) -> Tensor:
-        """The divergence from both sums."""
         weights = {"forward_kl": (1.0, 0.0), "reverse_kl": (0.0, 1.0), "jsd": (self.beta, 1.0 - self.beta)}[self.kind]
         return weights[0] * first + weights[1] * second
 
 
 class Pair(NamedTuple):
-    """The teacher's logits w [n, V], and by row [n] maxima and sums of both whole vocabularies; offset: the student's."""
+    """Teacher's logits w [n, V]; maxima and sums [n] of both whole vocabularies; offset: the student's."""
 
     w: Tensor
     peak: Tensor
@@ -44,7 +42,7 @@ class Pair(NamedTuple):
 
 
 def divergence_sums(z: Tensor, pair: Pair, divergence: Divergence) -> Tensor:
-    """Student's logits z [n, V] -> A and B of these columns [n, 2] in `wide`."""
+    """Logits z [n, V] -> A and B [n, 2] of these columns, in `wide`."""
     sums = torch.zeros((len(z), 2), dtype=wide(z.dtype), device=z.device)
     if z.shape[1]:
         for rows in row_blocks(z):
@@ -71,10 +69,7 @@ def divergence_grad_(
     *,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """The logits' gradient [n, V] in `dtype`, of logprob, entropy (or None) and divergence with `grads` [n]; overwrites z.
-
-    second: B of the whole vocabulary. That of logprob and entropy as in `reference.vocab_grad_`.
-    """
+    """Gradient [n, V] in `dtype` of logprob, entropy and divergence with `grads` [n]; second: B [n]. Overwrites z."""
     if z.shape[1] == 0:
         return z.to(dtype or z.dtype)
     g, h, k = (None if x is None else x[:, None] for x in grads)
@@ -98,7 +93,7 @@ def divergence_grad_(
 
 
 def _logs(z: Tensor, pair: Pair, rows: slice) -> tuple[Tensor, Tensor]:
-    """a and b; of a logit of -inf so low that it adds nothing, but finite."""
+    """a and b, finite also at -inf."""
     logs = []
     for logits, peak, total in ((z, pair.peak, pair.total), (pair.w, pair.teacher_peak, pair.teacher_total)):
         shifted = logits[rows].to(wide(z.dtype)) - peak[rows, None]
@@ -110,11 +105,11 @@ def _logs(z: Tensor, pair: Pair, rows: slice) -> tuple[Tensor, Tensor]:
 
 
 def _distances(a: Tensor, b: Tensor, divergence: Divergence) -> tuple[Tensor, Tensor]:
-    """Of q and of p: (b - a, a - b), or for jsd (b - log m, a - log m), exact where p is near q."""
+    """(b - a, a - b), or for jsd (b - log m, a - log m), exact where p is near q."""
     r = b - a
     if divergence.kind != "jsd":
         return r, -r
     above = r > 0
     share = above.to(r.dtype) * (1.0 - 2.0 * divergence.beta) + divergence.beta
-    near = torch.log1p(share * torch.expm1(-r.abs()))  # log m less the larger of both
+    near = torch.log1p(share * torch.expm1(-r.abs()))
     return torch.where(above, -near, r - near), torch.where(above, -r - near, -near)

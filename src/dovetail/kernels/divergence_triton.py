@@ -1,4 +1,4 @@
-"""`divergence` as Triton kernels over float32 logits of both models: a row's sums, and its gradient in place of the student's."""
+"""`divergence` as Triton kernels over float32 logits."""
 
 import torch
 import triton
@@ -9,7 +9,7 @@ from triton.language import constexpr, tensor
 from dovetail.kernels import divergence as reference
 from dovetail.kernels.divergence import Divergence, Pair
 
-COLUMNS = 4096  # logits per step of a program
+COLUMNS = 4096  # logits per step
 WARPS = 8
 KINDS = ("forward_kl", "reverse_kl", "jsd")
 LOWEST = constexpr(torch.finfo(torch.float32).min / 4)  # as in the reference
@@ -35,7 +35,7 @@ def divergence_grad_(
     *,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """A half-precision result is in the front half of each row's memory."""
+    """A half-precision result lies at the front of each row."""
     n, columns = z.shape
     if not _takes(z, pair):
         return reference.divergence_grad_(z, pair, local_targets, grads, second, divergence, dtype=dtype)
@@ -61,7 +61,6 @@ def _rows(pair: Pair, divergence: Divergence) -> Tensor:
 
 @triton.jit
 def _row_numbers(rows: tensor) -> tuple[tensor, tensor, tensor, tensor, tensor, tensor]:
-    """The first six of `rows` for this program."""
     at = rows + tl.program_id(0).to(tl.int64)
     n = tl.num_programs(0)
     w_peak, w_log_total = tl.load(at + 2 * n), tl.load(at + 3 * n)
@@ -87,7 +86,6 @@ def _to_mixture(a: tensor, b: tensor, beta: tensor) -> tuple[tensor, tensor]:
 def _pair_sums(
     z: tensor, w: tensor, rows: tensor, sums: tensor, columns: constexpr, KIND: constexpr, BLOCK: constexpr
 ) -> None:
-    """rows: `_rows`."""
     row = tl.program_id(0).to(tl.int64)
     peak, log_total, w_peak, w_log_total, scale, beta = _row_numbers(rows)
     first = tl.zeros((BLOCK,), tl.float32)
@@ -113,16 +111,9 @@ def _pair_sums(
 
 @triton.jit
 def _pair_grad(
-    z: tensor,
-    w: tensor,
-    out: tensor,
-    targets: tensor,
-    rows: tensor,
-    columns: constexpr,
-    KIND: constexpr,
-    BLOCK: constexpr,
+    z: tensor, w: tensor, out: tensor, labels: tensor, rows: tensor, width: constexpr, KIND: constexpr, BLOCK: constexpr
 ) -> None:
-    """rows [11, n]: `_rows`, g, h, entropy, k, second. `out` may be the front of z, as in `logprob_triton`."""
+    """rows [11, n]: `_rows`, g, h, entropy, k, second. `out` may be the front of z."""
     row = tl.program_id(0).to(tl.int64)
     n = tl.num_programs(0)
     peak, log_total, w_peak, w_log_total, scale, beta = _row_numbers(rows)
@@ -131,13 +122,13 @@ def _pair_grad(
     entropy = tl.load(rows + 8 * n + row)
     k = tl.load(rows + 9 * n + row)
     second = tl.load(rows + 10 * n + row)
-    target = tl.load(targets + row)
-    out += row * columns * (32 // out.dtype.element_ty.primitive_bitwidth)
-    for start in range(0, columns, BLOCK):
+    target = tl.load(labels + row)
+    out += row * width * (32 // out.dtype.element_ty.primitive_bitwidth)
+    for start in range(0, width, BLOCK):
         at = start + tl.arange(0, BLOCK)
-        a = _logs(z + row * columns, peak, log_total, scale, at, columns)
+        a = _logs(z + row * width, peak, log_total, scale, at, width)
         tl.debug_barrier()
-        b = _logs(w + row * columns, w_peak, w_log_total, scale, at, columns)
+        b = _logs(w + row * width, w_peak, w_log_total, scale, at, width)
         p = tl.exp(a)
         if KIND == 0:
             grad = k * (p - tl.exp(b))
@@ -147,4 +138,4 @@ def _pair_grad(
             _, to_p = _to_mixture(a, b, beta)
             grad = (1.0 - beta) * k * p * (to_p - second)
         grad += tl.where(at == target, g, 0.0) - p * (g + h * (a + entropy))
-        tl.store(out + at, (grad * scale).to(out.dtype.element_ty), mask=at < columns)
+        tl.store(out + at, (grad * scale).to(out.dtype.element_ty), mask=at < width)

@@ -1,7 +1,4 @@
-"""Packed attention by FlashAttention-4 (the package flash-attn-4, extra `fa4`), on Hopper and Blackwell.
-
-Sequences of one length are a dense batch, which is faster. The package compiles a kernel for each form of its arguments.
-"""
+"""Packed attention by FlashAttention-4 (flash-attn-4, extra `fa4`), which compiles a kernel for each form of its arguments."""
 
 import importlib
 from itertools import accumulate
@@ -14,10 +11,10 @@ from dovetail.kernels import cuda
 from dovetail.kernels.reference import Spans
 
 INTERFACE = "flash_attn.cute.interface"
-HEAD_DIMS = ((64, 64), (128, 128), (192, 128))  # of queries and keys, and of values
-PACK_GQA_QUERIES = 256  # up to this length the heads that share keys fill a tile together
-MIN_MAX_SEQLEN = 512  # passed for shorter packs: single tiles would be another form
-MANY_SEQUENCES = 257  # from here on the package has another form
+HEAD_DIMS = ((64, 64), (128, 128), (192, 128))  # of q and k, and of v
+PACK_GQA_QUERIES = 256  # up to this length the package packs the heads of a KV head
+MIN_MAX_SEQLEN = 512  # at least: shorter packs would be another form
+MANY_SEQUENCES = 257  # the package changes its form here
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, q_spans: Spans, k_spans: Spans, window: int | None = None) -> Tensor:
@@ -47,7 +44,7 @@ def _without_broadcast(x: Tensor) -> Tensor:
 def compile_kernels(
     heads: tuple[int, int], dims: tuple[int, int], windowed: bool, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Compile every form of `attention`, or read it from disk. heads: of queries, of keys."""
+    """Compile every form of `attention`. heads: of queries, of keys."""
     if dtype not in cuda.FLASH_DTYPES or dims not in HEAD_DIMS:
         return
     short, long = 8, PACK_GQA_QUERIES + 1
@@ -71,7 +68,7 @@ def packed_attention(
     window: int | None,
     deterministic: bool,  # noqa: ARG001 -- of the backward pass
 ) -> tuple[Tensor, Tensor]:
-    """Outputs [Tq, H, Cv] and log-sum-exps [H, Tq]; without cu_seqlens a dense batch's [B, H, n]."""
+    """Outputs [Tq, H, Cv] and log-sum-exps [H, Tq], or [B, H, n] without cu_seqlens."""
     forward = importlib.import_module(INTERFACE)._flash_attn_fwd
     if not cu_seqlens:
         q, k, v = _as_batch((q, k, v), max_seqlens)
@@ -90,7 +87,6 @@ def packed_attention_backward(
     window: int | None,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of `inputs` q, k and v; results: of the forward pass."""
     (out, lse), (q, k, v), grad = results, inputs, _without_broadcast(grad)
     backward = importlib.import_module(INTERFACE)._flash_attn_bwd
     if not cu_seqlens:
@@ -102,7 +98,6 @@ def packed_attention_backward(
 
 
 def _as_batch(qkv: tuple[Tensor, Tensor, Tensor], max_seqlens: list[int]) -> list[Tensor]:
-    """[T, heads, C] -> [B, n, heads, C] each."""
     n, m = max_seqlens
     return [x.unflatten(0, (-1, length)) for x, length in zip(qkv, (n, m, m), strict=True)]
 

@@ -1,4 +1,4 @@
-"""The LM head's passes over float32 logits as Triton kernels: a row's statistics, and its gradient in place."""
+"""The LM head's passes over float32 logits as Triton kernels."""
 
 import torch
 import triton
@@ -8,7 +8,7 @@ from triton.language import constexpr, tensor
 
 from dovetail.kernels import reference
 
-COLUMNS = 8192  # logits per step of a program
+COLUMNS = 8192  # logits per step
 WARPS = 8
 LOWEST = constexpr(torch.finfo(torch.float32).min / 2)  # as in the reference: e^-inf (-inf) is 0
 
@@ -33,7 +33,7 @@ def vocab_grad_(
     *,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """A half-precision result is in the front half of each row's memory."""
+    """A half-precision result lies at the front of each row."""
     n, columns = z.shape
     if z.dtype != torch.float32 or not z.is_contiguous() or z.numel() == 0:
         return reference.vocab_grad_(z, local_targets, normalizer, g, h, temperature, dtype=dtype)
@@ -42,7 +42,7 @@ def vocab_grad_(
     zero = torch.zeros_like(peak)
     entropy = (zero, zero) if h is None else (offset, h / total)
     rows = torch.stack((peak, g, g / total, *entropy, _inverse(z, temperature)))
-    _row_grad[(n,)](z, out, local_targets, rows, columns, z.stride(0), out.stride(0), COLUMNS, num_warps=WARPS)
+    _row_grad[(n,)](z, out, local_targets, rows, columns, out.stride(0), COLUMNS, num_warps=WARPS)
     return out
 
 
@@ -82,19 +82,9 @@ def _row_stats(
 
 @triton.jit
 def _row_grad(
-    z: tensor,
-    out: tensor,
-    targets: tensor,
-    rows: tensor,
-    columns: constexpr,
-    stride: tensor,
-    out_stride: tensor,
-    BLOCK: constexpr,
+    z: tensor, out: tensor, targets: tensor, rows: tensor, columns: constexpr, out_stride: tensor, BLOCK: constexpr
 ) -> None:
-    """rows [6, n]: peak, g, g / total, offset, h / total, 1 / temperature.
-
-    `out` may be the front of z: a step writes in front of what it reads, but for the first; the barrier is for that one.
-    """
+    """rows [6, n]: peak, g, g / total, offset, h / total, 1 / temperature. The barrier: `out` may be the front of z."""
     row = tl.program_id(0).to(tl.int64)
     n = tl.num_programs(0)
     peak = tl.load(rows + row)
@@ -106,7 +96,7 @@ def _row_grad(
     target = tl.load(targets + row)
     for start in range(0, columns, BLOCK):
         at = start + tl.arange(0, BLOCK)
-        block = tl.load(z + row * stride + at, mask=at < columns, other=float("-inf"))
+        block = tl.load(z + row * columns + at, mask=at < columns, other=float("-inf"))
         tl.debug_barrier()
         shifted = (block - peak) * scale
         factor = by_logprob + by_entropy * tl.maximum(shifted - offset, LOWEST)

@@ -1,4 +1,4 @@
-"""Top-k, permute and unpermute as Triton kernels: no atomic adds, no host syncs."""
+"""Top-k, permute and unpermute as Triton kernels without atomic adds or host syncs."""
 
 from typing import Any, NamedTuple
 
@@ -11,15 +11,15 @@ from triton.language import constexpr, tensor
 from dovetail.kernels import reference
 from dovetail.kernels.norm_triton import DTYPES, EXACT, Tile, dense_rows
 
-PIECE = 1024  # numbers of a row per program
-SORT_BLOCK = 64  # copies per program of the counting sort
-TOP_K_BLOCK = 2048  # scores per program of top_k
+PIECE = 1024  # numbers per program
+SORT_BLOCK = 64  # copies per program
+TOP_K_BLOCK = 2048  # scores per program
 MAX_EXPERTS = 4096
 MAX_COPIES = 32  # of a token
 
 
 class RowSize(NamedTuple):
-    """Numbers of a row, copies of a token, and numbers per program."""
+    """Numbers of a row, copies of a token, numbers per program."""
 
     width: int
     copies: int
@@ -27,7 +27,6 @@ class RowSize(NamedTuple):
 
 
 def top_k(scores: Tensor, k: int) -> Tensor:
-    """Equal scores in order."""
     n, experts = scores.shape
     if scores.dtype != torch.float32 or not n or experts > MAX_EXPERTS or k > MAX_COPIES:
         return reference.top_k(scores, k)
@@ -65,19 +64,19 @@ def _supported(x: Tensor, copies: int) -> bool:
 
 
 def sort_rows(experts: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The rows int32 [T K] and ends int64 [count] of `reference.permute`, by a stable counting sort."""
+    """`rows` int32 [T K] and `ends` int64 [count] of `reference.permute`, by a stable counting sort."""
     flat = experts.flatten()
     blocks = triton.cdiv(len(flat), SORT_BLOCK)
     counts = torch.zeros((count, blocks), dtype=torch.int32, device=flat.device)
     _count[(blocks,)](flat, counts, len(flat), count, blocks, SORT_BLOCK, num_warps=4)
-    ends = counts.view(-1).cumsum(0)  # of each block's rows of each expert
+    ends = counts.view(-1).cumsum(0)
     rows = torch.empty(len(flat), dtype=torch.int32, device=flat.device)
     _place[(blocks,)](flat, ends, rows, len(flat), count, blocks, SORT_BLOCK, num_warps=4)
     return rows, ends.view(count, blocks)[:, -1].contiguous()
 
 
 class _MoveRows(torch.autograd.Function):
-    """forward: copy each token to its rows, or if `back` sum a token's rows. backward: the other."""
+    """forward: copy tokens to their rows, or if `back` sum a token's rows. backward: the other."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Tensor, copies: int, total: int, back: bool) -> Tensor:
@@ -133,7 +132,6 @@ def _launch(x: Tensor, tokens: int, copies: int) -> tuple[RowSize, tuple[int], i
 
 @triton.jit(do_not_specialize=["length"])
 def _permute(x: tensor, rows: tensor, out: tensor, stride: tensor, length: tensor, SIZE: constexpr) -> None:
-    """Copy a piece of one token to its rows below `length`."""
     COPIES: constexpr = SIZE.copies  # neither static_range nor a shape takes an attribute in triton 3.6
     PIECES: constexpr = (SIZE.width + SIZE.block - 1) // SIZE.block
     token = (tl.program_id(0) // PIECES).to(tl.int64)
@@ -148,7 +146,6 @@ def _permute(x: tensor, rows: tensor, out: tensor, stride: tensor, length: tenso
 def _unpermute(
     x: tensor, rows: tensor, weights: tensor, out: tensor, stride: tensor, length: tensor, SIZE: constexpr
 ) -> None:
-    """Sum a piece of one token's rows below `length`."""
     COPIES: constexpr = SIZE.copies
     PIECES: constexpr = (SIZE.width + SIZE.block - 1) // SIZE.block
     dtype: constexpr = out.dtype.element_ty
@@ -171,7 +168,6 @@ def _unpermute(
 def _unpermute_grad(
     dy: tensor, x: tensor, rows: tensor, weights: tensor, grads: tensor, length: tensor, SIZE: constexpr
 ) -> None:
-    """One token; all reads before writes."""
     dx, dw = grads
     COPIES: constexpr = SIZE.copies
     WIDTH: constexpr = SIZE.width
@@ -199,7 +195,6 @@ def _unpermute_grad(
 
 @triton.jit(do_not_specialize=["n", "count", "blocks"])
 def _count(experts: tensor, counts: tensor, n: tensor, count: tensor, blocks: tensor, BLOCK: constexpr) -> None:
-    """A block's count of each expert, written by that expert's last copy."""
     _at, expert, live, same = _equals(experts, n, BLOCK)
     others = tl.arange(0, BLOCK)
     after = tl.sum((same & (others[None, :] > others[:, None])).to(tl.int32), 1)
@@ -211,7 +206,6 @@ def _count(experts: tensor, counts: tensor, n: tensor, count: tensor, blocks: te
 def _place(
     experts: tensor, ends: tensor, rows: tensor, n: tensor, count: tensor, blocks: tensor, BLOCK: constexpr
 ) -> None:
-    """The row of each copy; n for dropped ones. Its block's rows of its expert end at `ends`."""
     at, expert, live, same = _equals(experts, n, BLOCK)
     others = tl.arange(0, BLOCK)
     behind = tl.sum((same & (others[None, :] >= others[:, None])).to(tl.int32), 1)
@@ -221,7 +215,6 @@ def _place(
 
 @triton.jit
 def _equals(experts: tensor, n: tensor, BLOCK: constexpr) -> tuple[tensor, tensor, tensor, tensor]:
-    """A block's copies, their experts, which exist, and which pairs have equal ones."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     expert = tl.load(experts + at, mask=at < n, other=-1).to(tl.int64)
     other = tl.load(experts + tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK), mask=at < n, other=-1)
@@ -230,7 +223,7 @@ def _equals(experts: tensor, n: tensor, BLOCK: constexpr) -> tuple[tensor, tenso
 
 @triton.jit(do_not_specialize=["n"])
 def _top_k(scores: tensor, indices: tensor, n: tensor, TILE: constexpr, K: constexpr) -> None:
-    """Floats are compared as integers, so NaN has a rank."""
+    """Compares floats as integers, so NaN has a rank."""
     row = tl.program_id(0).to(tl.int64) * TILE.rows + tl.arange(0, TILE.rows)
     at = tl.arange(0, TILE.columns)
     valid = (row < n)[:, None] & (at < TILE.width)[None, :]

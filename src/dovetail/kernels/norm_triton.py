@@ -1,4 +1,4 @@
-"""Add + RMSNorm, SwiGLU and deterministic sums as Triton kernels, which round where the reference rounds."""
+"""Add + RMSNorm, SwiGLU and deterministic sums as Triton kernels, rounded as in the reference."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -14,14 +14,14 @@ from dovetail.kernels import reference
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_WIDTH = 16384  # of a row
-TILE_SIZE = 2048  # numbers per program where rows are shorter
-PROGRAMS, STAGES = 264, 3  # of a gain's gradient: two programs per multiprocessor of an H200
-PIECE = 1024  # numbers per program of swiglu and of sums
+TILE_SIZE = 2048  # numbers per program
+PROGRAMS, STAGES = 264, 3  # of a gain's gradient: two programs a multiprocessor
+PIECE = 1024  # numbers per program
 EXACT: Mapping[str, bool] = {"enable_fp_fusion": False}  # round a product before it is added
 
 
 class Tile(NamedTuple):
-    """Numbers of a row; rows and columns per step of a program."""
+    """Numbers of a row; rows and columns per step."""
 
     width: int
     rows: int
@@ -43,7 +43,6 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 
 def sum_deterministic(parts: Tensor, out: Tensor | None = None) -> Tensor:
-    """With the reference's bits."""
     if not supported(parts, parts):
         return reference.sum_deterministic(parts, out)
     if not parts[0].is_contiguous():
@@ -60,19 +59,16 @@ def supported(x: Tensor, other: Tensor) -> bool:
 
 @cache
 def tile_for(width: int) -> tuple[Tile, int]:
-    """The tile and warps of a program."""
     columns = triton.next_power_of_2(width)
     return Tile(width, max(1, TILE_SIZE // columns), columns), min(16, max(4, columns // 512))
 
 
 def stages(tensors: int, tile: Tile, like: Tensor) -> int:
-    """Of software pipelining: as many as fit into shared memory."""
     return max(1, min(STAGES, shared_bytes(like.device) // (tensors * tile.rows * tile.columns * like.itemsize)))
 
 
 @cache
 def shared_bytes(device: torch.device) -> int:
-    """Per program, less a quarter for the compiler."""
     if device.type != "cuda":
         return 0
     properties = triton.runtime.driver.active.utils.get_device_properties(device.index)
@@ -80,20 +76,19 @@ def shared_bytes(device: torch.device) -> int:
 
 
 def column_sums(partial: Tensor, dtype: torch.dtype) -> Tensor:
-    """Dense float32 [n, ...] -> [...] in `dtype`, in a fixed order."""
+    """float32 [n, ...] -> [...] in `dtype`, in a fixed order."""
     total, tile = torch.empty_like(partial[0], dtype=dtype), Tile(partial[0].numel(), 64, 16)
     _columns[(triton.cdiv(tile.width, tile.columns),)](partial, total, len(partial), tile, num_warps=4)
     return total
 
 
 def dense_rows(x: Tensor) -> Tensor:
-    """[..., D] as [n, D] with dense rows."""
     x = x.reshape(-1, x.shape[-1])
     return x if x.stride(1) == 1 else x.contiguous()
 
 
 class _AddNorm(torch.autograd.Function):
-    """forward: s = x + y, or x; n = s / rms(s) * weight. backward: dx = dy = ds + the gradient by n."""
+    """forward: s = x + y, or x; n = s / rms(s) * weight. backward: dx = dy = ds + the gradient of n."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -151,7 +146,6 @@ def _norm(
 def _norm_grad(
     inputs: tensor, dx: tensor, partial: tensor, rows: tensor, stride: tensor, TILE: constexpr, STAGES: constexpr
 ) -> None:
-    """Every num_programs-th tile of rows, and a partial sum of the gain's gradient."""
     x, weight, inverse, dy, ds = inputs
     at = tl.arange(0, TILE.columns)
     w = tl.load(weight + at, mask=at < TILE.width, other=0.0).to(tl.float32)
@@ -188,7 +182,7 @@ def _columns(partial: tensor, total: tensor, count: tensor, TILE: constexpr) -> 
 
 
 class _SwiGLU(torch.autograd.Function):
-    """forward: silu(gate) * up. backward: the joint gradient of gate and up."""
+    """forward: silu(gate) * up. backward: the joint gradient."""
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:
@@ -242,7 +236,6 @@ def _swiglu_grad(gate_up: tensor, dy: tensor, dx: tensor, strides: tensor, width
 
 @triton.jit
 def _sum(parts: tensor, total: tensor, numbers: tensor, stride: tensor, COUNT: constexpr, BLOCK: constexpr) -> None:
-    """A piece of the sum of COUNT parts."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     place = parts + at
     acc = tl.load(place, mask=at < numbers, other=0.0).to(tl.float32)

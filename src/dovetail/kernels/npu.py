@@ -1,4 +1,4 @@
-"""Ops of Ascend NPUs by torch_npu. Not run on hardware yet; tests/npu has the signatures of its wheel."""
+"""Ascend NPUs by torch_npu. Not run on hardware yet; tests/npu has the signatures of its wheel."""
 
 import itertools
 from dataclasses import dataclass
@@ -13,9 +13,9 @@ from dovetail.kernels.reference import Spans
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_HEAD_DIM, MAX_HEADS = 768, 256  # of fused attention
-MAX_SEQUENCES = 1024  # per attention call
+MAX_SEQUENCES = 1024
 ROTARY_LIMIT = 896  # rotated channels, exclusive
-MASK = 2048  # side of the triangle that stands for any causal mask
+MASK = 2048  # side of the causal mask
 GROUPED_LIMIT = 65536  # inner dim of a grouped product, exclusive
 CAUSAL, BAND = 3, 4  # sparse_mode: aligned at the bottom right
 GROUP_BY_ROWS, GROUP_BY_INNER = 0, 2  # group_type
@@ -25,14 +25,13 @@ CUMULATIVE = 0  # group_list_type
 
 @dataclass(frozen=True)
 class NpuKernels:
-    """ops: the module torch_npu. What it does not support takes the reference."""
+    """ops: the module torch_npu. Unsupported inputs take the reference."""
 
     ops: Any
     device: torch.device
 
     @cached_property
     def causal_mask(self) -> Tensor:
-        """True where a query does not look."""
         return torch.ones(MASK, MASK, dtype=torch.bool, device=self.device).triu(1)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -45,7 +44,7 @@ class NpuKernels:
         if not _supported(x) or rotary_dim >= ROTARY_LIMIT:
             return reference.rope(x, cos, sin)
         rotated, rest = x.split([rotary_dim, x.shape[-1] - rotary_dim], dim=-1)
-        r1, r2 = (torch.cat((table, table), dim=-1)[None, :, None] for table in (cos, sin))  # [1, T, 1, R]
+        r1, r2 = (torch.cat((table, table), dim=-1)[None, :, None] for table in (cos, sin))
         y: Tensor = self.ops.npu_rotary_mul(rotated[None], r1, r2, rotary_mode="half")[0]
         return torch.cat((y, rest), dim=-1) if rest.shape[-1] else y
 
@@ -66,7 +65,7 @@ class NpuKernels:
         if not _supported(q) or head_dim > MAX_HEAD_DIM or heads > MAX_HEADS:
             return reference.attention(q, k, v, q_spans, k_spans, window)
         sparse = {"sparse_mode": CAUSAL}
-        if window is not None:  # the latest keys, the query's own included
+        if window is not None:  # the query's own key included
             sparse = {"sparse_mode": BAND, "pre_tockens": window - 1, "next_tockens": 0}
         out, v_dim, v = [], v.shape[-1], reference.pad_values(k, v)
         start_q = start_k = 0

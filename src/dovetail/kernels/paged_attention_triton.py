@@ -1,4 +1,4 @@
-"""Paged attention of one new token per row as Triton kernels (split-KV decoding). Launches do not depend on lengths."""
+"""Paged attention of one new token per row as Triton kernels (split-KV decoding)."""
 
 import math
 from typing import NamedTuple
@@ -12,18 +12,18 @@ from triton.language import constexpr, tensor
 from dovetail.kernels import reference
 from dovetail.kernels.norm_triton import shared_bytes
 
-BLOCK = constexpr(64)  # entries per step of a program
+BLOCK = constexpr(64)  # entries per step
 LOG2_E = constexpr(math.log2(math.e))
 STAGES = 2
 FEW_WARPS, WARPS, COMBINE_WARPS = 2, 4, 1
-FEW_WARPS_SIZE = 2048  # numbers of a program's output that FEW_WARPS hold in registers
-MIN_QUERIES = 16  # rows of the smallest product on tensor cores
+FEW_WARPS_SIZE = 2048  # outputs per program
+MIN_QUERIES = 16
 PROGRAMS = 264  # fill a GPU of 132 multiprocessors
 MAX_SPLITS = 32
 
 
 class Shape(NamedTuple):
-    """Queries of a KV head and channels, each also padded; entries of a page; window or 0."""
+    """Queries of a KV head and channels, with their padded sizes; entries of a page; window or 0."""
 
     queries: int
     padded_queries: int
@@ -34,7 +34,7 @@ class Shape(NamedTuple):
 
 
 class EntryShape(NamedTuple):
-    """Entries of a page; channels of an entry, of a new key and value, and of a key padded."""
+    """Entries of a page; channels of an entry, of a new key and value, and of a padded key."""
 
     page: int
     dim: int
@@ -46,7 +46,7 @@ class EntryShape(NamedTuple):
 def decode_attention(
     q: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, window: int | None = None
 ) -> Tensor:
-    """Without a host sync."""
+    """No host sync; launches do not depend on lengths."""
     rows, heads, dim = q.shape
     if q.dtype == torch.float64 or dim > reference.MAX_PAGED_DIM or not rows:
         return reference.decode_attention(q, keys, values, table, lengths, window)
@@ -77,7 +77,6 @@ def write_entries(keys: Tensor, values: Tensor, pages: Tensor, offsets: Tensor, 
 
 
 def splits_for(pairs: int, capacity: int) -> int:
-    """A power of two: as many as fill the GPU and may have entries."""
     wanted = min(-(-PROGRAMS // pairs), -(-capacity // BLOCK.value), MAX_SPLITS)
     return 1 << (wanted - 1).bit_length()
 
@@ -87,7 +86,7 @@ def warps_for(queries: int, width: int) -> int:
 
 
 def stages_for(queries: int, width: int, itemsize: int, shared: int) -> int:
-    """STAGES, or 1 where `shared` bytes do not hold their blocks, the queries and the weights."""
+    """1 where shared memory is too small."""
     numbers = STAGES * BLOCK.value * width + queries * (width + BLOCK.value)
     return STAGES if numbers * itemsize <= shared else 1
 
@@ -118,7 +117,7 @@ def _split(
     stride: tensor,
     SHAPE: constexpr,
 ) -> None:
-    """The weighted sum of values and, behind all of these, maximum and sum of weights (base 2)."""
+    """Weighted sums of values, then maxima and sums of weights (base 2)."""
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     split = tl.program_id(2)
@@ -133,7 +132,7 @@ def _split(
     per_split = (last - first + splits - 1) // splits
     start = first + split * per_split
     stop = tl.minimum(start + per_split, last)
-    ROWS: constexpr = SHAPE.padded_queries  # a shape takes no attribute in triton 3.6
+    ROWS: constexpr = SHAPE.padded_queries
     WIDTH: constexpr = SHAPE.padded_dim
     query = tl.arange(0, ROWS)
     channel = tl.arange(0, WIDTH)
@@ -153,7 +152,7 @@ def _split(
         k = tl.load(keys + offset, mask=valid, other=0.0)
         scores = tl.dot(queries, tl.trans(k), input_precision="ieee") * (SHAPE.dim**-0.5 * LOG2_E)
         scores = tl.where(seen[None, :], scores, float("-inf"))
-        higher = tl.maximum(peak, tl.max(scores, 1))  # finite: every block has a visible entry
+        higher = tl.maximum(peak, tl.max(scores, 1))
         shrink = tl.exp2(peak - higher)
         weights = tl.exp2(scores - higher[:, None])
         v = tl.load(values + offset, mask=valid, other=0.0)
@@ -169,7 +168,6 @@ def _split(
 
 @triton.jit
 def _combine(partial: tensor, out: tensor, DIM: constexpr, WIDTH: constexpr, SPLITS: constexpr) -> None:
-    """At least one split has entries."""
     heads = tl.num_programs(0).to(tl.int64) * tl.num_programs(1)
     head = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     channel = tl.arange(0, WIDTH)

@@ -1,7 +1,7 @@
-"""Gated and grouped matrix products by quack (the package quack-kernels, extra `fa4`), on Hopper and Blackwell.
+"""Gated and grouped matrix products by quack (quack-kernels, extra `fa4`), on Hopper and Blackwell.
 
-pairs: a gate-up product's columns, gate and up of each feature; weights have gates first. starts, int32 [E + 1]: expert e's
-rows are starts[e] to starts[e + 1]. source: the row of x of each row. The dynamic scheduler avoids SMs that NCCL occupies.
+pairs: columns of a gate-up product, gate and up of each feature; weights have gates first. starts, int32 [E + 1]: of the
+experts' rows. source: a row's row of x. The dynamic scheduler avoids SMs that NCCL occupies.
 """
 
 import importlib
@@ -15,17 +15,16 @@ from dovetail.kernels import cuda
 
 INTERFACE = "quack.gemm_interface"
 CONFIGS = "quack.gemm_config"
-EPILOGUE = "dovetail.kernels.quack_epilogue"  # ours; importing it needs the package
+EPILOGUE = "dovetail.kernels.quack_epilogue"  # importing it needs the package
 ALIGNMENT = 16  # bytes
 MULTIPLE = 8  # bf16 numbers in ALIGNMENT
 Tiles = tuple[int, int, bool]  # rows, columns, pingpong
-WIDE: Tiles = (128, 256, False)  # with a long inner dimension: 3.17 ms, by the package's choice 3.56
-SCALED: Tiles = (128, 128, True)  # of scaled and reduced results: 1.53 ms, by its choice 2.68
-GATES_FIRST = "B"  # operand whose columns are gates, then ups
+WIDE: Tiles = (128, 256, False)  # for a long inner dimension: 3.17 ms, by default 3.56
+SCALED: Tiles = (128, 128, True)  # of scaled and reduced results: 1.53 ms, by default 2.68
+GATES_FIRST = "B"  # gates, then ups
 
 
 def takes(x: Tensor, *weights: Tensor) -> bool:
-    """Whether the package computes these dense products."""
     widths = (n for operand in (x[:0], *weights) for n in operand.shape)
     aligned = (y.dtype == torch.bfloat16 and y.numel() and y.data_ptr() % ALIGNMENT == 0 for y in (x, *weights))
     return all(aligned) and not any(n % MULTIPLE for n in widths)
@@ -35,9 +34,9 @@ def takes(x: Tensor, *weights: Tensor) -> bool:
 def gated_product_into(
     x: Tensor, weight: Tensor, gated: Tensor, starts: Tensor | None = None, source: Tensor | None = None
 ) -> Tensor:
-    """x [n, D], weight [2F, D] (or of each expert) -> pairs [n, 2F]; silu(gate) up is written to `gated` [n, F].
+    """x [n, D], weight [2F, D] (or by expert) -> pairs [n, 2F]; writes silu(gate) up to `gated` [n, F].
 
-    Activation checkpointing that keeps the result does not rewrite `gated`, so it must keep what reads it.
+    Activation checkpointing that keeps the result must keep what reads `gated`.
     """
     pairs: Tensor = _swiglu_product(x, weight, starts, source, postact_out=gated)[0]
     return pairs
@@ -49,7 +48,6 @@ def _pairs_shape(x: Tensor, weight: Tensor, gated: Tensor, *_: Tensor | None) ->
 
 
 def gated(x: Tensor, weight: Tensor, starts: Tensor | None = None, source: Tensor | None = None) -> Tensor:
-    """As `gated_product_into`, silu(gate) up [n, F] alone."""
     return _swiglu_product(x, weight, starts, source, store_preact=False)[1]
 
 
@@ -70,9 +68,9 @@ def _swiglu_product(x: Tensor, weight: Tensor, starts: Tensor | None, source: Te
 def gated_gradient(
     dy: Tensor, weight: Tensor, pairs: Tensor, starts: Tensor | None = None, scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The gradient of scale (silu(gate) up) weight.T [n, D], weight [D, F] (or of each expert).
+    """Gradient of scale (silu(gate) up) weight.T [n, D], weight [D, F] (or by expert).
 
-    -> d_pairs; scale silu(gate) up [n, F], for the weight's gradient; the scale's gradient, float32 [n].
+    -> d_pairs; scale silu(gate) up [n, F]; the scale's gradient, float32 [n].
     """
     d_pairs, gated, *d_scale = _package().gemm_dact(
         dy,
@@ -102,7 +100,6 @@ def _product_shape(x: Tensor, weight: Tensor, _starts: Tensor) -> Tensor:
 
 
 def input_gradient(d_pairs: Tensor, weight: Tensor, starts: Tensor | None = None) -> Tensor:
-    """dx [n, D] of a gate-up product."""
     dx, dense = d_pairs.new_empty(len(d_pairs), weight.shape[-1]), starts is None
     config = _config(dx.device, WIDE) if dense else None
     options = {"concat_layout": (GATES_FIRST,), "config": config, "dynamic_scheduler": dense}
@@ -111,13 +108,12 @@ def input_gradient(d_pairs: Tensor, weight: Tensor, starts: Tensor | None = None
 
 
 def product_into(out: Tensor, a: Tensor, b: Tensor) -> None:
-    """out [n, D] = a [n, K] b [K, D], for a long K."""
     _write(out, a, b, config=_config(out.device, WIDE), dynamic_scheduler=True)
 
 
 def add_weight_grad_(total: Tensor, dz: Tensor, x: Tensor, *, first: bool = False, pairs: bool = False) -> None:
-    """As `reference.add_weight_grad_`. pairs: of a gate-up product, total [2F, D], dz [n, 2F]."""
-    if first or total.dtype == torch.float32:  # the epilogue adds in the dtype of the sum
+    """pairs: of a gate-up product, total [2F, D], dz [n, 2F]."""
+    if first or total.dtype == torch.float32:  # the epilogue adds in the sum's dtype
         concat: tuple[str, ...] | None = ("out",) if pairs else None
         _write(total, dz.T, x, concat_layout=concat, add_to_output=not first, dynamic_scheduler=True)
     else:
@@ -131,7 +127,7 @@ add_joint_grad_ = partial(add_weight_grad_, pairs=True)
 def add_grouped_grad_(
     total: Tensor, dz: Tensor, x: Tensor, *, starts: Tensor, first: bool = False, pairs: bool = False
 ) -> None:
-    """total[e] += dz.T x over expert e's rows; the first overwrites, with zeros for an expert without rows."""
+    """total[e] += dz.T x over expert e's rows."""
     options = {"cu_seqlens_k": starts, "concat_layout": ("out",) if pairs else None, "dynamic_scheduler": True}
     _write(total, dz.T, x, add_to_output=not first, **options)
 
@@ -144,14 +140,12 @@ def _write(out: Tensor, a: Tensor, b: Tensor, **options: Any) -> None:
 
 
 def _config(device: torch.device, tiles: Tiles) -> Any:
-    """None, the package's own choice, except on Hopper, where that is slower."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != cuda.HOPPER:
         return None
     rows, columns, pingpong = tiles
-    config = importlib.import_module(CONFIGS).GemmConfig
-    return config(
-        tile_m=rows, tile_n=columns, pingpong=pingpong, is_dynamic_persistent=False, device_capacity=cuda.HOPPER
-    )
+    make = importlib.import_module(CONFIGS).GemmConfig
+    options = {"is_dynamic_persistent": False, "device_capacity": cuda.HOPPER}
+    return make(tile_m=rows, tile_n=columns, pingpong=pingpong, **options)
 
 
 def _package() -> Any:

@@ -1,4 +1,4 @@
-"""The LM head's product with each row's statistics in its epilogue. Importing this needs quack and its compiler."""
+"""The LM head's product with row statistics in its epilogue."""
 
 import hashlib
 import math
@@ -18,7 +18,7 @@ from quack.layout_utils import convert_layout_zero_stride
 from torch import Tensor
 
 NEG_INF = -math.inf
-LOWEST = torch.finfo(torch.float32).min / 2  # as in the reference: e^-inf (-inf) is 0
+LOWEST = torch.finfo(torch.float32).min / 2  # as in the reference
 SOURCE = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
 PACKAGE, VERSION = "quack-kernels", "0.6.5"  # whose epilogue interface this implements
 PLANES = 3  # m, s and u of `reference.vocab_stats`
@@ -28,13 +28,13 @@ if metadata.version(PACKAGE) != VERSION:
 
 
 class RowStatistics(OnlineLSEReduce):
-    """m, s and u of each row by tile, float32 [3, rows, tiles], rows innermost. quack compiles its methods."""
+    """m, s and u by row and tile, float32 [3, rows, tiles]. quack compiles its methods."""
 
     reduce_planes = PLANES
     host_finalize = None
 
     def config_key(self) -> tuple[Any, ...]:
-        """quack's compile cache does not look at these methods."""
+        """quack's cache key lacks these methods."""
         return (*super().config_key(), SOURCE)
 
     def sink_alloc_shape(self, lead: tuple[int, ...], n: int, _tile_m: int, tile_n: int, **_: Any) -> tuple[int, ...]:
@@ -45,7 +45,6 @@ class RowStatistics(OnlineLSEReduce):
 
     @cute.jit
     def begin(self, gemm: Any, param: Any, smem_tensor: Any, ctx: Any) -> Any:
-        """m, s, u in registers, shared memory, each element's coordinates, and the column limit."""
         m, s, *rest = OnlineLSEReduce.begin(self, gemm, param, smem_tensor, ctx)
         return (m, s, cute.make_rmem_tensor(m.layout, Float32), *rest)
 
@@ -85,11 +84,11 @@ class RowStatistics(OnlineLSEReduce):
 
     @cute.jit
     def _merge(self, vals: Any, others: Any) -> Any:
-        """Rescales the one with the lower maximum: either order gives the same bits."""
+        """Either order gives the same bits."""
         first = vals[0] >= others[0]
         m, s, u = (Float32(cutlass.select_(first, x, y)) for x, y in zip(vals, others, strict=True))
         low, low_s, low_u = (Float32(cutlass.select_(first, y, x)) for x, y in zip(vals, others, strict=True))
-        behind = Float32(cutlass.select_(low == Float32(NEG_INF), Float32(0.0), low - m))  # its sums are 0
+        behind = Float32(cutlass.select_(low == Float32(NEG_INF), Float32(0.0), low - m))
         shrink = cute.math.exp(behind, fastmath=True)
         return (m, s + low_s * shrink, u + shrink * (low_u + low_s * behind))
 
@@ -138,7 +137,7 @@ def product(
 ) -> None:
     """out = (logits x weight.T [n, V] or None, planes [3, n, tiles], picked [n]: logits of local targets).
 
-    inverse [n] multiplies the logits of planes and picked. tile: its rows and columns.
+    inverse [n]: scales planes and picked.
     """
     z, planes, picked = out
     epilogue = {"planes": planes, "picked": picked, "targets": targets}
@@ -151,7 +150,7 @@ def product(
         epi_args=epilogue,
         tile_M=tile[0],
         tile_N=tile[1],
-        pingpong=True,  # or the next tile overwrites this one's targets
+        pingpong=True,  # or the next tile overwrites the targets
         is_dynamic_persistent=True,
         tile_count_semaphore=torch.zeros(1, dtype=torch.int32, device=x.device),
     )

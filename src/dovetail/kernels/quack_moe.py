@@ -1,4 +1,4 @@
-"""A fused mixture of experts by quack's grouped products: forward makes no copies of tokens."""
+"""A mixture of experts by quack's grouped products."""
 
 from collections.abc import Callable
 from functools import partial
@@ -13,12 +13,12 @@ from triton.language import constexpr, tensor
 from dovetail.kernels import moe_triton, quack
 from dovetail.kernels.reference import round_rows
 
-BLOCK = 1024  # copies of a program
+BLOCK = 1024  # copies per program
 AddGrad = Callable[..., None]
 
 
 class _Plan(NamedTuple):
-    """rows, ends: of `moe_triton.sort_rows`. size: rows of the products, at least the copies. add: as `mixture`'s."""
+    """rows, ends: of `moe_triton.sort_rows`. size: rows of the products."""
 
     rows: Tensor
     ends: Tensor
@@ -37,18 +37,18 @@ def mixture(
     add: AddGrad | None = None,
     products: Any = quack,
 ) -> Tensor | None:
-    """As `registry.mixture_of_experts`; None for other dtypes than bfloat16, odd widths, and no rows. products: of `quack`."""
+    """As `registry.mixture_of_experts`; None where unsupported."""
     (gate_up, down), total = matrices, experts.numel() if copies is None else copies
     odd = any(n % quack.MULTIPLE for n in (*gate_up.shape[1:], *down.shape[1:]))
     if x.dtype != torch.bfloat16 or not total or odd or experts.shape[1] > moe_triton.MAX_COPIES:
         return None
     rows, ends = moe_triton.sort_rows(experts, len(gate_up))
-    size = min(round_rows(total), experts.numel())  # quack plans each new shape for a millisecond
+    size = min(round_rows(total), experts.numel())  # each new shape costs quack a millisecond
     return _Mixture.apply(x, weights, gate_up, down, _Plan(rows, ends, size, products, add, torch.is_grad_enabled()))
 
 
 class _Mixture(torch.autograd.Function):
-    """forward: y[t] = sum over its copies of w down(silu(gate) up). backward: dx, dw and both weights' gradients."""
+    """forward: y[t] = sum of w down(silu(gate) up). backward: dx, dw and both weights' gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, plan: _Plan) -> Tensor:
@@ -71,12 +71,12 @@ class _Mixture(torch.autograd.Function):
         x, gate_up, down, rows, starts, scale, pairs = ctx.saved_tensors
         products, copies, size = ctx.products, ctx.shape[1], len(scale)
         for_x, for_weights, for_gate_up, for_down, _ = ctx.needs_input_grad
-        dy = moe_triton.permute_rows(grads[0], rows, copies, size)  # both products take longer to gather it
+        dy = moe_triton.permute_rows(grads[0], rows, copies, size)  # faster than gathering in both products
         d_pairs, gated, d_scale = products.gated_gradient(dy, down, pairs, starts, scale)
         d_down = d_gate_up = dx = d_weights = None
 
         def add_gate_up(total: Tensor, dz: Tensor, x: Tensor, *, first: bool) -> None:
-            permuted = moe_triton.permute_rows(x, rows, copies, size)  # made only now
+            permuted = moe_triton.permute_rows(x, rows, copies, size)
             products.add_grouped_joint_grad_(total, dz, permuted, starts=starts, first=first)
 
         if for_x:
@@ -102,7 +102,6 @@ def _weight_grad(
 
 
 def _by_row(rows: Tensor, weights: Tensor, total: int) -> tuple[Tensor, Tensor]:
-    """The token of each row, int32 [total], and its weight, float32 [total]."""
     source = torch.empty(total, dtype=torch.int32, device=rows.device)
     scale = torch.empty(total, dtype=torch.float32, device=rows.device)
     grid = (triton.cdiv(len(rows), BLOCK),)
@@ -110,27 +109,19 @@ def _by_row(rows: Tensor, weights: Tensor, total: int) -> tuple[Tensor, Tensor]:
     return source, scale
 
 
-@triton.jit(do_not_specialize=["n", "total"])
+@triton.jit(do_not_specialize=["n", "size"])
 def _invert(
-    rows: tensor,
-    weights: tensor,
-    source: tensor,
-    scale: tensor,
-    n: tensor,
-    total: tensor,
-    COPIES: constexpr,
-    SIZE: constexpr,
+    rows: tensor, weights: tensor, source: tensor, scale: tensor, n: tensor, size: tensor, K: constexpr, SIZE: constexpr
 ) -> None:
     at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
-    row = tl.load(rows + at, mask=at < n, other=total).to(tl.int64)
-    valid = (at < n) & (row < total)
-    tl.store(source + row, (at // COPIES).to(tl.int32), mask=valid)
+    row = tl.load(rows + at, mask=at < n, other=size).to(tl.int64)
+    valid = (at < n) & (row < size)
+    tl.store(source + row, (at // K).to(tl.int32), mask=valid)
     tl.store(scale + row, tl.load(weights + at, mask=valid, other=0.0).to(tl.bfloat16).to(tl.float32), mask=valid)
 
 
 @triton.jit(do_not_specialize=["n", "total"])
 def _pick(rows: tensor, x: tensor, out: tensor, n: tensor, total: tensor, SIZE: constexpr) -> None:
-    """x by row -> by copy; 0 for dropped copies."""
     at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     row = tl.load(rows + at, mask=at < n, other=total).to(tl.int64)
     tl.store(out + at, tl.load(x + row, mask=(at < n) & (row < total), other=0.0), mask=at < n)

@@ -10,17 +10,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-SHORT = 128  # up to this length a CPU is faster without flash attention
-QUERY_BLOCK = 256  # queries per attention mask
-CPU_BLOCK, GPU_BLOCK = 1 << 20, 1 << 27  # logits per elementwise pass: a core's cache; enough to fill a GPU
-GATHER_BLOCK = 1 << 19  # cached numbers gathered at a time
-MAX_PAGED_DIM = 256  # head dim of paged attention in other implementations
-KEPT_BITS = 3  # of a rounded row count, below its leading one
+SHORT = 128  # up to here a CPU is faster without flash attention
+QUERY_BLOCK = 256  # queries per mask
+CPU_BLOCK, GPU_BLOCK = 1 << 20, 1 << 27  # logits per elementwise pass
+GATHER_BLOCK = 1 << 19  # numbers gathered at a time
+MAX_PAGED_DIM = 256  # of other implementations
+KEPT_BITS = 3  # below the leading one
 
 
 @dataclass(frozen=True)
 class Spans:
-    """Packed sequences: `cu_seqlens` int32 [S + 1] on the device, the lengths also on the host."""
+    """Packed sequences: `cu_seqlens` int32 [S + 1] on the device, lengths on the host."""
 
     cu_seqlens: Tensor
     lengths: tuple[int, ...]
@@ -31,7 +31,7 @@ class Spans:
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of sums and exponentials: float32, or float64 for a float64 model."""
+    """float32, or float64 for float64."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -40,20 +40,19 @@ def widened(x: Tensor) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * weight over the last dim; rms in `wide`, the product in x's dtype."""
+    """x / rms(x) * weight; rms in `wide`, the product in x's dtype."""
     y = widened(x)
     y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)
     return weight * y.to(x.dtype)
 
 
 def add_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x + y, or x alone, and its `rms_norm`."""
     total = x if y is None else x + y
     return total, rms_norm(total, weight, eps)
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate channels i and i + R / 2 of x [T, H, C] by cos and sin [T, R / 2]; channels from R on stay."""
+    """Rotate channels i and i + R / 2 of x [T, H, C] by cos and sin [T, R / 2]."""
     half = cos.shape[-1]
     first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
     cos, sin = cos[:, None], sin[:, None]
@@ -71,10 +70,7 @@ def heads(
     norm: Callable[..., Tensor] = rms_norm,
     rotate: Callable[..., Tensor] = rope,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Split qkv [T, (H + 2 G) C] into q [T, H, C], k and v [T, G, C]; q and k are rotated. counts: H and G.
-
-    gains: [C] of q and of k, for `rms_norm` before the rotation. norm, rotate: a device's own.
-    """
+    """qkv [T, (H + 2 G) C] -> q [T, H, C], k and v [T, G, C]; q and k normed by `gains` [C] and rotated. counts: H, G."""
     queries, groups = counts
     q, k, v = qkv.unflatten(-1, (queries + 2 * groups, -1)).split((queries, groups, groups), dim=1)
     if gains is not None:
@@ -85,7 +81,7 @@ def heads(
 def attention(q: Tensor, k: Tensor, v: Tensor, q_spans: Spans, k_spans: Spans, window: int | None = None) -> Tensor:
     """Causal attention in each packed sequence: q [Tq, H, C], k [Tk, G, C], v [Tk, G, Cv <= C] -> [Tq, H, Cv].
 
-    Aligned at the bottom right. Scale: C^-1/2. window: keys a query sees, its own included.
+    Aligned at the bottom right. window: keys a query sees.
     """
     if (v_dim := v.shape[-1]) < q.shape[-1]:
         return attention(q, k, pad_values(k, v), q_spans, k_spans, window)[..., :v_dim]
@@ -102,12 +98,11 @@ def attention(q: Tensor, k: Tensor, v: Tensor, q_spans: Spans, k_spans: Spans, w
 
 
 def pad_values(k: Tensor, v: Tensor) -> Tensor:
-    """v, with zero channels up to those of k."""
     return v if v.shape[-1] == k.shape[-1] else F.pad(v, (0, k.shape[-1] - v.shape[-1]))
 
 
 def _equal_runs(q_lengths: tuple[int, ...], k_lengths: tuple[int, ...]) -> Iterator[tuple[int, int, int, int, int]]:
-    """Runs of sequences of equal lengths: (count, queries, keys, first query, first key)."""
+    """Runs of equal lengths: (count, queries, keys, first query, first key)."""
     start_q = start_k = 0
     for (n, m), run in itertools.groupby(zip(q_lengths, k_lengths, strict=True)):
         count = len(list(run))
@@ -132,7 +127,7 @@ def _masked_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Te
     blocks = []
     for start in range(0, n, QUERY_BLOCK):
         stop = min(start + QUERY_BLOCK, n)
-        first, last = start + m - n, stop + m - n  # positions of this block's queries among the keys
+        first, last = start + m - n, stop + m - n
         low = 0 if window is None else max(0, first - window + 1)
         at_q = torch.arange(first, last, device=q.device)[:, None]
         at_k = torch.arange(low, last, device=q.device)[None, :]
@@ -145,12 +140,12 @@ def _masked_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Te
 def decode_attention(
     q: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, window: int | None = None
 ) -> Tensor:
-    """One new token per row: q [B, H, C], keys and values [P, G, page, C] -> [B, H, C]; row b's pages: table[b] [W]."""
+    """One new token per row: q [B, H, C], keys and values [P, G, page, C] -> [B, H, C]; table [B, W]: pages."""
     groups, page = keys.shape[1:3]
     heads = torch.arange(groups, device=q.device)[:, None]
     step = max(1, GATHER_BLOCK // (table.shape[1] * keys[0].numel()))
     out = []
-    for start in range(0, len(q), step):  # few rows at a time stay in a core's cache
+    for start in range(0, len(q), step):  # few rows stay in cache
         rows = slice(start, start + step)
         longest = int(lengths[rows].max())
         index = (table[rows, None, : -(-longest // page)] * groups + heads).flatten()
@@ -161,7 +156,7 @@ def decode_attention(
 
 
 def write_entries(keys: Tensor, values: Tensor, pages: Tensor, offsets: Tensor, k: Tensor, v: Tensor) -> None:
-    """Write k [n, G, C] and v [n, G, Cv <= C] at pages and offsets [n] of keys and values [P, G, page, C]."""
+    """k [n, G, C] and v [n, G, Cv <= C] to pages and offsets [n] of [P, G, page, C]."""
     keys[pages, :, offsets] = k
     values[pages, :, offsets, : v.shape[-1]] = v
 
@@ -177,21 +172,11 @@ def _decode_rows(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, window: int |
 
 
 def sum_deterministic(parts: Tensor, out: Tensor | None = None) -> Tensor:
-    """[n, ...] -> [...]: summed in order in `wide`, rounded once. out: dense memory."""
+    """[n, ...] -> [...]: summed in order in `wide`, rounded once."""
     total = parts[0].to(wide(parts.dtype), copy=True)
     for part in parts[1:]:
         total += part
     return total.to(parts.dtype) if out is None else out.copy_(total)
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [T, K] @ weight [N, K].T + bias [N]; gradients: `linear_input_grad` and `add_weight_grad_`."""
-    return F.linear(x, weight, bias)
-
-
-def linear_input_grad(dy: Tensor, weight: Tensor) -> Tensor:
-    """The gradient of `linear`'s input: dy [T, N] @ weight [N, K]."""
-    return dy @ weight
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
@@ -201,7 +186,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 
 def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    """x [T, K] sorted by expert, weight [E, K, N], offsets int [E], where each expert's tokens end -> [T, N]."""
+    """x [T, K] by expert, weight [E, K, N], offsets int [E]: ends of the experts' rows -> [T, N]."""
     ends = offsets.tolist()
     assert ends[-1] == len(x), f"the last expert's tokens end at {ends[-1]} of {len(x)}"
     lengths = [end - start for start, end in itertools.pairwise([0, *ends])]
@@ -209,10 +194,9 @@ def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
 
 
 def permute(x: Tensor, experts: Tensor, count: int, total: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """A copy of each token per expert, sorted by expert: x [T, D], experts int [T, K] -> [T K, D], rows [T K], ends [count].
+    """Copies of tokens by expert: x [T, D], experts int [T, K] -> [T K, D], rows [T K], ends [count].
 
-    rows[t K + i]: the row of token t's i-th copy. ends[e]: where expert e's rows end. total: rows of the result, where experts
-    of `count` or more are dropped: their `rows` are T K; rows behind the last copy are undefined.
+    rows[t K + i]: the row of token t's i-th copy, T K if dropped (expert >= count). total: rows of the result.
     """
     flat = experts.flatten().clamp(max=count)
     rows = inverse_of(flat.argsort(stable=True)).masked_fill_(flat == count, len(flat))
@@ -221,13 +205,12 @@ def permute(x: Tensor, experts: Tensor, count: int, total: int | None = None) ->
 
 
 def permute_tokens(x: Tensor, rows: Tensor, copies: int, total: int | None = None) -> Tensor:
-    """The copies that `permute` returns, given its `rows`."""
     size, drops = len(rows) if total is None else total, total is not None
     return _MoveRows.apply(x, rows, copies, size, drops, False)
 
 
 def unpermute(x: Tensor, rows: Tensor, weights: Tensor | None) -> Tensor:
-    """The sum of each token's copies: x [n, D], `permute`'s rows [T K], weights [T, K] -> [T, D]; no weights: rows [T, K]."""
+    """Sums of tokens' copies: x [n, D], rows [T K], weights [T, K] -> [T, D]; no weights: rows [T, K]."""
     copies: Tensor = _MoveRows.apply(x, rows.flatten(), 1, len(x), len(x) < rows.numel(), True)
     if weights is None:
         return copies.unflatten(0, rows.shape).sum(1)
@@ -237,7 +220,7 @@ def unpermute(x: Tensor, rows: Tensor, weights: Tensor | None) -> Tensor:
 
 
 class _MoveRows(torch.autograd.Function):
-    """forward: y[rows[i]] = x[i // copies], or if `back` y[i] = x[rows[i]]. backward: the other, without atomic adds."""
+    """forward: copies of x to `rows`, or if `back` x[rows]. backward: the other."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Tensor, copies: int, total: int, drops: bool, back: bool) -> Tensor:
@@ -253,7 +236,7 @@ class _MoveRows(torch.autograd.Function):
 
 
 def _gather(x: Tensor, rows: Tensor, drops: bool) -> Tensor:
-    """x[rows]; drops: zeros for rows that are not in x."""
+    """Zeros for rows beyond x, if it `drops` some."""
     if not drops:
         return x[rows]
     if not len(x):
@@ -263,7 +246,7 @@ def _gather(x: Tensor, rows: Tensor, drops: bool) -> Tensor:
 
 
 def inverse_of(rows: Tensor, total: int | None = None) -> Tensor:
-    """int64 [total]: for each j the i with rows[i] = j, or 0. Default total: len(rows)."""
+    """int64 [total]: for each j the i with rows[i] = j, or 0."""
     size = len(rows)
     inverse = torch.zeros(size + 1, dtype=torch.int64, device=rows.device)
     inverse.scatter_(0, rows.long().clamp(max=size), torch.arange(size, device=rows.device))
@@ -271,7 +254,7 @@ def inverse_of(rows: Tensor, total: int | None = None) -> Tensor:
 
 
 def count_rows(groups: Tensor, size: int, counted: Tensor | None = None) -> Tensor:
-    """int64 [size]: rows, or counted rows, of each group, without bincount's host sync."""
+    """int64 [size], without bincount's host sync."""
     ones = torch.ones_like(groups) if counted is None else counted.to(groups.dtype)
     return torch.zeros(size, dtype=groups.dtype, device=groups.device).scatter_add_(0, groups, ones)
 
@@ -282,13 +265,13 @@ def sum_rows(x: Tensor, groups: Tensor, size: int) -> Tensor:
 
 
 def round_rows(n: int) -> int:
-    """n rounded up by at most an eighth, so that few shapes occur."""
+    """n rounded up by at most an eighth: few shapes."""
     step = 1 << max(0, n.bit_length() - 1 - KEPT_BITS)
     return -(-n // step) * step
 
 
 def top_k(scores: Tensor, k: int) -> Tensor:
-    """int64 [t, k]: the columns of each row's k highest scores [t, E], best first."""
+    """int64 [t, k]: columns of the k highest scores of [t, E], best first."""
     return scores.topk(k).indices
 
 
@@ -298,14 +281,14 @@ def router_logits(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def logits(x: Tensor, weight: Tensor) -> Tensor:
-    """x [n, D] @ weight [V, D].T, in new memory, in float32 where the product can."""
+    """x [n, D] @ weight [V, D].T, in new memory."""
     return x @ weight.T
 
 
 def vocab_stats(z: Tensor, local_targets: Tensor, temperature: Tensor | None = None) -> Tensor:
-    """[n, V] logits -> [n, 4] in `wide`: m = max z, s = sum e^d, u = sum d e^d, t = z at the target; d = (z - m) / temperature.
+    """[n, V] -> [n, 4] in `wide`: m = max z, s = sum e^d, u = sum d e^d, t = z at a local target or 0; d = (z - m) / temperature.
 
-    t = 0 for targets outside [0, V). Rows without columns or of -inf give m = -inf, s = u = 0.
+    Rows without columns or of -inf: m = -inf, s = u = 0.
     """
     n, columns = z.shape
     stats = torch.zeros((n, 4), dtype=wide(z.dtype), device=z.device)
@@ -321,7 +304,7 @@ def vocab_stats(z: Tensor, local_targets: Tensor, temperature: Tensor | None = N
         shifted = _shifted(z, rows, torch.where(peak == float("-inf"), 0.0, peak)[:, None], temperature)
         weights = shifted.exp()
         stats[rows, 1] = weights.sum(-1)
-        # e^-inf (-inf) is 0 here: a column of -inf has no entropy
+        # also of logits of -inf
         stats[rows, 2] = weights.mul_(shifted.clamp_(min=torch.finfo(stats.dtype).min / 2)).sum(-1)
     return stats
 
@@ -336,10 +319,9 @@ def vocab_grad_(
     *,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """The logits' gradient (g [j = y] - p (g + h (d - offset))) / temperature [n, V], in `dtype`; overwrites z.
+    """(g [j = y] - p (g + h (d - offset))) / temperature [n, V], in `dtype`; overwrites z.
 
-    d = (z - peak) / temperature, p = e^d / total; normalizer: peak, total and offset [n] of the whole vocabulary. g, h [n]:
-    gradients of logprob and entropy. Computed in `wide`; the result may be in z's memory.
+    d = (z - peak) / temperature, p = e^d / total. g, h [n]: gradients of logprob and entropy.
     """
     _n, columns = z.shape
     if columns == 0:
@@ -361,13 +343,12 @@ def vocab_grad_(
 
 
 def _shifted(z: Tensor, rows: slice, peak: Tensor, temperature: Tensor | None) -> Tensor:
-    """In `wide`, in new memory. peak [rows, 1], temperature [n]."""
     block = z[rows].to(wide(z.dtype)) - peak
     return block if temperature is None else block.div_(temperature[rows, None])
 
 
 def add_weight_grad_(total: Tensor, dz: Tensor, x: Tensor, *, first: bool = False) -> None:
-    """total [V, D] += dz [n, V].T @ x [n, D], also in a wider dtype. first: overwrite total."""
+    """total [V, D] += dz [n, V].T @ x [n, D], also in a wider dtype. first: overwrite."""
     if total.dtype == x.dtype:
         torch.mm(dz.T, x, out=total) if first else total.addmm_(dz.T, x)
         return

@@ -1,4 +1,4 @@
-"""Which implementation computes each op, chosen once per device."""
+"""Which implementation computes each op, by device."""
 
 import importlib
 import importlib.util
@@ -13,7 +13,6 @@ from torch import Tensor
 from dovetail.kernels import cuda, cudnn, divergence, fa4, quack, reference
 from dovetail.kernels.npu import NpuKernels
 
-# The ops of each triton module.
 TRITON: Mapping[str, tuple[str, ...]] = {
     "logprob_triton": ("vocab_stats", "vocab_grad_"),
     "norm_triton": ("rms_norm", "add_norm", "swiglu", "sum_deterministic"),
@@ -28,10 +27,7 @@ NPU = ("attention", "rms_norm", "add_norm", "heads", "rope", "swiglu", "grouped_
 
 @dataclass(frozen=True)
 class KernelSet:
-    """An implementation of every op of `reference`, and of fused ones where a device has them.
-
-    mixture: of `mixture_of_experts`; returns None for unsupported inputs. gated, head: `quack`, `quack_head`, or as they.
-    """
+    """Every op of `reference`, and fused ones where a device has them; mixture returns None for unsupported inputs."""
 
     attention: Callable[..., Tensor] = reference.attention
     decode_attention: Callable[..., Tensor] = reference.decode_attention
@@ -40,8 +36,6 @@ class KernelSet:
     add_norm: Callable[..., tuple[Tensor, Tensor]] = reference.add_norm
     heads: Callable[..., tuple[Tensor, Tensor, Tensor]] = reference.heads
     rope: Callable[..., Tensor] = reference.rope
-    linear: Callable[..., Tensor] = reference.linear
-    linear_input_grad: Callable[..., Tensor] = reference.linear_input_grad
     swiglu: Callable[..., Tensor] = reference.swiglu
     sum_deterministic: Callable[..., Tensor] = reference.sum_deterministic
     grouped_mm: Callable[..., Tensor] = reference.grouped_mm
@@ -56,14 +50,13 @@ class KernelSet:
     add_weight_grad_: Callable[..., None] = reference.add_weight_grad_
     divergence_sums: Callable[..., Tensor] = divergence.divergence_sums
     divergence_grad_: Callable[..., Tensor] = divergence.divergence_grad_
-    head_chunk: int = 1024  # tokens per chunk of the LM head
+    head_chunk: int = 1024  # tokens
     mixture: Callable[..., Tensor | None] | None = None
     gated: ModuleType | None = None
     head: ModuleType | None = None
     draw: Callable[..., Tensor] | None = None
 
     def describe(self) -> dict[str, str]:
-        """Op -> the module that computes it."""
         ops = {f.name: getattr(self, f.name) for f in fields(self)}
         ops |= {"gated": self.gated and self.gated.gated, "head": self.head and self.head.logit_stats}
         return {name: op.__module__.rpartition(".")[2] for name, op in ops.items() if callable(op)}
@@ -78,10 +71,9 @@ def mixture_of_experts(
     copies: int | None = None,
     add: Callable[..., None] | None = None,
 ) -> Tensor:
-    """Each token's weighted sum of down_e(swiglu(gate_up_e x)) over its experts e: x [n, D] -> [n, D].
+    """Sums of weight x down_e(swiglu(gate_up_e x)) over each token's experts: x [n, D] -> [n, D].
 
-    experts int [n, K], weights [n, K] in `wide`; matrices: gate_up [E, 2 F, D], down [E, D, F]. copies: how many of `experts`
-    are below E, the others are dropped; None: all. add: takes weight gradients (`defer_wgrad`).
+    experts int [n, K], weights [n, K]; matrices: gate_up [E, 2 F, D], down [E, D, F]. copies: experts below E, default all.
     """
     fused = kernels.mixture and kernels.mixture(x, experts, weights, matrices, copies, add)
     if fused is not None:
@@ -93,7 +85,6 @@ def mixture_of_experts(
 
 
 def kernels_for(device: torch.device) -> KernelSet:
-    """The fastest installed kernels of a device."""
     if device.type == "cuda":
         return KernelSet(
             attention=_attention(device),
@@ -130,7 +121,6 @@ def _quack_kernels(device: torch.device) -> dict[str, Any]:
 
 
 def triton_kernels() -> dict[str, Any]:
-    """Op -> its triton kernel; empty where triton is not installed."""
     if importlib.util.find_spec("triton") is None:
         return {}
     modules = {name: importlib.import_module(f"dovetail.kernels.{name}") for name in TRITON}
@@ -138,6 +128,5 @@ def triton_kernels() -> dict[str, Any]:
 
 
 def npu_kernels(torch_npu: Any, device: torch.device) -> KernelSet:
-    """The kernels of an Ascend NPU, from the module torch_npu."""
     npu = NpuKernels(torch_npu, device)
     return KernelSet(**{op: getattr(npu, op) for op in NPU}, head_chunk=4096)

@@ -1,4 +1,4 @@
-"""QKV split, QK-norm and RoPE in one pass each way as Triton kernels. A row is one head of one token."""
+"""QKV split, QK-norm and RoPE in one pass each way as Triton kernels. A row is a head of a token."""
 
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ Gains = tuple[Tensor, Tensor]
 
 
 class Shape(NamedTuple):
-    """Query heads, KV heads, and half of the rotary dim."""
+    """Query heads, KV heads, half of the rotary dim."""
 
     queries: int
     groups: int
@@ -39,7 +39,7 @@ def heads(
 
 
 class _Heads(torch.autograd.Function):
-    """forward: [T, H + 2 G, C] -> q and k, normed and rotated, and v, a view. backward: one joint gradient."""
+    """forward: [T, H + 2 G, C] -> q, k (normed, rotated) and v (a view). backward: one joint gradient."""
 
     @staticmethod
     def forward(
@@ -85,7 +85,6 @@ class _Heads(torch.autograd.Function):
 
 
 def _dense_heads(x: Tensor) -> Tensor:
-    """[T, H, C] with dense heads within a token."""
     return x if x.stride(2) == 1 and (x.stride(1) == x.shape[2] or x.shape[1] <= 1) else x.contiguous()
 
 
@@ -136,25 +135,18 @@ def _gain(q_gain: tensor, k_gain: tensor, at: tensor, inside: tensor, of_query: 
 
 @triton.jit(do_not_specialize=["tokens"])
 def _rotate_grad(
-    inputs: tensor,
-    norm_inputs: tensor,
-    outputs: tensor,
-    tokens: tensor,
-    strides: tensor,
-    SHAPE: constexpr,
-    TILE: constexpr,
+    inputs: tensor, norm: tensor, outputs: tensor, tokens: tensor, strides: tensor, SHAPE: constexpr, TILE: constexpr
 ) -> None:
-    """Every num_programs-th tile of heads, and partial sums of the gains' gradients."""
     ROTATED: constexpr = SHAPE.queries + SHAPE.groups
     HEADS: constexpr = SHAPE.queries + 2 * SHAPE.groups
     dq, dk, dv, cos, sin = inputs
-    x, q_gain, k_gain, inverse, x_stride, head_stride = norm_inputs
+    x, q_gain, k_gain, inverse, x_stride, head_stride = norm
     dx, partial = outputs
     at = tl.arange(0, TILE.columns)
     rotary = at < 2 * SHAPE.half
     angle = tl.where(at < SHAPE.half, at, at - SHAPE.half)
     other = tl.where(at < SHAPE.half, at + SHAPE.half, at - SHAPE.half)
-    ROWS: constexpr = TILE.rows  # a shape takes no attribute in triton 3.6
+    ROWS: constexpr = TILE.rows
     COLUMNS: constexpr = TILE.columns
     dw_q = tl.zeros((ROWS, COLUMNS), tl.float32)
     dw_k = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -185,7 +177,7 @@ def _rotate_grad(
             n = a.to(tl.float32) * scale
             rounded = n.to(dtype).to(tl.float32)
             dw_q += tl.where(of_query[:, None], d * rounded, 0.0)
-            dw_k += tl.where(of_query[:, None], 0.0, d * rounded)  # a value's scale is 0
+            dw_k += tl.where(of_query[:, None], 0.0, d * rounded)
             dn = d * _gain(q_gain, k_gain, at, at < TILE.width, of_query)
             d = tl.where(of_value[:, None], d, (dn - n * (tl.sum(dn * n, 1) / TILE.width)[:, None]) * scale)
         tl.store(dx + row.to(tl.int64)[:, None] * TILE.width + at[None, :], d.to(dtype), mask=mask)

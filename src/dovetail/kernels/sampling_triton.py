@@ -1,4 +1,4 @@
-"""Plain sampling as Triton kernels, by the rules of `rollout.sampling`: sums of blocks, then draws of block and token."""
+"""Plain sampling as Triton kernels, by the rules of `rollout.sampling`."""
 
 import math
 from typing import NamedTuple
@@ -20,17 +20,15 @@ WARPS = 4
 
 
 class Shape(NamedTuple):
-    """Pieces of a row, also padded."""
-
     pieces: int
     padded: int
     greedy: bool
 
 
 def draw(z: Tensor, streams: Tensor, positions: Tensor, temperature: float, banned: Tensor | None) -> Tensor:
-    """One token per row of logits z [n, V], by the random number of stream [n] at position [n]. temperature: 0 is greedy.
+    """A token per row of logits z [n, V], by the random number of stream [n] at position [n]. temperature 0: greedy.
 
-    banned: mask [V] of ids never drawn. Returns float64 [2, n]: ids, and log-probs at the temperature (0: at 1) over all ids.
+    banned: mask [V]. Returns float64 [2, n]: ids, and log-probs at the temperature (0: at 1) over all ids.
     """
     n, columns = z.shape
     pieces = triton.cdiv(columns, PIECE.value)
@@ -39,7 +37,7 @@ def draw(z: Tensor, streams: Tensor, positions: Tensor, temperature: float, bann
         return out
     peaks = torch.empty(n, pieces, 2, dtype=torch.float32, device=z.device)  # of allowed and of banned tokens
     firsts = torch.empty(n, pieces, dtype=torch.int32, device=z.device)
-    per_piece = PIECE.value // BLOCK.value + 1  # sums of its blocks, and that of banned tokens
+    per_piece = PIECE.value // BLOCK.value + 1
     sums = torch.empty(n, pieces, per_piece, dtype=torch.float64, device=z.device)
     z = z if z.stride(1) == 1 else z.contiguous()
     stats, sizes, scale = (peaks, firsts, sums), (z.stride(0), columns), float(temperature or 1)
@@ -52,7 +50,6 @@ def draw(z: Tensor, streams: Tensor, positions: Tensor, temperature: float, bann
 
 @triton.jit
 def _logits(z: tensor, row: tensor, at: tensor, sizes: tensor, scale: tensor) -> tensor:
-    """At the temperature; -inf beyond the vocabulary."""
     stride, columns = sizes
     x = tl.load(z + row * stride + at, mask=at < columns, other=float("-inf")).to(tl.float32)
     return tl.div_rn(x, scale)
@@ -60,7 +57,6 @@ def _logits(z: tensor, row: tensor, at: tensor, sizes: tensor, scale: tensor) ->
 
 @triton.jit
 def _allowed(banned: tensor, x: tensor, at: tensor, columns: tensor) -> tensor:
-    """-inf for banned tokens."""
     if banned is not None:
         x = tl.where(tl.load(banned + at, mask=at < columns, other=0) != 0, float("-inf"), x)
     return x
@@ -96,12 +92,12 @@ def _piece_stats(z: tensor, banned: tensor, stats: tensor, sizes: tensor, scale:
 
 @triton.jit
 def _uniform(stream: tensor, position: tensor) -> tensor:
-    """In [0, 1), a multiple of 2^-53: `rollout.sampling.bits_at`."""
+    """In [0, 1): `rollout.sampling.bits_at`."""
     x = (stream ^ position) + GAMMA
     x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * FIRST_FACTOR
     x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * SECOND_FACTOR
     x = x ^ ((x >> 31) & ((1 << 33) - 1))
-    return ((x >> 11) & ((1 << 53) - 1)).to(tl.float64) * 1.1102230246251565e-16  # 2^-53
+    return ((x >> 11) & ((1 << 53) - 1)).to(tl.float64) * 1.1102230246251565e-16
 
 
 @triton.jit
@@ -134,7 +130,7 @@ def _sample(
         top = tl.load(peaks + 2 * (row * SHAPE.pieces + chosen // BLOCKS))
         inside = tl.cumsum(_weights(allowed, top).to(tl.float64) * tl.exp((top - peak).to(tl.float64)), 0)
         last = tl.sum(tl.where(tl.arange(0, BLOCK) == BLOCK - 1, inside, 0.0), 0)
-        rest = tl.minimum(target - before, last * BELOW_ONE)  # a block's sum and its running sum may round differently
+        rest = tl.minimum(target - before, last * BELOW_ONE)  # sums may round differently
         token = tl.minimum(chosen * BLOCK + tl.sum((inside <= rest).to(tl.int32), 0), sizes[1] - 1)
     log_total = tl.log(total)
     if banned is not None:

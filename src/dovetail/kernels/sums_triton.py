@@ -1,16 +1,16 @@
-"""Sums of weights as a Triton kernel: one read of the words, with the bits of `rollout.remote.sums.add_words`."""
+"""`rollout.remote.sums.add_words` as a Triton kernel."""
 
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr, tensor
 
-BLOCK = 2048  # words per step of a program
-PROGRAMS = 132 * 8  # eight for each multiprocessor of an H200
+BLOCK = 2048  # words per step
+PROGRAMS = 132 * 8  # eight a multiprocessor
 
 
 def add_words(words: Tensor, total: Tensor, first: int) -> None:
-    """Adds the mixed words [n] int64, the first of which is number `first`, to `total` [] int64."""
+    """Adds mixed words [n] int64 to `total` [] int64. first: the first word's number."""
     grid = (min(triton.cdiv(len(words), BLOCK), PROGRAMS),)
     _add_words[grid](words, total, len(words), first, BLOCK, num_warps=8)
 
@@ -19,7 +19,7 @@ def add_words(words: Tensor, total: Tensor, first: int) -> None:
 def _add_words(words: tensor, total: tensor, count: tensor, first: tensor, BLOCK: constexpr) -> None:
     sums = tl.zeros((BLOCK,), tl.int64)
     step, lane = tl.full((), 0x9E3779B97F4A7C15, tl.uint64), tl.arange(0, BLOCK).to(tl.int64)
-    place = lane.to(tl.uint64) * step  # the only product of numbers and STEP in a lane: the others are of scalars
+    place = lane.to(tl.uint64) * step
     for start in tl.range(tl.program_id(0).to(tl.int64) * BLOCK, count, tl.num_programs(0) * BLOCK):
         at = start + lane
         x = tl.load(words + at, mask=at < count, other=0).to(tl.uint64, bitcast=True)

@@ -1,8 +1,8 @@
-"""Activation checkpointing, by what a block's backward pass computes again, and offloading of the rest.
+"""Activation checkpointing by what backward computes again, and offloading of the rest.
 
-light       all but attention and matrix products that the block does not change in place
+light       all but attention and products that the block does not change in place
 selective   all but attention
-full        everything; only the block's input is kept
+full        everything
 """
 
 from collections import deque
@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from dovetail.memory import PinnedArena, host_room
 
 Recompute = Literal["none", "light", "selective", "full"]
-ATTENTION = ("attention", "varlen_attn")  # one of them is in the name of every kernel
+ATTENTION = ("attention", "varlen_attn")  # in the names of kernels
 PRODUCTS = (
     *("aten.mm.default", "aten.mm.dtype", "aten.addmm.default", "aten.bmm.default", "aten._grouped_mm.default"),
     *(f"dovetail.{name}.default" for name in ("gated_product_into", "grouped_product")),
@@ -37,7 +37,6 @@ def is_kept(recompute: Recompute, operation: str) -> bool:
 
 
 def runner(recompute: Recompute, host: "PinnedPool | None" = None) -> Callable[..., Any]:
-    """Calls the blocks of one forward pass. host: where to offload what they keep."""
     if recompute == "none" or not torch.is_grad_enabled():
         return lambda block, *arguments: block(*arguments)
     if host is not None:
@@ -46,7 +45,6 @@ def runner(recompute: Recompute, host: "PinnedPool | None" = None) -> Callable[.
 
 
 def options(recompute: Recompute) -> dict[str, Any]:
-    """Arguments of torch's `checkpoint`."""
     out: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     return out if recompute == "full" else out | {"context_fn": partial(selective_contexts, recompute)}
 
@@ -54,7 +52,7 @@ def options(recompute: Recompute) -> dict[str, Any]:
 def selective_contexts(
     recompute: Recompute, put: Callable[[Tensor], Any] = lambda x: x, get: Callable[[Any], Tensor] = lambda x: x
 ) -> tuple["_Keep", "_Reuse"]:
-    """Of a forward pass and its repetition. put, get: for results of attention."""
+    """Modes of a forward pass and its repetition. put, get: move results of attention."""
     kept: deque[tuple[str, Any]] = deque()
     return _Keep(recompute, kept, put), _Reuse(recompute, kept, get)
 
@@ -99,7 +97,7 @@ class _Reuse(_Mode):
 
 
 class _Product:
-    """A product's result; None once the block has changed it."""
+    """None once the block has changed it."""
 
     def __init__(self, x: Tensor) -> None:
         self.x: Tensor | None = x
@@ -114,7 +112,7 @@ def _written_storages(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
 
 
 class SavedTensor:
-    """What `save_for_backward_early` saved; to be read once, in a backward pass."""
+    """Read once, in a backward pass."""
 
     node: FunctionCtx
 
@@ -124,16 +122,13 @@ class SavedTensor:
 
 
 def save_for_backward_early(x: Tensor) -> tuple[Tensor, SavedTensor]:
-    """x, which must require a gradient, and a handle for a later backward.
-
-    A checkpoint does not repeat a later function that saves nothing.
-    """
+    """x and a handle for a later backward: a checkpoint does not repeat a function that saves nothing."""
     saved = SavedTensor()
     return _SaveEarly.apply(x, saved), saved
 
 
 class _SaveEarly(torch.autograd.Function):
-    """forward: x, which it saves. backward: the gradient unchanged."""
+    """forward: x, saved. backward: the gradient unchanged."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, saved: SavedTensor) -> Tensor:
@@ -147,7 +142,7 @@ class _SaveEarly(torch.autograd.Function):
 
 
 class OffloadedTensor:
-    """On the device, on the host, or being copied. host: None if it stays. copied: event of the last copy."""
+    """host: None if it stays. copied: event of the last copy."""
 
     def __init__(self, x: Tensor, host: Tensor | None, block: int) -> None:
         self.device_tensor: Tensor | None = x
@@ -156,7 +151,7 @@ class OffloadedTensor:
 
 
 class PinnedPool:
-    """Pinned host memory and a stream for copies. available: bytes left, None: no limit. ranks: that share them."""
+    """Pinned host memory and a stream for copies. available: bytes left. ranks: that share them."""
 
     def __init__(
         self, device: torch.device, *, available: Callable[[], int | None] | None = None, ranks: int = 1
@@ -167,7 +162,7 @@ class PinnedPool:
         self.available = available or (host_room if self.side is not None else lambda: None)
         self.ranks = ranks
         self.free: list[PinnedArena] = []
-        self.not_offloaded = 0  # bytes, for lack of host memory
+        self.not_offloaded = 0  # bytes
 
     def arena(self) -> PinnedArena:
         return self.free.pop() if self.free else PinnedArena(pinned=self.side is not None)
@@ -179,11 +174,11 @@ class PinnedPool:
             if available is not None and not arena.grow(x.nbytes, available // self.ranks):
                 self.not_offloaded += x.nbytes
                 return None
-        strides = torch.empty_like(x, device="meta").stride()  # kernels depend on them
+        strides = torch.empty_like(x, device="meta").stride()  # kernels depend on strides
         return arena.allocate(x.dtype, (x.numel(),)).as_strided(x.shape, strides)
 
     def copy(self, to: Tensor, source: Tensor) -> Any:
-        """On the side stream, after the work queued before. Returns an event."""
+        """Queued after the work so far. Returns an event."""
         if self.side is None:
             to.copy_(source)
             return None
@@ -193,13 +188,12 @@ class PinnedPool:
             return self.side.record_event()
 
     def wait(self, copied: Any) -> None:
-        """Have the current stream, not this process, wait for a copy."""
         if copied is not None:
             self.module.current_stream(self.device).wait_event(copied)
 
 
 class ActivationOffload:
-    """Offloads blocks' inputs and results of attention; fetches them one block ahead."""
+    """Offloads inputs of blocks and results of attention; fetches them one block ahead."""
 
     def __init__(self, host: PinnedPool, recompute: Recompute) -> None:
         self.host, self.recompute = host, recompute
@@ -215,12 +209,12 @@ class ActivationOffload:
         how = options(self.recompute)
         if "context_fn" in how:
             how["context_fn"] = partial(selective_contexts, self.recompute, self.put, self.get)
-        with saved_tensors_hooks(self.put, self.get):  # of the checkpoint's inputs; inside it has hooks of its own
+        with saved_tensors_hooks(self.put, self.get):  # of the checkpoint's inputs
             out: Tensor = checkpoint(block, *arguments, **how)
         return out
 
     def put(self, x: Tensor) -> Tensor | OffloadedTensor:
-        """Start to offload. Integers, such as generator states, stay."""
+        """Integers stay."""
         if not x.is_floating_point() or x.device.type != self.host.device.type:
             return x
         x = x.detach()
@@ -232,7 +226,6 @@ class ActivationOffload:
         return tensor
 
     def get(self, tensor: Tensor | OffloadedTensor) -> Tensor:
-        """The tensor on the device. Starts to fetch the block before."""
         if isinstance(tensor, Tensor):
             return tensor
         for block in (tensor.block, tensor.block - 1) if tensor.block else (0,):

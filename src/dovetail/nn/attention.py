@@ -34,14 +34,12 @@ class Context(Protocol):
     def routes(self) -> Routes: ...
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-        """q [T, H, C], k [T, G, C], v [T, G, Cv <= C] -> [T, H, Cv], of this rank's heads."""
+        """q [T, H, C], k [T, G, C], v [T, G, Cv <= C] -> [T, H, Cv]."""
         ...
 
 
 @dataclass(frozen=True)
 class PackedAttention:
-    """Causal attention within packed sequences, of all tokens."""
-
     spans: Spans
     kernels: KernelSet
 
@@ -54,8 +52,6 @@ BatchAttention = PackedAttention | SharedAttention
 
 @dataclass(frozen=True)
 class BatchContext:
-    """The `Context` of training and scoring."""
-
     cos: Tensor
     sin: Tensor
     attention: BatchAttention
@@ -82,7 +78,7 @@ def attention_of(micro: MicroBatch, mesh: Mesh, kernels: KernelSet) -> BatchAtte
 def rope_tables(
     spec: RopeSpec, positions: Tensor, lengths: Sequence[int], dtype: torch.dtype, at: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin [T, R / 2] of packed positions [T]. lengths: for kinds `BY_LENGTH`. at [t]: only these tokens."""
+    """cos and sin [T, R / 2] of positions [T]. lengths: for kinds `BY_LENGTH`. at [t]: these tokens only."""
     if at is not None:
         positions = positions[at]
     frequencies = _frequencies_on(spec, wide(dtype), positions.device)
@@ -98,7 +94,7 @@ def rope_tables(
 
 @lru_cache(maxsize=64)
 def _frequencies_on(spec: RopeSpec, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Cached: sending them in every forward pass would wait for the device."""
+    """Cached: sending waits for the device."""
     return to_device(inverse_frequencies(spec, dtype), device)
 
 
@@ -113,7 +109,7 @@ class Attention(nn.Module):
         parts = {"q_proj": (a.num_heads, a.head_dim)}
         parts |= dict.fromkeys(("k_proj", "v_proj"), (a.num_kv_heads, a.head_dim))
         self.qkv_proj = ColumnLinear(spec.width, parts, mesh, kernels, bias=a.qkv_bias)
-        self.counts = tuple(length // a.head_dim for length in self.qkv_proj.lengths[:2])  # of this rank's q and k
+        self.counts = tuple(length // a.head_dim for length in self.qkv_proj.lengths[:2])
         self.o_proj = RowLinear(a.num_heads * a.head_dim, spec.width, mesh, kernels, bias=a.o_bias)
         self.q_norm = RMSNorm(a.head_dim, spec.norm_eps, kernels) if a.qk_norm else None
         self.k_norm = RMSNorm(a.head_dim, spec.norm_eps, kernels) if a.qk_norm else None

@@ -1,6 +1,6 @@
-"""Attention to the tokens of all ranks of cp, by gathered keys or exchanged heads, and losses of whole sequences.
+"""Context parallelism by gathered keys or exchanged heads, and losses of whole sequences.
 
-Of L lines (groups that exchange heads) the i-th holds the i-th and the i-th last of 2 L chunks of tokens.
+Of L lines (groups that exchange heads) the i-th holds the i-th and i-th last of 2 L chunks of tokens.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -29,16 +29,13 @@ from dovetail.parallel.mesh import Axis, ContextAxes
 def share_keys(
     k: Tensor, v: Tensor, stretches: Sequence[slice], axis: Axis, add: Callable[..., Tensor]
 ) -> Iterable[tuple[Tensor, Tensor]]:
-    """This line's k and v [t, G, C] -> keys and values [n, G, C] of each stretch of all lines' tokens, read-only.
-
-    Gradients are rounded to k's dtype, then summed over the lines in order by `add`.
-    """
+    """k and v [t, G, C] -> keys and values [n, G, C] of each stretch of all lines' tokens, read-only."""
     out = _SharedKeys.apply(k, v, tuple(stretches), axis, add)
     return zip(out[::2], out[1::2], strict=True)
 
 
 class _SharedKeys(torch.autograd.Function):
-    """forward: all_gather, sliced into stretches. backward: their sum by line, all_to_all, sum."""
+    """forward: all_gather, sliced into stretches. backward: sums by line, all_to_all, `add` in order."""
 
     @staticmethod
     def forward(
@@ -56,7 +53,7 @@ class _SharedKeys(torch.autograd.Function):
 
 
 def scatter_kv_grads(grads: Sequence[Tensor], stretches: Sequence[slice], own: int, lines: int) -> Tensor:
-    """Gradients of each stretch's keys and values [n, G, C] -> sums [lines, 2, own, G, C] by line and token."""
+    """Gradients of stretches [n, G, C] -> sums [lines, 2, own, G, C]."""
     size = own // 2
     out = grads[0].new_empty((lines, 2, own, *grads[0].shape[1:]))
     ends = {end for stretch in stretches for end in (stretch.start, stretch.stop)}
@@ -76,8 +73,6 @@ def scatter_kv_grads(grads: Sequence[Tensor], stretches: Sequence[slice], own: i
 
 
 class Chunk(NamedTuple):
-    """Consecutive queries of a rank, and the keys that they see."""
-
     queries: slice
     keys: slice
     q_spans: Spans
@@ -86,8 +81,6 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True)
 class SharedAttention:
-    """Causal attention within packed sequences, sharded over cp."""
-
     chunks: tuple[Chunk, ...]
     axes: ContextAxes
     kernels: KernelSet
@@ -121,7 +114,6 @@ class SharedAttention:
 
 
 def cut_chunks(lengths: Sequence[int], share: ContextShard, device: torch.device) -> tuple[Chunk, ...]:
-    """One rank's chunks: two, or one of all tokens."""
     ends = cumulative(lengths).tolist()
     if share.groups == 1:
         spans = Spans(to_device(cumulative(lengths), device), tuple(lengths))
@@ -140,10 +132,7 @@ def cut_chunks(lengths: Sequence[int], share: ContextShard, device: torch.device
 
 @dataclass(frozen=True)
 class SequenceGather:
-    """A loss of whole sequences, computed by every cp rank; only the first returns its value.
-
-    forward all_reduce of inputs, backward none: a rank's gradient is that of its tokens.
-    """
+    """A loss of whole sequences on every cp rank; the first returns its value. forward all_reduce of inputs, backward none."""
 
     loss: LossFn
     micro: MicroBatch

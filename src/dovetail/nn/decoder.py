@@ -25,8 +25,6 @@ Head = Literal["lm", "value", "value_without_bias"]
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
-
     def __init__(self, spec: ArchSpec, layer: int, mesh: Mesh, kernels: KernelSet) -> None:
         super().__init__()
         self.norm_names = spec.norm_names
@@ -38,7 +36,7 @@ class Block(nn.Module):
         self.mlp = MoE(spec, layer, mesh, kernels) if spec.is_moe(layer) else make_mlp(spec, mesh, kernels)
 
     def forward(self, *arguments: Any) -> tuple[Tensor, ...]:
-        """x [t, D] of a micro-batch or each of its halves, and a tuple of their contexts -> as many [t, D]."""
+        """x [t, D] of a micro-batch or each half, and their contexts -> as many [t, D]."""
         if isinstance(self.mlp, MoE):
             out: tuple[Tensor, ...] = self.mlp.experts(self._interleaved, *arguments)
             return out
@@ -60,8 +58,6 @@ class Block(nn.Module):
 
 
 class Trunk(nn.Module):
-    """Embedding, blocks and final norm of `cut`. host: where activations are offloaded."""
-
     embed_tokens: VocabEmbedding
     norm: RMSNorm
 
@@ -92,7 +88,7 @@ class Trunk(nn.Module):
 
 
 class Decoder(StagedModel):
-    """A model, or pipeline stages of it; both ends hold a tied table, under both names."""
+    """A model, or pipeline stages of it; both ends hold a tied table."""
 
     supports_dual_batch = True
 
@@ -119,10 +115,7 @@ class Decoder(StagedModel):
     def forward(
         self, micro: MicroBatch | None, loss: LossFn | None = None, stage: int = 0, x: Tensor | None = None
     ) -> TokenStats | Loss | Tensor:
-        """One of `cut.stages`: x [t, D] of the one before or None -> x for the next, or the head's result.
-
-        Without a micro-batch: a scalar whose backward pass runs FSDP2's hooks alone.
-        """
+        """One of `cut.stages`: x [t, D] or None -> x for the next, or the head's result. No micro-batch: FSDP2's hooks alone."""
         if micro is None:
             return torch.zeros((), device=self.mesh.device, requires_grad=True)
         if x is None:
@@ -143,7 +136,7 @@ class Decoder(StagedModel):
         return torch.cat(halves) if micro.halves else halves[0]
 
     def hold_in(self, dtype: torch.dtype) -> "Decoder":
-        """Convert to `dtype`, but for biases of routers, which stay float32."""
+        """Routers' biases stay float32."""
         self.to(dtype)
         for module in self.modules():
             if isinstance(module, Router) and module.moe.bias:

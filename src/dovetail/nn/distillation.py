@@ -1,4 +1,4 @@
-"""Distillation inside the fused head: divergences from a teacher, chunk by chunk, on vocabulary-parallel logits of both."""
+"""Distillation inside the fused head, chunk by chunk, on vocabulary-parallel logits of both models."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -16,13 +16,11 @@ from dovetail.kernels.reference import widened
 from dovetail.nn.heads import HeadPass, Normalizer, VocabShard, fused_loss, loss_gradients
 from dovetail.parallel.collectives import stack_over
 
-ROW = "teacher_row"  # the field with a token's row of `TeacherStates.hidden`
-LEAST_TAIL = 1e-7  # of a distribution outside its top k; as in TRL
+ROW = "teacher_row"  # field: a token's row of `TeacherStates.hidden`
+LEAST_TAIL = 1e-7  # as in TRL
 
 
 class DistillStats(NamedTuple):
-    """Of the student log-prob, entropy and divergence [T], all differentiable; of the teacher constants."""
-
     logprob: Tensor
     entropy: Tensor
     divergence: Tensor
@@ -32,9 +30,7 @@ class DistillStats(NamedTuple):
 
 @dataclass(frozen=True)
 class TeacherStates:
-    """hidden [N, D]: a row for each value of the field `teacher_row`; weight [columns, D]: rows of the teacher's head that
-    the student's rank has of its own.
-    """
+    """hidden [N, D] by `teacher_row`; weight [columns, D]: the teacher's rows for this rank's columns."""
 
     hidden: Tensor
     weight: Tensor
@@ -42,14 +38,14 @@ class TeacherStates:
 
 @dataclass(frozen=True)
 class TopK:
-    """Only the teacher's k likeliest tokens count. tail: all others count as one; else both are renormalized to the k."""
+    """The teacher's k likeliest tokens. tail: the others count as one; else both are renormalized."""
 
     k: int
     tail: bool = True
 
 
 class HiddenStates:
-    """In place of a loss: the final hidden states of counted tokens [n, D]."""
+    """In place of a loss: final hidden states of counted tokens [n, D]."""
 
     separable: ClassVar[bool] = True
 
@@ -71,13 +67,11 @@ def distilled_loss(
     divergence: Divergence,
     top_k: TopK | None = None,
 ) -> Loss:
-    """`fused_loss` of a separable loss of `DistillStats`; `temperature` of the batch divides both models' logits."""
+    """`fused_loss` of a separable loss of `DistillStats`; the batch's `temperature` divides both models' logits."""
     return fused_loss(x, shard, batch, loss, partial(DistillationPass, teacher, divergence, top_k))
 
 
 class DistillationPass(HeadPass):
-    """One chunk of both models' logits at a time."""
-
     def __init__(
         self, teacher: TeacherStates, divergence: Divergence, top_k: TopK | None, *given: Any, **keys: Any
     ) -> None:
@@ -130,9 +124,9 @@ class DistillationPass(HeadPass):
         grads: tuple[Tensor, Tensor | None, Tensor],
         dtype: torch.dtype,
     ) -> Tensor:
-        """Everywhere -p (g + the sum of e + h (log p + entropy)) over the temperature, plus e at the top k and g at the target;
+        """-p (g + sum e + h (log p + entropy)) / temperature, plus e at the top k and g at the target; e = slopes x k.
 
-        e = slopes x k: gradients of the top log-probs. Those columns are written from exact numbers, not added to rounded ones.
+        Those columns are written exactly, not added to rounded numbers.
         """
         g, h, k = grads
         slopes = slopes * k[:, None]
@@ -148,7 +142,7 @@ class DistillationPass(HeadPass):
         exact = exact if heat is None else exact / heat[:, None]
         none = torch.full_like(part.targets, -1)
         dz: Tensor = self.shard.kernels.vocab_grad_(z, none, normalizer, total, h, heat, dtype=dtype)
-        if dz.shape[1]:  # columns of other ranks write what one of this rank's writes
+        if dz.shape[1]:  # foreign columns repeat a local one
             local = (columns >= 0) & (columns < dz.shape[1])
             first = local.to(torch.int8).argmax(-1, keepdim=True)
             spare = torch.where(local.any(-1, keepdim=True), columns.gather(-1, first), 0)
@@ -158,7 +152,7 @@ class DistillationPass(HeadPass):
 
 
 class TopColumns(NamedTuple):
-    """The teacher's k likeliest tokens [n, k], and the log-probs of both models there, of their whole vocabularies."""
+    """Ids [n, k], and log-probs of both models over their whole vocabularies."""
 
     ids: Tensor
     logprob: Tensor
@@ -166,7 +160,7 @@ class TopColumns(NamedTuple):
 
 
 def top_columns(z: Tensor, pair: Pair, shard: VocabShard, k: int) -> TopColumns:
-    """Every rank finds those of its columns, then the ranks choose among them. The same on every rank."""
+    """Ranks find those of their columns, then choose among them. The same on every rank."""
     values, ids = widened(pair.w).topk(min(k, pair.w.shape[1]))
     missing = (0, k - values.shape[1])
     values = torch.nn.functional.pad(values, missing, value=float("-inf"))

@@ -1,12 +1,10 @@
 """Heads: values, or log-probs and entropies from vocabulary-sharded logits, in one pass.
 
-Each rank reduces its columns to four numbers a token; the ranks gather and combine them in order:
+Ranks combine four numbers a token:
 
     d = (z - m) / tau     m = max z    s = sum e^d      u = sum d e^d           t = z_y if this rank holds column y, else 0
     D = (m - M) / tau     M = max m    S = sum s e^D    U = sum e^D (u + s D)
     logprob = (sum t - M) / tau - ln S                  entropy = ln S - U / S
-
-Subtracting the maximum before the division, and the shift of U, keep digits at large logits.
 """
 
 from collections.abc import Callable, Iterator
@@ -35,7 +33,7 @@ def is_separable(loss: Callable[..., Any]) -> bool:
 
 
 class Normalizer(NamedTuple):
-    """M, S and U / S [n]. At large logits log-sum-exp would be less exact."""
+    """M, S and U / S [n]: more exact than log-sum-exp."""
 
     peak: Tensor
     total: Tensor
@@ -43,7 +41,7 @@ class Normalizer(NamedTuple):
 
 
 def combine(stats: Tensor, temperature: Tensor | None = None) -> tuple[TokenStats, Normalizer]:
-    """`vocab_stats` of every rank [ranks, n, 4] -> those of the whole vocabulary."""
+    """`vocab_stats` of all ranks [ranks, n, 4] -> the whole vocabulary's."""
     m, s, u, t = stats.unbind(-1)
     peak = m.amax(0)
     shift, chosen = torch.where(m == float("-inf"), 0.0, m - peak), t.sum(0) - peak
@@ -58,18 +56,17 @@ def combine(stats: Tensor, temperature: Tensor | None = None) -> tuple[TokenStat
 
 @dataclass(frozen=True)
 class VocabShard:
-    """This rank's rows of the head, w [columns, D] without padding, from row `first` on."""
+    """This rank's rows of the head, w [columns, D] without padding."""
 
     weight: Tensor
     first: int
     axis: Axis
     kernels: KernelSet
-    owner: GradAccumulator | None = None  # accumulates the gradient, in the first rows of its weight's
+    owner: GradAccumulator | None = None
 
     def stats(
         self, x: Tensor, batch: PackedBatch, rows: slice, *, keep: bool
     ) -> tuple[Tensor | None, TokenStats, Normalizer]:
-        """Logits without temperature (if `keep`), statistics and normalizer of some rows of x [n, D]."""
         targets, temperature = batch.targets[rows] - self.first, _temperature(batch, rows, x.dtype)
         products, x, z = self.products(x), x[rows], None
         if products is not None:
@@ -85,7 +82,6 @@ class VocabShard:
 
 
 def fused_token_stats(x: Tensor, shard: VocabShard, batch: PackedBatch) -> TokenStats:
-    """Of `batch.targets` [n] from hidden states x [n, D], without a gradient."""
     with torch.no_grad():
         stats = [shard.stats(x, batch, rows, keep=False)[1] for rows in _chunks(len(batch), shard.kernels.head_chunk)]
         return TokenStats(*(torch.cat(column) for column in zip(*stats, strict=True)))
@@ -94,7 +90,7 @@ def fused_token_stats(x: Tensor, shard: VocabShard, batch: PackedBatch) -> Token
 def fused_loss(
     x: Tensor, shard: VocabShard, batch: PackedBatch, loss: LossFn, make_pass: "Callable[..., HeadPass] | None" = None
 ) -> Loss:
-    """Of hidden states x [n, D], on the counted tokens of `batch` [n]. Only `total` has a gradient."""
+    """x [n, D] on the counted tokens [n]. Only `total` has a gradient."""
     needs_grad = torch.is_grad_enabled() and (x.requires_grad or shard.weight.requires_grad)
     with torch.no_grad():
         run = (make_pass or HeadPass)(x, shard, batch, loss, needs_grad=needs_grad)
@@ -107,7 +103,7 @@ def fused_loss(
 
 
 class HeadPass:
-    """A loss, and buffers dx [n, D] and dw [columns, D] in the wide dtype. fresh: dw is uninitialized."""
+    """A loss, dx [n, D] and dw [columns, D]. fresh: dw is uninitialized."""
 
     def __init__(self, x: Tensor, shard: VocabShard, batch: PackedBatch, loss: LossFn, *, needs_grad: bool) -> None:
         self.x, self.shard, self.batch, self.loss, self.needs_grad = x, shard, batch, loss, needs_grad
@@ -123,7 +119,6 @@ class HeadPass:
             self.dw = total[: len(w)]
 
     def separable(self) -> Loss:
-        """One pass: loss and gradients chunk by chunk."""
         values = [self.chunk(rows) for rows in self.chunks]
         return values[0] if len(values) == 1 else _sum_of(values)
 
@@ -140,7 +135,7 @@ class HeadPass:
         return self.batch.compact(torch.arange(rows.start, rows.stop, device=self.x.device))
 
     def whole(self) -> Loss:
-        """Two passes: the loss of all statistics, then gradients from recomputed logits."""
+        """Two passes: the second recomputes logits for the gradients."""
         stats = fused_token_stats(self.x, self.shard, self.batch)
         value, (g, h) = loss_gradients(self.loss, stats, self.batch, self.needs_grad)
         for rows in self.chunks if self.needs_grad else ():
@@ -151,7 +146,7 @@ class HeadPass:
         return value
 
     def _backward(self, rows: slice, z: Tensor, normalizer: Normalizer, g: Tensor, h: Tensor | None) -> None:
-        """Overwrites the logits z."""
+        """Overwrites z."""
         shard, batch, dtype = self.shard, self.batch, self.x.dtype
         local_targets, temperature = batch.targets[rows] - shard.first, _temperature(batch, rows, dtype)
         self.add_products(rows, shard.kernels.vocab_grad_(z, local_targets, normalizer, g, h, temperature, dtype=dtype))
@@ -168,7 +163,7 @@ class HeadPass:
 
 
 def loss_gradients(loss: LossFn, stats: Any, batch: PackedBatch, needs_grad: bool, leaves: int = 2) -> tuple[Loss, Any]:
-    """And gradients in the first `leaves` statistics: where the loss ignores one, zeros, or None for the entropy."""
+    """Also gradients in the first `leaves` statistics: zeros where unused, None for the entropy."""
     if not needs_grad:
         return _detached(loss(stats, batch)), stats[:leaves]
     with torch.enable_grad():
@@ -182,7 +177,7 @@ def loss_gradients(loss: LossFn, stats: Any, batch: PackedBatch, needs_grad: boo
 
 
 class _WithGradients(torch.autograd.Function):
-    """forward: the total. backward: dx and dw times the upstream gradient, which is 1 where dw was accumulated."""
+    """forward: the total. backward: dx and dw times the upstream gradient, 1 where dw was accumulated."""
 
     @staticmethod
     def forward(
@@ -203,7 +198,6 @@ class _WithGradients(torch.autograd.Function):
 
 
 def _sum_of(losses: list[Loss]) -> Loss:
-    """A metric may be in some of the parts only."""
     totals, counts, metrics = zip(*losses, strict=True)
     summed = {}
     for name in dict.fromkeys(name for part in metrics for name in part):
@@ -223,12 +217,12 @@ def _temperature(batch: PackedBatch, rows: slice, dtype: torch.dtype) -> Tensor 
 
 
 def _chunks(n: int, size: int) -> Iterator[slice]:
-    """Cover n rows; an empty one for none: every rank runs the same collectives."""
+    """One empty slice for n = 0: every rank runs the same collectives."""
     return (slice(start, min(start + size, n)) for start in range(0, max(n, 1), size))
 
 
 class LMHead(GradAccumulator):
-    """Hidden states [t, D] -> statistics or loss of counted tokens. forward all_gather, backward reduce_scatter."""
+    """[t, D] -> statistics or loss of counted tokens. forward all_gather, backward reduce_scatter."""
 
     def __init__(self, vocab_size: int, width: int, mesh: Mesh, kernels: KernelSet, *, tied: bool = False) -> None:
         super().__init__()
@@ -247,7 +241,7 @@ class LMHead(GradAccumulator):
         return run(counted, self.shard, micro.counted, loss)
 
     def logits(self, x: Tensor) -> Tensor:
-        """This rank's [n, columns] in the wide dtype, of x [n, D] that all ranks of tp hold."""
+        """[n, columns] in the wide dtype, of x [n, D] on all ranks of tp."""
         return self.kernels.logits(x, self.shard.weight).to(wide(x.dtype))
 
     @property
@@ -257,7 +251,7 @@ class LMHead(GradAccumulator):
 
 
 class ValueHead(nn.Module):
-    """Hidden states [t, D] -> values [T] in the wide dtype. Gradients are partial."""
+    """[t, D] -> values [T] in the wide dtype. Gradients are partial."""
 
     def __init__(self, width: int, mesh: Mesh, *, bias: bool) -> None:
         super().__init__()
@@ -272,5 +266,4 @@ class ValueHead(nn.Module):
 
 
 def shared(loss: LossFn, micro: MicroBatch, axis: Axis) -> LossFn:
-    """`loss` as a rank of cp computes it."""
     return loss if axis.size == 1 or is_separable(loss) else SequenceGather(loss, micro, axis)

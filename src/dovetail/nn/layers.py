@@ -1,6 +1,4 @@
-"""Tensor-parallel linear layers, the embedding, the norm, and their weight gradients.
-
-Between blocks tokens are sharded, inside them features.
+"""Tensor-parallel linear layers, embedding, norm, and their weight gradients. Between blocks tokens are sharded, inside features.
 
 ColumnLinear      forward  y = all_gather(x) w.T       [t, D] -> [T, out / tp]
                   backward dx = reduce_scatter(dy w)
@@ -9,7 +7,7 @@ RowLinear         forward  y = reduce_scatter(x w.T)   [T, in / tp] -> [t, D]
 ReplicatedLinear  forward  y = x w.T                   [t, in] -> [t, out], of this rank's tokens
                   backward dx = dy w
 
-dw = dy.T x is added to `weight.grad` in its `grad_dtype` (as Megatron's fused gradient accumulation), now or from a queue.
+dw = dy.T x is added to `weight.grad` in its `grad_dtype`, now or from a queue.
 """
 
 from collections import deque
@@ -33,14 +31,14 @@ AddWeightGrad = Callable[..., None]  # `kernels.reference.add_weight_grad_`
 
 
 class WgradQueue:
-    """Deferred weight gradients, by key. bucket: that of `accumulate`; None: now."""
+    """Deferred weight gradients by key. bucket: that of `accumulate`; None: now."""
 
     def __init__(self) -> None:
         self.bucket: Hashable = None
         self.deferred: dict[Hashable, deque[Callable[[], None]]] = {}
 
     def accumulate(self, weight: Tensor, dy: Tensor, x: Tensor, add: AddWeightGrad) -> None:
-        """weight.grad += dy.T @ x, now or in `flush`, before which FSDP2 must not reshard the weight."""
+        """weight.grad += dy.T @ x, now or in `flush`, before FSDP2 reshards the weight."""
         if self.bucket is None:
             accumulate_product(weight, dy, x, add)
         else:
@@ -69,7 +67,7 @@ class WgradQueue:
 
 
 class GradAccumulator(nn.Module):
-    """Accumulates its weights' gradients itself once it has a queue."""
+    """Accumulates its weights' gradients once it has a queue."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,13 +82,13 @@ class GradAccumulator(nn.Module):
         return out
 
     def defer_wgrad(self, name: str, dz: Tensor, x: Tensor, add: AddWeightGrad) -> None:
-        """Computes dz.T @ x of an `accumulated` parameter when the backward pass reaches that call."""
+        """dz.T @ x, when backward reaches the `accumulated` call."""
         assert self.wgrad_queue is not None
         self.wgrad_queue.defer(self, partial(accumulate_product, self.get_parameter(name), dz, x, add))
 
 
 class _AccumulateGrad(torch.autograd.Function):
-    """forward: the weight. backward: accumulates its gradient, and what the module deferred."""
+    """forward: the weight. backward: accumulates its gradient and deferred ones."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, owner: GradAccumulator, name: str) -> Tensor:
@@ -113,19 +111,18 @@ def accumulate_product(weight: Tensor, dy: Tensor, x: Tensor, add: AddWeightGrad
 
 
 def accumulate_rows(weight: Tensor, rows: Tensor, index: Tensor) -> None:
-    """weight.grad[index] += rows, deterministically."""
     total, first = grad_buffer(weight)
     if first:
         total.zero_()
     rows = rows.to(total.dtype)
     if total.device.type == "cpu":
-        total.index_add_(0, index, rows)  # in order; on a GPU in any order
+        total.index_add_(0, index, rows)
     else:
         total.index_put_((index,), rows, accumulate=True)  # sorts first
 
 
 def grad_buffer(weight: Tensor) -> tuple[Tensor, bool]:
-    """`weight.grad`, and whether it is new, uninitialized memory."""
+    """The gradient, and whether it is new, uninitialized memory."""
     if weight.grad is not None:
         return weight.grad, False
     weight.grad = torch.empty_like(weight, dtype=weight.grad_dtype or weight.dtype, requires_grad=False)
@@ -133,7 +130,7 @@ def grad_buffer(weight: Tensor) -> tuple[Tensor, bool]:
 
 
 class RMSNorm(nn.Module):
-    """Ranks of tp see other tokens or heads: the gradient is partial."""
+    """The gradient is partial: ranks of tp see other tokens or heads."""
 
     def __init__(self, width: int, eps: float, kernels: KernelSet) -> None:
         super().__init__()
@@ -145,7 +142,6 @@ class RMSNorm(nn.Module):
         return self.kernels.rms_norm(x, self.weight, self.eps)
 
     def add_norm(self, x: Tensor, y: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """x + y, or x alone, and its norm."""
         return self.kernels.add_norm(x, y, self.weight, self.eps)
 
 
@@ -156,8 +152,6 @@ class LinearProducts(NamedTuple):
 
 
 class Linear(GradAccumulator):
-    """Computes by `KernelSet.linear` and its gradients."""
-
     weight: nn.Parameter
 
     def __init__(self, kernels: KernelSet) -> None:
@@ -165,17 +159,11 @@ class Linear(GradAccumulator):
         self.kernels = kernels
 
     def product(
-        self,
-        x: Tensor,
-        bias: Tensor | None,
-        collective: AsyncCollective | None = None,
-        products: LinearProducts | None = None,
+        self, x: Tensor, bias: Tensor | None, gather: AsyncCollective | None = None, ops: LinearProducts | None = None
     ) -> Tensor:
-        """x w.T + bias; with a collective, of its result, given what `start` returned as x."""
-        if products is None:
-            kernels = self.kernels
-            products = LinearProducts(kernels.linear, kernels.linear_input_grad, kernels.add_weight_grad_)
-        y: Tensor = _Linear.apply(x, self.weight, bias, self, collective, products)
+        """x w.T + bias. With a gather: of its result; x is what `start` returned."""
+        ops = ops or LinearProducts(F.linear, torch.matmul, self.kernels.add_weight_grad_)
+        y: Tensor = _Linear.apply(x, self.weight, bias, self, gather, ops)
         return y
 
 
@@ -193,9 +181,9 @@ class _Linear(torch.autograd.Function):
         products: LinearProducts,
     ) -> Tensor:
         ctx.layer, ctx.collective, ctx.shape = layer, collective, x.shape
-        _, ctx.input_grad, ctx.add_weight_grad_ = products  # not forward: it holds memory
+        _, ctx.input_grad, ctx.add_weight_grad_ = products
         x = x if collective is None else collective.wait()
-        ctx.save_for_backward(x if weight.requires_grad else None)  # the weight is gathered again by FSDP2
+        ctx.save_for_backward(x if weight.requires_grad else None)  # FSDP2 gathers the weight again
         return products.forward(x, weight, bias)
 
     @staticmethod
@@ -214,7 +202,7 @@ class _Linear(torch.autograd.Function):
 
 
 class ColumnLinear(Linear):
-    """parts: checkpoint name -> (units, unit length). Fewer heads than ranks are copied; features (length 1) are padded."""
+    """parts: name -> (units, unit length). Fewer heads than ranks are copied; features (length 1) are padded."""
 
     def __init__(
         self, width: int, parts: dict[str, tuple[int, int]], mesh: Mesh, kernels: KernelSet, *, bias: bool = False
@@ -243,7 +231,7 @@ class ColumnLinear(Linear):
 
 
 class RowLinear(Linear):
-    """Input features are padded with zeros. The bias is added to this rank's tokens: its gradient is partial."""
+    """Padded inputs. The bias is added to this rank's tokens: its gradient is partial."""
 
     def __init__(self, in_features: int, width: int, mesh: Mesh, kernels: KernelSet, *, bias: bool = False) -> None:
         super().__init__(kernels)
@@ -262,7 +250,7 @@ class RowLinear(Linear):
 
 
 class ReplicatedLinear(Linear):
-    """Of this rank's tokens: gradients are partial."""
+    """Gradients are partial."""
 
     def __init__(self, in_features: int, out_features: int, kernels: KernelSet, *, bias: bool = False) -> None:
         super().__init__(kernels)
@@ -275,7 +263,7 @@ class ReplicatedLinear(Linear):
 
 
 def vocab_placement(vocab_size: int, tp: int, *, tied: bool) -> tuple[int, Placement]:
-    """(rows a rank, placement) of a [V, D] table, padded to a multiple of tp."""
+    """Rows a rank of a padded [V, D] table."""
     part = Part.padded("", vocab_size, tp)
     return part.local_length(tp), Placement((Split(0, "tp", (part,)),), partial_over=("ends",) if tied else ())
 
@@ -290,7 +278,7 @@ class VocabEmbedding(GradAccumulator):
         self.weight = nn.Parameter(torch.empty(rows, width))
         self.placements = {"weight": placement}
         own = pad is not None and pad // rows == self.axis.rank
-        self.pad = pad % rows if pad is not None and own else None  # among this rank's rows
+        self.pad = pad % rows if pad is not None and own else None
 
     def forward(self, tokens: Tensor) -> Tensor:
         if self.axis.size == 1:
@@ -298,7 +286,7 @@ class VocabEmbedding(GradAccumulator):
         rows = self.weight.shape[0]
         local = tokens - self.axis.rank * rows
         own = (local >= 0) & (local < rows)
-        # others' tokens look up different rows: adding many zeros to one would be slow
+        # spread out: adding many zeros to one row would be slow
         anywhere = torch.arange(len(tokens), device=tokens.device) % rows
         return reduce_scatter(self._lookup(torch.where(own, local, anywhere)) * own[:, None], self.axis)
 

@@ -2,7 +2,7 @@
 
     q = q_b(norm(q_a(x))) or q_proj(x)    k_nope, v = kv_b(norm(kv_a(x)))    one rotary key for all heads
 
-Where values are wider than keys, queries and keys are padded, and the scale head_dim^-1/2 of the scores is corrected.
+Values wider than keys: queries and keys are padded, and the scale corrected.
 """
 
 import math
@@ -19,12 +19,10 @@ from dovetail.parallel.collectives import all_gather
 from dovetail.parallel.mesh import Mesh
 from dovetail.parallel.overlap import AsyncForward
 
-LATENT_EPS = 1e-6  # of the latents' norms, whatever rms_norm_eps says
+LATENT_EPS = 1e-6  # whatever rms_norm_eps says
 
 
 class LatentAttention(nn.Module):
-    """[t, D] -> [t, D]."""
-
     def __init__(self, spec: ArchSpec, layer: int, mesh: Mesh, kernels: KernelSet) -> None:
         super().__init__()
         a, latent = spec.attention, spec.attention.latent
@@ -53,7 +51,7 @@ class LatentAttention(nn.Module):
         expanded = yield from self.kv_b_proj.forward_async(self.kv_a_layernorm(kv))
         k_nope, v = expanded.unflatten(-1, (-1, self.latent.nope_dim + self.latent.v_dim)).split(
             (self.latent.nope_dim, self.latent.v_dim), dim=-1
-        )  # [T, H, C]
+        )
         k_rope = self._rotate(all_gather(k_rope, self.tp)[:, None], context).expand(-1, k_nope.shape[1], -1)
         q = torch.cat((q_nope, self._rotate(q_rope, context)), dim=-1) * self.stretch
         k = torch.cat((k_nope, k_rope), dim=-1)
@@ -70,7 +68,7 @@ class LatentAttention(nn.Module):
         return q.unflatten(-1, (-1, self.latent.key_dim))
 
     def _rotate(self, x: Tensor, context: Context) -> Tensor:
-        """Heads [T, H, R], interleaved channels reordered into halves."""
+        """Heads [T, H, R]; interleaved channels are reordered into halves."""
         if self.latent.interleaved:
             x = torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1)
         return self.kernels.rope(x, context.cos, context.sin)

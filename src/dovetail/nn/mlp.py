@@ -1,22 +1,23 @@
-"""The gated feed-forward block: down(silu(gate(x)) * up(x))."""
+"""Feed-forward blocks: down(silu(gate(x)) * up(x)), and the plain down(xielu(up(x)))."""
 
 from types import ModuleType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dovetail.arch.spec import ArchSpec
 from dovetail.kernels.registry import KernelSet
 from dovetail.nn.activation_checkpoint import SavedTensor, save_for_backward_early
 from dovetail.nn.layers import ColumnLinear, LinearProducts, RowLinear
-from dovetail.nn.plain_mlp import PlainMLP
 from dovetail.parallel.mesh import Mesh
 from dovetail.parallel.overlap import AsyncForward, finish, reduce_scatter_async, run_sync, start_all_gather, switch
+from dovetail.parallel.placement import Placement
 
 
 class GatedMLP(nn.Module):
-    """Gate and up are one product, fused with the activation where the kernels can."""
+    """One product for gate and up, fused with the activation where the kernels can."""
 
     def __init__(self, spec: ArchSpec, mesh: Mesh, kernels: KernelSet, width: int | None = None) -> None:
         super().__init__()
@@ -60,31 +61,63 @@ class GatedMLP(nn.Module):
 
 
 class _FusedDown(torch.autograd.Function):
-    """forward: z = silu(gate) up w.T. backward: d_gate_up in pairs, silu(gate) up again for dw.
-
-    It saves nothing itself, so activation checkpointing does not repeat it.
-    """
+    """forward: z = silu(gate) up w.T. backward: d_gate_up in pairs, silu(gate) up again for dw. Saves nothing itself."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        _gate_up: Tensor,
-        gated: Tensor,
-        weight: Tensor,
-        saved: SavedTensor,
-        layer: RowLinear,
-        products: ModuleType,
+        ctx: Any, _gate_up: Tensor, gated: Tensor, weight: Tensor, saved: SavedTensor, layer: RowLinear, ops: ModuleType
     ) -> Tensor:
-        ctx.saved, ctx.layer, ctx.products = saved, layer, products
-        return layer.kernels.linear(gated, weight)
+        ctx.saved, ctx.layer, ctx.ops = saved, layer, ops
+        return F.linear(gated, weight)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         dz, layer = grads[0].contiguous(), ctx.layer
-        d_gate_up, gated, _ = ctx.products.gated_gradient(dz, layer.weight, ctx.saved.get())
+        d_gate_up, gated, _ = ctx.ops.gated_gradient(dz, layer.weight, ctx.saved.get())
         if ctx.needs_input_grad[2]:
-            layer.wgrad_queue.accumulate(layer.weight, dz, gated, ctx.products.add_weight_grad_)
+            layer.wgrad_queue.accumulate(layer.weight, dz, gated, ctx.ops.add_weight_grad_)
         return d_gate_up, None, None, None, None, None
+
+
+class XIELU(nn.Module):
+    """arXiv 2411.13010:
+
+        x > 0    a x^2 + b x                            a = softplus(alpha_p)
+        x <= 0   c (e^min(x, eps) - 1 - x) + b x        c = b + softplus(alpha_n)
+
+    Gradients are partial: ranks see their own features.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alpha_p = nn.Parameter(torch.empty(1))
+        self.alpha_n = nn.Parameter(torch.empty(1))
+        self.beta: Tensor
+        self.eps: Tensor
+        self.register_buffer("beta", torch.empty(()))
+        self.register_buffer("eps", torch.empty(()))
+        self.placements = dict.fromkeys(("alpha_p", "alpha_n"), Placement(partial_over=("tp",)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        positive, negative = F.softplus(self.alpha_p), self.beta + F.softplus(self.alpha_n)
+        below = (torch.expm1(torch.min(x, self.eps)) - x) * negative
+        return torch.where(x > 0, positive * x * x, below) + self.beta * x
+
+
+class PlainMLP(nn.Module):
+    def __init__(self, spec: ArchSpec, mesh: Mesh, kernels: KernelSet) -> None:
+        super().__init__()
+        self.up_proj = ColumnLinear(spec.width, {"up_proj": (spec.ffn_width, 1)}, mesh, kernels, bias=spec.mlp_bias)
+        self.act_fn = XIELU()
+        self.down_proj = RowLinear(spec.ffn_width, spec.width, mesh, kernels, bias=spec.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return run_sync(self.forward_async(x))
+
+    def forward_async(self, x: Tensor) -> AsyncForward[Tensor]:
+        y = yield from self.up_proj.forward_async(x)
+        yield from switch(self.up_proj.axis)
+        return (yield from self.down_proj.forward_async(self.act_fn(y)))
 
 
 def make_mlp(spec: ArchSpec, mesh: Mesh, kernels: KernelSet) -> GatedMLP | PlainMLP:

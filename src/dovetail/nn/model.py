@@ -1,4 +1,4 @@
-"""The interface of a model to an engine."""
+"""An engine's interface to a model."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,13 +21,13 @@ from dovetail.nn.layers import WgradQueue
 from dovetail.parallel.mesh import Mesh
 from dovetail.parallel.placement import placements_of
 
-# How a checkpoint has a layer's experts: see `weights.shards`.
+# forms of a layer's experts in a checkpoint: `weights.shards`
 ExpertForm = Literal["fused", "turned", "apart", "mixtral"]
 
 
 @dataclass(frozen=True)
 class StageRange:
-    """Layers of a rank's stages; whether they include the model's ends."""
+    """Layers of a rank's stages, and whether they include the model's ends."""
 
     stages: tuple[range, ...]
     first: bool = True
@@ -39,12 +39,12 @@ class StageRange:
 
 
 class StagedModel(nn.Module):
-    """Parameters under the checkpoint's names, the head as `lm_head` or `score`. forward: see `Decoder.forward`."""
+    """Parameters under the checkpoint's names; head: `lm_head` or `score`. forward: `Decoder.forward`."""
 
     kernels: KernelSet
-    is_critic: bool  # has a value head
+    is_critic: bool
     recompute: Recompute = "none"
-    supports_dual_batch: bool = False  # whether a micro-batch may have halves
+    supports_dual_batch: bool = False  # takes micro-batches in halves
 
     def __init__(self, spec: AnySpec, mesh: Mesh, cut: StageRange, *, tied: bool) -> None:
         super().__init__()
@@ -64,14 +64,12 @@ class StagedModel(nn.Module):
 
     @property
     def text(self) -> nn.Module:
-        """Without the head."""
         raise NotImplementedError
 
     def check(self, batch: PackedBatch) -> None:
-        """Raises DataError for a batch that this model cannot read."""
         if batch.media:
             raise DataError(f"the batch has images or videos, but {self.spec.family} reads text only; leave them out")
-        if batch.tokens.device.type == "cpu":  # elsewhere this would wait for the device
+        if batch.tokens.device.type == "cpu":  # elsewhere it would wait
             self._check_ids(batch.tokens)
             self._check_ids(batch.targets, batch.mask)
             if not self.is_critic:
@@ -80,11 +78,11 @@ class StagedModel(nn.Module):
             self._check_routing(batch.routing)
 
     def _check_ids(self, ids: Tensor, mask: Tensor | None = None) -> None:
-        """A sharded embedding would give zeros for an unknown id."""
+        """A sharded embedding gives zeros for an unknown id."""
         low, high = torch.aminmax(ids) if ids.numel() else (0, 0)
         if low >= 0 and high < self.spec.vocab_size:
             return None
-        if mask is not None:  # rarely
+        if mask is not None:
             return self._check_ids(ids[mask])
         raise DataError(
             f"the batch has ids {int(low)} to {int(high)}, but this {self.spec.family} model has ids 0 to "
@@ -93,36 +91,30 @@ class StagedModel(nn.Module):
 
     def _check_routing(self, trace: RoutingTrace) -> None:
         if (moe := self.moe) is None:
-            raise DataError(
-                f"the batch brings routing, but {self.spec.family} models as this one have no experts of ours; take "
-                "batch.with_routing(None)"
-            )
+            lacks = f"this {self.spec.family} model has no experts of ours"
+            raise DataError(f"the batch has routing, but {lacks}; take batch.with_routing(None)")
         if trace.layers != moe.numbers or trace.indices.shape[1:] != (len(moe.numbers), moe.top_k):
-            raise DataError(
-                f"the batch brings routing for layers {list(trace.layers)} with {trace.indices.shape[-1]} experts a token; this "
-                f"model routes in layers {list(moe.numbers)} to {moe.top_k}; record it with the same model"
-            )
+            at = f"layers {list(trace.layers)} with {trace.indices.shape[-1]} experts a token"
+            own = f"layers {list(moe.numbers)} to {moe.top_k}"
+            raise DataError(f"the batch has routing for {at}, this model routes in {own}; record it with the same one")
         known = trace.indices[trace.valid]
         if known.numel() and not 0 <= int(known.min()) <= int(known.max()) < moe.num_experts:
-            raise DataError(
-                f"the batch brings routing to experts {int(known.min())} to {int(known.max())}, but this model has "
-                f"{moe.num_experts}; was it stored in a type that is too narrow?"
-            )
+            to = f"experts {int(known.min())} to {int(known.max())}"
+            raise DataError(f"the batch has routing to {to} of {moe.num_experts}; was it stored in too narrow a type?")
 
     def stored_name(self, name: str) -> str:
-        """The checkpoint's name."""
         return name
 
     def groups(self) -> Iterator[nn.Module]:
-        """The modules that FSDP2 gathers as one, children first."""
+        """Modules that FSDP2 gathers as one, children first."""
         raise NotImplementedError
 
     def first_groups(self) -> Iterator[nn.Module]:
-        """Those that every forward pass gathers first, where their order is known."""
+        """Groups that a forward pass gathers first, where their order is known."""
         return iter(())
 
     def materialize(self, device: torch.device) -> None:
-        """Allocate the parameters: zeros in the padding, else uninitialized."""
+        """Padding is 0, the rest uninitialized."""
         with torch.no_grad():
             stored = [param.to_local() if isinstance(param, DTensor) else param for param in self.parameters()]
         ask_once([x.numel() * x.element_size() for x in stored], device)
@@ -139,7 +131,5 @@ def _check_temperature(batch: PackedBatch) -> None:
     counted = batch.fields["temperature"][batch.mask]
     fits = (counted >= MIN_TEMPERATURE) & (counted <= MAX_TEMPERATURE)
     if not bool(fits.all()):
-        raise DataError(
-            f"the batch has a token of temperature {float(counted[~fits][0]):g}; expected {MIN_TEMPERATURE:g} "
-            f"to {MAX_TEMPERATURE:g}, which divides its logits"
-        )
+        limits = f"{MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}"
+        raise DataError(f"the batch has a token of temperature {float(counted[~fits][0]):g}; expected {limits}")

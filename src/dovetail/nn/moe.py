@@ -1,4 +1,4 @@
-"""Mixtures of experts, sharded over ep and tp. A token is sent once to each rank of ep that has some of its K experts:
+"""Mixtures of experts over ep and tp. A token is sent once to each rank of ep that has some of its K experts:
 
 [t, D]   all_gather over tp               [T, D]
          a row for each of its ranks      sorted by rank
@@ -34,12 +34,12 @@ from dovetail.parallel.overlap import (
 )
 from dovetail.parallel.placement import Part, Placement, Split
 
-TINY = 1e-20  # so that the sum of chosen weights is not 0
+TINY = 1e-20
 T = TypeVar("T")
 
 
 class Router(nn.Module):
-    """[t, D] -> experts and weights (in the wide dtype) [t, K]. Replayed routes replace experts, not weights."""
+    """[t, D] -> experts and weights (wide) [t, K]. Replayed routes replace experts, not weights."""
 
     e_score_correction_bias: Tensor
 
@@ -55,13 +55,14 @@ class Router(nn.Module):
         logits = self.kernels.router_logits(x, self.weight)
         scores = logits.softmax(-1) if self.moe.scores == "softmax" else logits.sigmoid()
         indices = routes.choose(self.layer, partial(self.best, scores.detach()))
-        weights = add_router_loss(scores.gather(1, indices), routes.cost(self.layer, logits, scores))
+        weights, cost = scores.gather(1, indices), routes.cost(self.layer, logits, scores)
+        weights = weights if cost is None else _AddRouterLoss.apply(weights, cost)
         if self.moe.normalize:
             weights = weights / (weights.sum(-1, keepdim=True) + TINY)
         return indices, weights * self.moe.scale
 
     def best(self, scores: Tensor) -> Tensor:
-        """[t, E] -> the best experts of the best groups [t, K]."""
+        """[t, E] -> experts [t, K] of the best groups."""
         moe = self.moe
         if moe.bias:
             scores = scores + self.e_score_correction_bias
@@ -75,7 +76,7 @@ class Router(nn.Module):
 
 
 class Experts(GradAccumulator):
-    """Tokens [T, D], experts and weights [T, K] -> weighted sums [T, D], partial over tp."""
+    """Tokens [T, D], experts and weights [T, K] -> [T, D], partial over tp."""
 
     def __init__(self, spec: ArchSpec, moe: MoeSpec, mesh: Mesh, kernels: KernelSet) -> None:
         super().__init__()
@@ -91,7 +92,7 @@ class Experts(GradAccumulator):
         }
 
     def forward(self, run: Callable[..., T], *arguments: Any) -> T:
-        """Run what needs the parameters: FSDP2 gathers them once for both halves of a batch."""
+        """FSDP2 gathers the parameters once for both halves of a batch."""
         return run(*arguments)
 
     def forward_async(self, x: Tensor, chosen: Tensor, weights: Tensor) -> AsyncForward[Tensor]:
@@ -103,14 +104,14 @@ class Experts(GradAccumulator):
         ranks, counts = destinations(chosen // here, ep.size)
         received = begin_exchange(counts, ep).wait()
         numbers = AsyncHostCopy(torch.stack((counts[:, 0], received[:, 0], received[:, 1])))
-        capacity = ranks.numel()  # the host does not know yet how many rows there are
+        capacity = ranks.numel()  # before the host knows the rows
         rows, places, _ = kernels.permute(x, ranks, ep.size, capacity)
         choices = kernels.permute_tokens(pack_choices(chosen, weights), places, ranks.shape[1], capacity)
         to_experts = [AsyncCollective(None, None), AsyncCollective(None, None)]
         sent = [start(part, collective) for part, collective in zip((rows, choices), to_experts, strict=True)]
-        matrices = self._matrices()  # after `start`: their gradients come before it is waited for
+        matrices = self._matrices()  # after `start`: their gradients come before the wait
         yield
-        to, by, copies = numbers.wait()  # the host waits once
+        to, by, copies = numbers.wait()  # the host's one wait
         num_rows, capacity = sum(by), round_rows(sum(by))
         for part, collective in zip((rows, choices), to_experts, strict=True):
             collective.collective = partial(begin_all_to_all, to=to, by=by, axis=ep, room=capacity)
@@ -118,7 +119,7 @@ class Experts(GradAccumulator):
             collective.start(part)
         rows, choices = (finish(part, collective) for part, collective in zip(sent, to_experts, strict=True))
         chosen, weights = unpack_choices(choices)
-        chosen = (chosen - ep.rank * here) % (ep.size * here)  # experts of other ranks are numbered from `here` on
+        chosen = (chosen - ep.rank * here) % (ep.size * here)
         chosen[num_rows:] = here
         y = mixture_of_experts(kernels, rows, chosen, weights, matrices, sum(copies), defer)
         home = AsyncCollective(
@@ -137,7 +138,7 @@ def destinations(owners: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """Owners [T, K] -> distinct ranks [T, min(K, size)], else `size`; rows and copies by rank [size, 2]."""
     every = torch.arange(size, device=owners.device)
     to = owners[:, :, None] == every
-    goes = to.any(1)  # [T, size]
+    goes = to.any(1)
     ranks, most = torch.where(goes, every, size), owners.shape[1]
     if most < size:
         ranks = ranks.sort(1).values[:, :most].contiguous()
@@ -145,21 +146,19 @@ def destinations(owners: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 
 def pack_choices(chosen: Tensor, weights: Tensor) -> Tensor:
-    """Experts, as bits of integers, and weights [T, K] -> [T, 2 K]."""
+    """Experts, as integers' bits, and weights [T, K] -> [T, 2 K]."""
     integer = torch.int32 if weights.element_size() == 4 else torch.int64
     return torch.cat((weights, chosen.to(integer).view(weights.dtype)), 1)
 
 
 def unpack_choices(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """The inverse of `pack_choices`. Weights alone have gradients."""
+    """The inverse. Only weights have gradients."""
     weights, bits = packed.chunk(2, dim=1)
     integer = torch.int32 if packed.element_size() == 4 else torch.int64
     return bits.detach().contiguous().view(integer), weights
 
 
 class MoE(nn.Module):
-    """Routed and shared experts."""
-
     def __init__(self, spec: ArchSpec, layer: int, mesh: Mesh, kernels: KernelSet) -> None:
         super().__init__()
         moe = spec.moe
@@ -176,7 +175,7 @@ class MoE(nn.Module):
         return run_sync(self.forward_async(x, routes))
 
     def forward_async(self, x: Tensor, routes: Routes) -> AsyncForward[Tensor]:
-        """Within `Experts.forward`, which gathers their parameters."""
+        """Call it within `Experts.forward`."""
         y = yield from self._routed(x, *self.gate(x, routes))
         if not self.shared_name:
             return y
@@ -188,13 +187,13 @@ class MoE(nn.Module):
     def _routed(self, x: Tensor, indices: Tensor, weights: Tensor) -> AsyncForward[Tensor]:
         sent, gather = yield from start_all_gather(x, self.tp)
         x, weights = finish(sent, gather), all_gather(weights, self.tp)
-        chosen = stack_over(indices, self.tp).flatten(0, 1)  # [T, K]
+        chosen = stack_over(indices, self.tp).flatten(0, 1)
         y = yield from self.experts.forward_async(x, chosen, weights)
         return (yield from reduce_scatter_async(y, self.tp))
 
 
 class _AddRouterLoss(torch.autograd.Function):
-    """forward: x. backward: its gradient unchanged, and 1 for the loss."""
+    """Adds `loss` to the loss computed from x, in any stage. forward: x. backward: its gradient, and 1 for the loss."""
 
     @staticmethod
     def forward(_ctx: Any, x: Tensor, _loss: Tensor) -> Tensor:
@@ -203,8 +202,3 @@ class _AddRouterLoss(torch.autograd.Function):
     @staticmethod
     def backward(_ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
         return grads[0], grads[0].new_ones(())
-
-
-def add_router_loss(x: Tensor, loss: Tensor | None) -> Tensor:
-    """x; `loss` is added to the loss computed from it, in any pipeline stage."""
-    return x if loss is None else _AddRouterLoss.apply(x, loss)

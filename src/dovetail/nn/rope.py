@@ -1,7 +1,4 @@
-"""Frequencies of rotary position embedding.
-
-Operations are in transformers' order, since positions multiply a frequency's rounding.
-"""
+"""Frequencies of rotary position embedding, by transformers' order of operations: positions multiply rounding."""
 
 import math
 
@@ -13,7 +10,7 @@ from dovetail.errors import ModelError
 
 
 def inverse_frequencies(spec: RopeSpec, dtype: torch.dtype, length: int = 0) -> Tensor:
-    """Radians per position, [R / 2]. length: of the sequence, for the kinds `BY_LENGTH`."""
+    """Radians per position, [R / 2]. length: for the kinds `BY_LENGTH`."""
     channels = torch.arange(0, spec.rotary_dim, 2).to(dtype) / spec.rotary_dim
     plain = 1.0 / spec.theta**channels
     match spec.kind:
@@ -34,13 +31,12 @@ def inverse_frequencies(spec: RopeSpec, dtype: torch.dtype, length: int = 0) -> 
 
 
 def _dynamic_base(spec: RopeSpec, dtype: torch.dtype, length: int) -> Tensor:
-    """NTK-aware scaling, rounded in `dtype`."""
     stretch = spec.factor * torch.tensor(length, dtype=dtype) / spec.max_positions - (spec.factor - 1)
     return spec.theta * stretch ** (spec.rotary_dim / (spec.rotary_dim - 2))
 
 
 def _llama3(spec: RopeSpec, plain: Tensor) -> Tensor:
-    """Llama 3.1: long wavelengths are scaled, short ones kept, others interpolated."""
+    """Long wavelengths are scaled, short ones kept, others interpolated."""
     wavelength = 2 * math.pi / plain
     turns = spec.max_positions / wavelength  # over the original length
     share = (turns - spec.low_freq_factor) / (spec.high_freq_factor - spec.low_freq_factor)
@@ -50,10 +46,9 @@ def _llama3(spec: RopeSpec, plain: Tensor) -> Tensor:
 
 
 def _yarn(spec: RopeSpec, periods: Tensor) -> Tensor:
-    """YaRN (arXiv 2309.00071): a ramp from kept channels (many turns) to scaled ones (few turns)."""
+    """arXiv 2309.00071: from kept channels (many turns) to scaled ones."""
 
     def channel_of(turns: float) -> float:
-        """With that many turns over the original length."""
         return spec.rotary_dim * math.log(spec.max_positions / (turns * 2 * math.pi)) / (2 * math.log(spec.theta))
 
     low, high = channel_of(spec.beta_fast), channel_of(spec.beta_slow)

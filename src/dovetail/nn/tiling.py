@@ -1,4 +1,4 @@
-"""MLPs by tiles of tokens: only the input is saved, and backward computes each tile again."""
+"""MLPs by tiles of tokens: only the input is saved; backward computes each tile again."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -18,7 +18,7 @@ class Tiled(GradAccumulator):
 
     def __init__(self, mlp: nn.Module, tokens: int) -> None:
         super().__init__()
-        self.mlp = (mlp,)  # in a tuple, so as not to be a child
+        self.mlp = (mlp,)  # a tuple hides it from `children`
         self.tokens = tokens
         for name, part in mlp.named_children():
             self.add_module(name, part)
@@ -35,7 +35,6 @@ class Tiled(GradAccumulator):
         return y
 
     def tile_weights(self) -> list[nn.Parameter]:
-        """The parameters whose gradients no queue accumulates."""
         queued = {id(part.weight) for part in self.modules() if isinstance(part, Linear) and part.wgrad_queue}
         return [weight for weight in self.parameters() if id(weight) not in queued]
 
@@ -45,7 +44,7 @@ class Tiled(GradAccumulator):
 
 
 class _Tiles(torch.autograd.Function):
-    """forward: each tile's MLP. backward: dx; dw of `tile_weights`, summed in the wide dtype."""
+    """forward: each tile's MLP. backward: dx, and dw summed in the wide dtype."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, tiled: Tiled, saved: SavedTensor, *_: Tensor) -> Tensor:
@@ -75,7 +74,7 @@ class _Tiles(torch.autograd.Function):
 
 
 def tile_mlps(model: nn.Module, tokens: int, *, elsewhere: bool = False) -> None:
-    """Tile every dense MLP. ModelError if there is none, here or `elsewhere`."""
+    """ModelError if there is no dense MLP, here or `elsewhere`."""
     blocks = [block for block in model.modules() if _is_dense(block._modules.get("mlp"))]
     for block in blocks:
         block.add_module("mlp", Tiled(block.get_submodule("mlp"), tokens))

@@ -1,4 +1,4 @@
-"""What an update rule is; AdamW, with its moments on the device or the host."""
+"""Update rules; AdamW, with moments on the device or the host."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,52 +14,51 @@ from dovetail.memory import PinnedArena, aligned, view_at
 from dovetail.nn.activation_checkpoint import PinnedPool
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+Groups = list[dict[str, Any]]  # of torch
 Stored = Mapping[nn.Parameter, Mapping[str, Tensor]]
-BUCKET_BYTES = 1 << 29  # more where a parameter is larger
+BUCKET_BYTES = 1 << 29  # unless a parameter is larger
 
 
 class UpdateRule:
-    """What updates local shards. `step` does nothing, and does not count, where `found_inf` is 1."""
+    """Updates local shards. Where `found_inf` is 1, `step` does and counts nothing."""
 
-    state_names: tuple[str, ...]  # of the parameter's shape, in checkpoints: the same on every rank
-    param_groups: list[dict[str, Any]]  # of torch; lr and weight_decay are set before each step
+    state_names: tuple[str, ...]  # of the parameter's shape, in checkpoints
+    param_groups: Groups  # lr and weight_decay are set before each step
     state: defaultdict[Any, Any]  # parameter -> name -> state
     found_inf: Tensor  # float32 [], on the device
 
     def step(self, closure: Any = None) -> Any:
         raise NotImplementedError
 
-    def reserve(self) -> None:
-        """Allocate the host memory of the state."""
+    def reserve(self) -> None: ...
 
     def begin(self, steps: int = 0) -> None:
-        """Give parameters without state zeros, as after so many steps."""
+        """Zeros for parameters without state, as after so many steps."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if not self.state.get(parameter):
                     self._set_state(parameter, steps, [torch.zeros_like(parameter) for _ in self.state_names])
 
     def resume(self, steps: int) -> None:
-        """Continue as after so many steps; the caller fills the rest of the state."""
+        """Continue as after so many steps; the caller fills the rest."""
         self.begin(steps)
         for state in self.state.values():
             if "step" in state:
                 state["step"].fill_(steps)
 
     def stored(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """State in checkpoints: of `state_names` those that it has. Where these are copies, `restored` follows a load."""
+        """State in checkpoints. Where it is copied, `restored` follows a load."""
         state = self.state.get(parameter, {})
         return {name: state[name] for name in self.state_names if name in state}
 
     def others(self) -> dict[str, Tensor] | None:
-        """More in checkpoints, of any shape: equal on ranks that have one of this name. None, on every rank: never any."""
+        """More for checkpoints, of any shape, equal on ranks that have the name. None, on every rank: never any."""
         return None
 
     def restored(self, stored: Stored, others: Mapping[str, Tensor]) -> None:
-        """After a checkpoint was read into `stored`, and into those of `others` that it has."""
+        """Called after a load into `stored` and those of `others` that it has."""
 
     def resident(self) -> Iterator[Tensor]:
-        """State that leaves the device with the weights."""
         for state in self.state.values():
             yield from (state[name] for name in self.state_names if name in state)
 
@@ -74,8 +73,6 @@ class SkippableAdamW(torch.optim.AdamW, UpdateRule):
 
 @dataclass(frozen=True)
 class Bucket:
-    """Its moments are copied together."""
-
     group: Mapping[str, Any]
     params: list[nn.Parameter]
 
@@ -84,21 +81,20 @@ class Bucket:
         return len(MOMENTS) * sum(aligned(parameter.nbytes) for parameter in self.params)
 
     def views(self, data: Tensor) -> list[list[Tensor]]:
-        """For each of `MOMENTS` those of all parameters."""
         starts = iter(accumulate((aligned(parameter.nbytes) for _ in MOMENTS for parameter in self.params), initial=0))
         return [[view_at(data, next(starts), p.dtype, p.shape) for p in self.params] for _ in MOMENTS]
 
 
 class CPUOffloadAdamW(SkippableAdamW):
-    """AdamW with moments in pinned host memory, bit for bit: one bucket comes while one is updated and leaves."""
+    """Moments in pinned host memory, bit for bit: buckets come, are updated and leave."""
 
-    def __init__(self, groups: list[dict[str, Any]], **options: Any) -> None:
+    def __init__(self, groups: Groups, **options: Any) -> None:
         super().__init__(groups, **options)
         buckets = [bucket for group in self.param_groups for bucket in _buckets(group)]
-        self.buckets = sorted(buckets, key=lambda bucket: -bucket.num_bytes)  # the largest are allocated first
-        self.hosts: list[Tensor] = []  # the bytes of each bucket, once there are moments
+        self.buckets = sorted(buckets, key=lambda bucket: -bucket.num_bytes)  # largest first
+        self.hosts: list[Tensor] = []
         self.device = self.buckets[0].params[0].device
-        # a queue for each direction: a link carries both at once
+        # a link carries both directions at once
         self._coming, self._leaving = PinnedPool(self.device), PinnedPool(self.device)
 
     def reserve(self) -> None:
@@ -117,7 +113,7 @@ class CPUOffloadAdamW(SkippableAdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """The host does not wait; the device waits only for the next bucket."""
+        """The host does not wait."""
         self.begin()
         size = max(bucket.num_bytes for bucket in self.buckets)
         buffers = [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in self.buckets[:2]]
@@ -126,7 +122,7 @@ class CPUOffloadAdamW(SkippableAdamW):
         for i, bucket in enumerate(self.buckets):
             came = coming
             if i + 1 < len(self.buckets):
-                self._leaving.wait(left)  # of the bucket before, whose buffer it is
+                self._leaving.wait(left)
                 coming = self._coming.copy(here[i + 1], self.hosts[i + 1])
             self._coming.wait(came)
             self._update(bucket, here[i])

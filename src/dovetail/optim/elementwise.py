@@ -1,4 +1,4 @@
-"""Any torch optimizer whose update of an element depends on that element alone, over local shards."""
+"""Any torch optimizer whose update is elementwise, over local shards."""
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
@@ -8,25 +8,25 @@ import torch
 from torch import Tensor, nn
 
 from dovetail.errors import CheckpointError
-from dovetail.optim.adamw import Stored, UpdateRule
+from dovetail.optim.adamw import Groups, Stored, UpdateRule
 
 STEP = "step"
 TRIAL_SHAPE, TRIAL_STEPS = (6, 8), 3
-TRIAL_ERROR = 1e-4  # relative to the largest change: far below that of an update that mixes elements
-Make = Callable[..., torch.optim.Optimizer]  # of torch's parameter groups
+TRIAL_ERROR = 1e-4  # of the largest change; mixing elements gives far more
+Make = Callable[..., torch.optim.Optimizer]  # of parameter groups
 
 
 class Layout(NamedTuple):
-    """State of a parameter after a step. shaped: name -> dtype. scalars: name -> its value in the trial."""
+    """State after a step: name -> dtype; name -> value in the trial."""
 
     shaped: Mapping[str, torch.dtype]
     scalars: Mapping[str, Any]
 
 
 class Elementwise(UpdateRule):
-    """make: from torch's parameter groups. keys: of a group that it takes."""
+    """make: of torch's parameter groups. keys: that a group has."""
 
-    def __init__(self, groups: list[dict[str, Any]], make: Make, keys: Sequence[str], layout: Layout) -> None:
+    def __init__(self, groups: Groups, make: Make, keys: Sequence[str], layout: Layout) -> None:
         self.param_groups, self._make, self._keys, self._layout = groups, make, keys, layout
         self.state_names = tuple(layout.shaped)
         self._filled = [group for group in groups if group["params"]]
@@ -41,7 +41,7 @@ class Elementwise(UpdateRule):
         return {} if self.inner is None else self.inner.state
 
     def step(self, closure: Any = None) -> Any:
-        """The host waits for `found_inf`."""
+        """The host waits."""
         if self.inner is None or bool(self.found_inf):
             return
         for group, inner in zip(self._filled, self.inner.param_groups, strict=True):
@@ -53,7 +53,7 @@ class Elementwise(UpdateRule):
         self.inner.step()
 
     def begin(self, steps: int = 0) -> None:
-        """Only after steps: before the first one the optimizer makes its own."""
+        """The first step makes its own."""
         for group in self._filled if steps else ():
             for parameter in group["params"]:
                 if not self.stored(parameter).keys() >= {*self.state_names}:
@@ -70,13 +70,11 @@ class Elementwise(UpdateRule):
                 state[STEP] = _like(steps, state[STEP])
 
     def others(self) -> dict[str, Tensor] | None:
-        """Scalars, equal for all parameters of a group."""
+        """Equal for all parameters of a group."""
         if not self._scalars():
             return None
-        scalars = ((name, group, states[0][name]) for group, states in self._states() for name in self._scalars())
-        return {
-            _key(name, group): torch.as_tensor(value).detach().reshape(1).to("cpu") for name, group, value in scalars
-        }
+        found = ((_key(n, group), states[0][n]) for group, states in self._states() for n in self._scalars())
+        return {key: torch.as_tensor(value).detach().reshape(1).to("cpu") for key, value in found}
 
     def restored(self, stored: Stored, others: Mapping[str, Tensor]) -> None:
         for group, states in self._states():
@@ -90,7 +88,6 @@ class Elementwise(UpdateRule):
         return [name for name in self._layout.scalars if name != STEP]
 
     def _states(self) -> Iterator[tuple[Mapping[str, Any], list[MutableMapping[str, Any]]]]:
-        """Groups whose parameters have all their state."""
         for group in self._filled:
             states = [self.state[p] for p in group["params"] if p in self.state]
             if states and all(state.keys() >= {*self._layout.scalars} for state in states):
@@ -106,7 +103,7 @@ def _like(value: float, old: Any) -> Any:
 
 
 def try_out(make: Make, keys: Sequence[str], device: torch.device | str, dtype: torch.dtype) -> Layout:
-    """A parameter's state after a step. Raises ValueError unless the update of a shard is the shard of the update."""
+    """State after a step. ValueError unless a shard's update is the update's shard."""
     draw = torch.Generator().manual_seed(0)
     rows, columns = TRIAL_SHAPE
     scale = torch.logspace(-2, 2, rows)[:, None] * torch.logspace(-1, 1, columns)
@@ -127,12 +124,7 @@ def try_out(make: Make, keys: Sequence[str], device: torch.device | str, dtype: 
 
 
 def _trained(
-    make: Make,
-    keys: Sequence[str],
-    start: Tensor,
-    grads: Sequence[Tensor],
-    device: torch.device | str,
-    dtype: torch.dtype,
+    make: Make, keys: Sequence[str], start: Tensor, grads: list[Tensor], device: torch.device | str, dtype: torch.dtype
 ) -> tuple[Tensor, Layout]:
     parameter = nn.Parameter(start.to(device, dtype, copy=True))
     optimizer = make([{"params": [parameter], **{key: {"lr": 0.01, "weight_decay": 0.1}[key] for key in keys}}])

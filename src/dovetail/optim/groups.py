@@ -1,4 +1,4 @@
-"""Parameters by patterns of their names: frozen ones, and groups with a learning rate of their own."""
+"""Parameters by patterns of names: frozen ones, and groups with their own learning rate."""
 
 import math
 from collections.abc import Sequence
@@ -17,10 +17,9 @@ from dovetail.weights.shards import LocalParam, in_checkpoint_form, local_params
 
 @dataclass(slots=True)
 class ParamGroup:
-    """Parameters whose checkpoint name matches `pattern`, as `model.layers.0.*`. The first group that matches wins.
+    """Parameters whose checkpoint name matches `pattern`, as `model.layers.0.*`; the first match wins.
 
-    lr: the peak, which the schedule multiplies; None: that of the first of `engine.param_groups`, which has all other
-    parameters. weight_decay: of all of them; None: the first group's, not for norms and biases.
+    None: as the first of `engine.param_groups`, which has all other parameters and does not decay norms and biases.
     """
 
     pattern: str
@@ -34,7 +33,7 @@ class ParamGroup:
 
 
 def freeze(model: nn.Module, mesh: Mesh, patterns: Sequence[str]) -> None:
-    """Parameters that match require no gradient. Collective."""
+    """Matches require no gradient. Collective."""
     if not patterns:
         return
     chosen = match(model, mesh, patterns, "frozen")
@@ -47,9 +46,9 @@ def freeze(model: nn.Module, mesh: Mesh, patterns: Sequence[str]) -> None:
 
 
 def match(model: nn.Module, mesh: Mesh, patterns: Sequence[str], what: str) -> dict[str, int]:
-    """Our name of a parameter -> the number of the first pattern that matches. Collective, where there are patterns.
+    """Parameter -> number of its first matching pattern. Collective.
 
-    ConfigError on every rank for a pattern that matches nothing, or a part of what is one parameter here.
+    ConfigError on every rank for a pattern without a match, or that splits a parameter.
     """
     chosen: dict[str, int] = {}
     problems: list[str] = []
@@ -78,6 +77,6 @@ def match(model: nn.Module, mesh: Mesh, patterns: Sequence[str], what: str) -> d
 
 
 def _names(model: nn.Module, param: LocalParam) -> list[tuple[str, ...]]:
-    """Its checkpoint tensors, each with the names that it is tied to."""
+    """Names of its checkpoint tensors, each with its tied names."""
     stored = in_checkpoint_form(model, [param])
     return [(n, *param.tied) for p in stored for n in checkpoint_shapes(p.name, p.placement, p.shape)]

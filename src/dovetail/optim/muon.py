@@ -1,6 +1,6 @@
-"""Muon: Newton-Schulz on whole matrices, each gathered to one of the ranks that hold a part of it; AdamW for the rest.
+"""Muon: Newton-Schulz on whole matrices, each gathered to one holder; AdamW for the rest.
 
-Jordan et al. 2024 (https://kellerjordan.github.io/posts/muon/), as torch.optim.Muon has it.
+Jordan et al. 2024 (https://kellerjordan.github.io/posts/muon/), as in torch.optim.Muon.
 """
 
 import math
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from dovetail.errors import ConfigError
 from dovetail.nn.model import StagedModel
-from dovetail.optim.adamw import MOMENTS, SkippableAdamW, UpdateRule
+from dovetail.optim.adamw import MOMENTS, Groups, SkippableAdamW, UpdateRule
 from dovetail.optim.groups import match
 from dovetail.parallel.collectives import Handle, begin_all_to_all
 from dovetail.parallel.consensus import agreed, of_all
@@ -25,8 +25,8 @@ from dovetail.weights.shards import FUSED
 
 MOMENTUM = "momentum_buffer"
 STACKED = tuple(ending for ending, _ in FUSED)
-IN_A_BLOCK = re.compile(r"\.\d+\.")  # model.layers.7.mlp.up_proj.weight, but no embedding, head or last norm
-ROUND_ELEMENTS = 3 << 26  # of a rank's matrices at a time; more where one is larger
+IN_A_BLOCK = re.compile(r"\.\d+\.")  # no embedding, head or last norm
+ROUND_ELEMENTS = 3 << 26  # of a rank at a time; more where one is larger
 
 
 @dataclass(frozen=True)
@@ -39,18 +39,16 @@ class Held:
 
 
 class Piece(NamedTuple):
-    """A rectangle of a matrix: a view of this rank's parameter."""
-
     matrix: str
     shape: tuple[int, int]  # of the matrix
     part: Slices
     owned: bool
     parameter: nn.Parameter
-    view: tuple[Any, ...]  # its index
+    view: tuple[Any, ...]
 
 
 class Part(NamedTuple):
-    """A rectangle of a matrix on some rank."""
+    """A rectangle of a matrix, on some rank."""
 
     rank: int
     part: Slices
@@ -59,8 +57,6 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Job:
-    """A matrix that one rank orthogonalizes."""
-
     matrix: str
     shape: tuple[int, int]
     owner: int
@@ -68,8 +64,6 @@ class Job:
 
 
 class Move(NamedTuple):
-    """A rectangle of a matrix from a rank to another, or to itself."""
-
     sender: int
     receiver: int
     matrix: str
@@ -77,7 +71,7 @@ class Move(NamedTuple):
 
 
 def pieces_of(held: Held) -> Iterator[Piece]:
-    """Of the matrices as HF has them: q, k and v apart, and of each expert gate and up apart, in every checkpoint's form."""
+    """HF's matrices: q, k and v apart, and of each expert gate and up, in every form of a checkpoint."""
     for region in held.regions:
         name, shape, there = region.checkpoint_name, region.checkpoint_shape, region.checkpoint_slice
         if len(shape) == 2:
@@ -96,8 +90,8 @@ def pieces_of(held: Held) -> Iterator[Piece]:
 
 
 def muon_names(model: nn.Module, mesh: Mesh, held: Sequence[Held], patterns: Sequence[str]) -> set[str]:
-    """Of what Muon updates: what matches, or of the blocks every matrix. held: without norms and biases. Collective."""
-    stacked = isinstance(model, StagedModel) and model.moe is not None  # else the order of dims is not known
+    """The names that match, or every matrix of the blocks. held: without norms and biases. Collective."""
+    stacked = isinstance(model, StagedModel) and model.moe is not None
     names = {each.name for each in held if each.local.dim() == 2 or (stacked and each.name.endswith(STACKED))}
     if not patterns:
         return {name for name in names if IN_A_BLOCK.search(name)}
@@ -109,7 +103,7 @@ def muon_names(model: nn.Module, mesh: Mesh, held: Sequence[Held], patterns: Seq
 
 
 def share_out(pieces: Sequence[Sequence[tuple[str, tuple[int, int], Slices, bool]]]) -> list[Job]:
-    """Every matrix to the least loaded rank that holds a part of it. pieces: of each rank."""
+    """Each matrix to its least loaded holder. pieces: by rank."""
     shapes: dict[str, tuple[int, int]] = {}
     parts: dict[str, list[Part]] = defaultdict(list)
     for rank, own in enumerate(pieces):
@@ -126,13 +120,12 @@ def share_out(pieces: Sequence[Sequence[tuple[str, tuple[int, int], Slices, bool
 
 
 def _work(shape: tuple[int, int]) -> int:
-    """Multiplications of a Newton-Schulz step."""
     short, long = sorted(shape)
     return short * short * (2 * long + short)
 
 
 def newton_schulz(x: Tensor, coefficients: Sequence[float], steps: int, eps: float) -> Tensor:
-    """[B, m, n] with m <= n: near to the orthogonal factor of each matrix, in the dtype of x."""
+    """[B, m <= n, n] -> near their orthogonal factors."""
     a, b, c = coefficients
     x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=eps)
     for _ in range(steps):
@@ -143,10 +136,7 @@ def newton_schulz(x: Tensor, coefficients: Sequence[float], steps: int, eps: flo
 
 @dataclass(frozen=True, kw_only=True)
 class MuonOptions:
-    """torch.optim.Muon's. matrices: patterns of names of what Muon updates; default: the matrices of the blocks.
-
-    adamw_lr: peak rate of what AdamW updates and no group gives a rate; default: lr.
-    """
+    """torch.optim.Muon's. matrices: patterns of names; default: all of the blocks. adamw_lr: peak of the rest; default: lr."""
 
     momentum: float = 0.95
     nesterov: bool = True
@@ -158,7 +148,6 @@ class MuonOptions:
     adamw_lr: float | None = None
 
     def check(self) -> None:
-        """Raises ValueError."""
         keys = {name: value for name, value in vars(self).items() if name not in ("matrices", "adamw_lr")}
         torch.optim.Muon([nn.Parameter(torch.zeros(1, 1))], **keys)
         if len(self.ns_coefficients) != 3:
@@ -171,7 +160,6 @@ class MuonOptions:
             raise ValueError(f"adamw_lr={self.adamw_lr!r}; expected more than 0")
 
     def rate(self, lr: float, shape: tuple[int, int]) -> float:
-        """The learning rate of a matrix [out, in]."""
         rows, columns = shape
         if self.adjust_lr_fn == "match_rms_adamw":
             return lr * 0.2 * math.sqrt(max(rows, columns))
@@ -179,18 +167,12 @@ class MuonOptions:
 
 
 class Muon(UpdateRule):
-    """groups: of `param_groups`. lr: the peak that `adamw_lr` stands for. Collective."""
+    """lr: the peak. Collective."""
 
     state_names = (MOMENTUM, *MOMENTS)
 
     def __init__(
-        self,
-        groups: list[dict[str, Any]],
-        held: Sequence[Held],
-        mesh: Mesh,
-        options: MuonOptions,
-        lr: float,
-        **adamw: Any,
+        self, groups: Groups, held: Sequence[Held], mesh: Mesh, options: MuonOptions, lr: float, **adamw: Any
     ) -> None:
         self.share = 1.0 if options.adamw_lr is None else options.adamw_lr / lr
         self.options, self.world, self.device = options, mesh["world"], mesh.device
@@ -204,7 +186,7 @@ class Muon(UpdateRule):
         self.pieces = {(piece.matrix, piece.part): piece for piece in pieces}
         wide = any(piece.parameter.dtype == torch.float64 for piece in pieces)
         everyone = of_all([wide, [piece[:4] for piece in pieces]], mesh)
-        # of Newton-Schulz, as in torch
+        # as in torch
         self.dtype = torch.float64 if any(each[0] for each in everyone) else torch.bfloat16
         rounds = _rounds(share_out([each[1] for each in everyone]), self.world.size)
         self.rounds = [[job for job in jobs if any(p.rank == self.world.rank for p in job.parts)] for jobs in rounds]
@@ -218,7 +200,7 @@ class Muon(UpdateRule):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """The host waits for `found_inf`. Collective."""
+        """The host waits. Collective."""
         if bool(self.found_inf):
             return
         self.begin()
@@ -234,13 +216,13 @@ class Muon(UpdateRule):
             grads, buffers = [p.grad for p in params], [self.state[p][MOMENTUM] for p in params]
             torch._foreach_lerp_(buffers, grads, 1 - self.options.momentum)
             if self.options.nesterov:
-                torch._foreach_lerp_(grads, buffers, self.options.momentum)  # gradients are freed after the step
+                torch._foreach_lerp_(grads, buffers, self.options.momentum)  # they are freed after
             torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
             rates |= dict.fromkeys(params, group["lr"])
         self._update(rates)
 
     def _update(self, rates: Mapping[nn.Parameter, float]) -> None:
-        """One round is orthogonalized while the next one comes and the last one leaves."""
+        """A round is orthogonalized while the next comes and the last leaves."""
         coming, leaving = (self._gather(self.rounds[0]) if self.rounds else None), list[tuple[list[Job], Handle]]()
         for number, jobs in enumerate(self.rounds):
             assert coming is not None
@@ -254,7 +236,6 @@ class Muon(UpdateRule):
             self._apply(*last, rates)
 
     def _gather(self, jobs: Sequence[Job]) -> Handle:
-        """Owned rectangles to the owners of their matrices, in the order of jobs and parts."""
         moves = [Move(part.rank, job.owner, job.matrix, part.part) for job in jobs for part in job.parts if part.owned]
         return self._exchange(moves, self._source)
 
@@ -265,7 +246,7 @@ class Muon(UpdateRule):
         return x[piece.view]
 
     def _orthogonalized(self, jobs: Sequence[Job], came: Tensor) -> dict[str, Tensor]:
-        """Matrix -> its update [out, in]; equal shapes are one batch."""
+        """Matrix -> update [out, in]; equal shapes are one batch."""
         starts = _starts(jobs, self.world.size)
         batches: dict[tuple[int, int], list[tuple[str, Tensor, bool]]] = defaultdict(list)
         for job in jobs:
@@ -289,7 +270,6 @@ class Muon(UpdateRule):
         return done
 
     def _scatter(self, jobs: Sequence[Job], updates: Mapping[str, Tensor]) -> Handle:
-        """Each rectangle to every rank that holds it."""
         moves = [Move(job.owner, part.rank, job.matrix, part.part) for job in jobs for part in job.parts]
         return self._exchange(moves, lambda move: updates[move.matrix][as_index(move.part)])
 
@@ -298,7 +278,7 @@ class Muon(UpdateRule):
         for move in moves:
             to[move.receiver] += _elements(move.part) * (move.sender == self.world.rank)
             by[move.sender] += _elements(move.part) * (move.receiver == self.world.rank)
-        own = sorted((m for m in moves if m.sender == self.world.rank), key=lambda m: m.receiver)  # sorted is stable
+        own = sorted((m for m in moves if m.sender == self.world.rank), key=lambda m: m.receiver)
         flat, sent = torch.empty(sum(to), dtype=self.dtype, device=self.device), [*map(source, own)]
         if sent:
             views = [row.view(x.shape) for row, x in zip(flat.split([x.numel() for x in sent]), sent, strict=True)]
@@ -307,7 +287,7 @@ class Muon(UpdateRule):
 
     def _apply(self, jobs: Sequence[Job], left: Handle, rates: Mapping[nn.Parameter, float]) -> None:
         updates: dict[float, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
-        rest, came, at = sorted(jobs, key=lambda job: job.owner), left.wait(), 0  # sorted is stable
+        rest, came, at = sorted(jobs, key=lambda job: job.owner), left.wait(), 0
         for job in rest:
             for part in job.parts:
                 if part.rank == self.world.rank:
@@ -322,7 +302,6 @@ class Muon(UpdateRule):
 
 
 def _rounds(jobs: Sequence[Job], world: int) -> list[list[Job]]:
-    """Each rank's matrices in as few rounds as `ROUND_ELEMENTS` allows, equal shapes together."""
     rounds: list[list[Job]] = []
     number, filled = [0] * world, [0] * world
     for job in sorted(jobs, key=lambda job: (sorted(job.shape), job.matrix)):
@@ -337,7 +316,6 @@ def _rounds(jobs: Sequence[Job], world: int) -> list[list[Job]]:
 
 
 def _starts(jobs: Collection[Job], world: int) -> dict[tuple[str, int, Slices], int]:
-    """Where in what came each owned rectangle begins: by its rank, then in the order of jobs and parts."""
     starts, at = dict[tuple[str, int, Slices], int](), 0
     for rank in range(world):
         for job in jobs:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dovetail.kernels.reference import wide
-from dovetail.optim.adamw import UpdateRule
+from dovetail.optim.adamw import Groups
 from dovetail.optim.groups import ParamGroup, match
 from dovetail.optim.muon import Held, muon_names
 from dovetail.optim.rules import Class, Schedule, checked, make_rule
@@ -24,19 +24,16 @@ from dovetail.weights.shards import local_params
 
 @dataclass(frozen=True)
 class Shard(Held):
-    """One parameter as this rank holds it; `local` shares the storage of `source`."""
-
     source: nn.Parameter
     placement: Placement
 
     @property
     def is_decayed(self) -> bool:
-        """Norms and biases may have two dims: a vector for each head or expert."""
+        """Norms and biases may have two dims, by head or expert."""
         *_, module, leaf = ("", *self.name.split("."))
         return self.local.dim() > 1 and "norm" not in module and not leaf.endswith("bias")
 
     def collect_grad(self) -> Tensor:
-        """This rank's rows of the gradient, now also `local.grad`."""
         assert self.source.grad is not None, f"{self.name} has no gradient: a path of the model left it out"
         grad = self.source.grad
         self.local.grad = grad.to_local() if isinstance(grad, DTensor) else grad
@@ -44,18 +41,16 @@ class Shard(Held):
 
     @cached_property
     def owned(self) -> list[tuple[slice, ...]]:
-        """The regions that norms count here."""
         return [as_index(r.local_slice) for r in self.regions if r.owned]
 
     @cached_property
     def copied(self) -> list[tuple[int, tuple[slice, ...]]]:
-        """Numbers of copies and regions of copied KV rows."""
+        """Copies and regions of copied KV rows."""
         return [(r.copies, as_index(r.local_slice)) for r in self.regions if r.copies > 1]
 
 
 def shards_of(model: nn.Module, mesh: Mesh) -> list[Shard]:
-    """Every parameter that requires a gradient, each once, in the model's order."""
-    params = local_params(model, mesh)  # reshards, which may replace the parameter objects
+    params = local_params(model, mesh)  # reshards, which may replace parameters
     return [
         Shard(p.name, nn.Parameter(p.local), p.regions, p.parameter, p.placement)
         for p in params
@@ -65,8 +60,8 @@ def shards_of(model: nn.Module, mesh: Mesh) -> list[Shard]:
 
 def param_groups(
     shards: list[Shard], groups: Sequence[ParamGroup], chosen: Mapping[str, int], muon: Collection[str] = ()
-) -> list[dict[str, Any]]:
-    """torch's parameter groups of `groups`, of which the first has what is not `chosen`; empty ones only if all are."""
+) -> Groups:
+    """torch's groups; the first has what is not `chosen`. Empty ones only if all are."""
     by_kind: dict[tuple[int, bool, bool], list[nn.Parameter]] = defaultdict(list)
     for shard in shards:
         by_kind[chosen.get(shard.name, -1) + 1, shard.is_decayed, shard.name in muon].append(shard.local)
@@ -76,7 +71,7 @@ def param_groups(
 
 
 def rates(groups: Sequence[ParamGroup], number: int, decayed: bool) -> dict[str, float]:
-    """Peak learning rate and weight decay; vectors, norms and biases are decayed only where a group says so."""
+    """Peaks; vectors, norms and biases decay only where a group says so."""
     first, own = groups[0], groups[number]
     decay = own.weight_decay if number and own.weight_decay is not None else first.weight_decay if decayed else 0.0
     return {"lr": first.lr if own.lr is None else own.lr, "weight_decay": decay}  # type: ignore[dict-item]  # not None
@@ -99,7 +94,7 @@ def reduce_partial(shards: Iterable[Shard], mesh: Mesh) -> None:
 
 
 def global_norm(shards: Iterable[Shard], mesh: Mesh, nonfinite_candidates: Sequence[Tensor] = ()) -> Tensor:
-    """The 2-norm of the whole gradient, float64 []; NaN where a candidate is not finite on any rank."""
+    """float64 []; NaN where a candidate is not finite on any rank."""
     parts: list[Tensor] = []
     for shard in shards:
         grad = shard.local.grad
@@ -113,13 +108,13 @@ def global_norm(shards: Iterable[Shard], mesh: Mesh, nonfinite_candidates: Seque
 
 
 def _nan_where_nonfinite(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """0 for each tensor, or NaN; the host does not wait."""
+    """0 or NaN each; the host does not wait."""
     real = [x.detach() for x in tensors if x.is_floating_point() and x.numel()]
     return list(torch._foreach_mul(torch._foreach_norm(real, math.inf), 0.0)) if real else []
 
 
 def scale_(shards: Iterable[Shard], factor: Tensor) -> None:
-    """The host reads the factor only for a narrower dtype."""
+    """The host reads the factor for a narrower dtype only."""
     grads = [shard.local.grad for shard in shards if shard.local.grad is not None]
     if grads:
         dtype = wide(grads[0].dtype)
@@ -128,10 +123,9 @@ def scale_(shards: Iterable[Shard], factor: Tensor) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimSettings:
-    """An optimizer and its schedule. clip_norm None: no clipping. on_host: AdamW's moments in host memory.
+    """clip_norm None: no clipping. on_host: AdamW's moments in host memory. frozen: patterns of names.
 
-    name: as `optim.name` of a recipe, or a class like torch's. options: its other keyword arguments.
-    groups: parameters with their own lr or weight_decay. frozen: patterns of names of those that are not trained.
+    name: as `optim.name` of a recipe, or a class like torch's; options: its other arguments.
     """
 
     name: str | Class = "adamw"
@@ -154,18 +148,7 @@ class OptimSettings:
         for name, value in checked(vars(self), {each.name: each.default for each in fields(self)}).items():
             object.__setattr__(self, name, value)
 
-    def make_groups(self) -> list[ParamGroup]:
-        return [ParamGroup("*", self.lr, self.weight_decay), *map(replace, self.groups)]
-
-    def make_rule(
-        self, groups: list[dict[str, Any]], shards: Sequence[Shard] = (), mesh: Mesh | None = None
-    ) -> UpdateRule:
-        """Of `param_groups`. Collective."""
-        given = {"lr": self.lr, "betas": self.betas, "eps": self.eps, "options": self.options, "on_host": self.on_host}
-        return make_rule(self.name, groups, shards, mesh, **given)
-
     def factor_at(self, step: int) -> float:
-        """Of the peak learning rate."""
         warmup, total, floor = self.warmup_steps, self.total_steps, self.min_lr_ratio
         return lr_factor(self.schedule, step, warmup=warmup, total=total, floor=floor, decay=self.decay_steps)
 
@@ -176,7 +159,7 @@ def lr_factor(
     """The factor on the base rate at `step` >= 0: warm-up, (step + 1) / (warmup + 1), then the schedule.
 
     linear, cosine: to `floor` in `decay` steps (default: to the end). wsd: 1, then linearly to `floor` in the last `decay`
-    steps (default: a tenth of `total`, at least 2).
+    (default: a tenth of `total`, at least 2).
     """
     if step < warmup:
         return (step + 1) / (warmup + 1)
@@ -196,8 +179,6 @@ def lr_factor(
 
 @dataclass(frozen=True)
 class Update:
-    """faults: what was not finite here, where the step was skipped."""
-
     grad_norm: float
     lr: float
     skipped: bool
@@ -205,27 +186,27 @@ class Update:
 
 
 class Optimizer:
-    """An update rule over this rank's shards of the trainable parameters. groups: may be changed between steps."""
+    """An update rule over this rank's trainable shards. groups: may change between steps."""
 
     def __init__(self, model: nn.Module, mesh: Mesh, settings: OptimSettings) -> None:
         self.mesh, self.settings = mesh, settings
-        self.shards, self.groups = shards_of(model, mesh), settings.make_groups()
+        self.shards = shards_of(model, mesh)
+        self.groups = [ParamGroup("*", settings.lr, settings.weight_decay), *map(replace, settings.groups)]
         chosen = match(model, mesh, [group.pattern for group in settings.groups], "groups")
         decayed = [shard for shard in self.shards if shard.is_decayed]
         muon = muon_names(model, mesh, decayed, settings.options["matrices"]) if settings.name == "muon" else ()
-        self.rule = settings.make_rule(param_groups(self.shards, self.groups, chosen, muon), self.shards, mesh)
+        self.rule = make_rule(settings, param_groups(self.shards, self.groups, chosen, muon), self.shards, mesh)
         self.steps = 0
 
     def reserve(self) -> None:
-        """Allocate the host memory of the state."""
         if self.settings.on_host:
             self.rule.reserve()
 
     def step(self, count: float | Tensor, watched: Sequence[Tensor] = ()) -> Update:
-        """Update from gradients summed over `count` tokens of all ranks, and free them. Collective.
+        """Update by gradients summed over `count` tokens of all ranks, and free them. Collective.
 
-        A gradient, parameter or `watched` that is not finite, or a count of 0, skips the update on all ranks. The device
-        decides; the host reads the norm once all work is queued, unless state is on the host.
+        Skipped on all ranks where a gradient, parameter or `watched` is not finite, or the count is 0. The device decides;
+        the host reads the norm once all work is queued, unless state is on the host.
         """
         s = self.settings
         count = torch.as_tensor(count, dtype=torch.float64, device=self.mesh.device)
@@ -247,7 +228,7 @@ class Optimizer:
         skipped = bool(skipped)
         self.steps += not skipped
         if skipped and fresh:
-            self.rule.state.clear()  # the state of no step
+            self.rule.state.clear()
         faults = tuple(self._faults()) if skipped else ()
         self.zero_grad()
         return Update(grad_norm, (self.groups[0].lr or 0.0) * factor, skipped, faults)
@@ -267,18 +248,18 @@ class Optimizer:
                 yield f"{kind} {names[0]}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
     def state_tensors(self) -> dict[str, dict[str, Tensor]]:
-        """Kind -> parameter name -> state of its shard; of AdamW zeros before the first step."""
+        """Kind -> name -> state; AdamW's are zeros before the first step."""
         self.rule.begin(self.steps)
         stored = {shard.name: self.rule.stored(shard.local) for shard in self.shards}
         return {k: {name: x[k] for name, x in stored.items() if k in x} for k in self.rule.state_names}
 
     def restore(self, states: Mapping[str, Mapping[str, Tensor]], others: Mapping[str, Tensor]) -> None:
-        """After a checkpoint was read into `state_tensors` and `rule.others`."""
+        """Call it after a load into `state_tensors` and `rule.others`."""
         stored = {s.local: {k: named[s.name] for k, named in states.items() if s.name in named} for s in self.shards}
         self.rule.restored(stored, others)
 
     def resume(self, steps: int) -> None:
-        """Continue as after `steps` updates; the caller fills the state and calls `restore`."""
+        """Continue as after `steps` updates; then fill the state and call `restore`."""
         self.steps = steps
         self.rule.resume(steps)
 

@@ -1,7 +1,6 @@
-"""AdamW with moments of 8 bits, by torchao (https://arxiv.org/abs/2110.02861).
+"""AdamW with moments of 8 bits, by torchao (https://arxiv.org/abs/2110.02861), in blocks of a local shard.
 
-torchao quantizes a local shard in blocks of consecutive elements. Checkpoints have the moments' values, which any layout
-quantizes anew, and the scales of each rank's blocks, with which the same shards get the same bits again.
+Checkpoints have the moments' values, for any layout, and each rank's scales: the same shards get the same bits again.
 """
 
 import hashlib
@@ -15,25 +14,22 @@ from torch import Tensor, nn
 
 from dovetail.errors import ConfigError
 from dovetail.kernels.reference import wide
-from dovetail.optim.adamw import MOMENTS, Stored
+from dovetail.optim.adamw import MOMENTS, Groups, Stored
 from dovetail.optim.elementwise import STEP, Elementwise, Layout
 from dovetail.optim.muon import Held
 from dovetail.recipe.optimizers import require_torchao
 
-BLOCK = 256  # elements of one scale, torchao's default
-TINY = 1e-12  # torchao's smallest scale
+BLOCK = 256  # elements of a scale; torchao's default
+TINY = 1e-12
 
 
 def adamw8bit() -> Any:
-    """torchao's class."""
     require_torchao()
     return importlib.import_module("torchao.optim").AdamW8bit
 
 
 class QuantizedAdamW(Elementwise):
-    def __init__(
-        self, groups: list[dict[str, Any]], held: Sequence[Held], block_size: int = BLOCK, **options: Any
-    ) -> None:
+    def __init__(self, groups: Groups, held: Sequence[Held], block_size: int = BLOCK, **options: Any) -> None:
         for each in held:
             if each.local.dim() > 1 and each.local[0].numel() % block_size and any(r.copies > 1 for r in each.regions):
                 raise ConfigError(
@@ -47,7 +43,7 @@ class QuantizedAdamW(Elementwise):
         super().__init__(groups, lambda g: cls(g, block_size=block_size, **options), ("lr", "weight_decay"), layout)
 
     def step(self, closure: Any = None) -> Any:
-        """torchao compiles its update; for a CPU that takes longer than it saves."""
+        """torchao compiles its update, which takes longer than it saves on a CPU."""
         on_host = not self._params or self._params[0].device.type == "cpu"
         with torch.compiler.set_stance("force_eager") if on_host else nullcontext():
             super().step()
@@ -58,7 +54,6 @@ class QuantizedAdamW(Elementwise):
         return {name: make._new_buffer(parameter, name == MOMENTS[0]) for name in MOMENTS}
 
     def stored(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """On the host, in the parameter's dtype."""
         held = super().stored(parameter)
         return {name: _plain(x).to("cpu", parameter.dtype, copy=True) for name, x in held.items()}
 
@@ -68,12 +63,12 @@ class QuantizedAdamW(Elementwise):
             yield from (x,) if type(x) is Tensor else (getattr(x, name) for name in x.__tensor_flatten__()[0])
 
     def others(self) -> dict[str, Tensor]:
-        """The scales of all blocks here, under a name for exactly these shards."""
+        """Scales, under a name for exactly these shards."""
         scales = {name: [state.scale for _, state in self._quantized(name)] for name in MOMENTS}
         return {self._key(name): torch.cat(own).cpu() for name, own in scales.items() if own}
 
     def restored(self, stored: Stored, others: Mapping[str, Tensor]) -> None:
-        """With the scales codes come back: those of a block lie further apart than values are rounded."""
+        """The scales restore the codes: neighboring codes differ by more than rounding."""
         for parameter, tensors in stored.items():
             for name, values in tensors.items():
                 self.state[parameter][name].copy_(values.to(parameter.device, wide(values.dtype)))
@@ -92,7 +87,7 @@ class QuantizedAdamW(Elementwise):
         return f"{name}_scale/{self._shards}"
 
     def _quantized(self, name: str) -> Iterator[tuple[nn.Parameter, Any]]:
-        """Those of fewer than 4096 elements, or not of whole blocks, stay as they are."""
+        """Moments of fewer than 4096 elements, or not of whole blocks, are not quantized."""
         for parameter in self._params:
             if (x := self.state.get(parameter, {}).get(name)) is not None and type(x) is not Tensor:
                 yield parameter, x

@@ -1,4 +1,4 @@
-"""Whether copies of a tensor still have the same bits on all ranks."""
+"""Whether copies of a tensor have the same bits on all ranks."""
 
 import hashlib
 from collections import Counter, defaultdict
@@ -21,8 +21,6 @@ BITS: Mapping[int, torch.dtype] = {1: torch.uint8, 2: torch.int16, 4: torch.int3
 
 
 class ReplicaSlice(NamedTuple):
-    """Equal on all ranks that have one of this name."""
-
     name: str
     tensor: Tensor
 
@@ -32,14 +30,14 @@ class ReplicaSlice(NamedTuple):
 
 
 def check_replicas(model: nn.Module, mesh: Mesh, optimizer: Optimizer | None) -> None:
-    """Raise MachineError on every rank, with names and ranks, where copies differ. Collective."""
+    """MachineError on every rank, with names and ranks, where copies differ. Collective."""
     slices = list(_slices(model, optimizer, mesh))
     holders = _gather([item.digest for item in slices], mesh)
     counts = Counter(digest for digests in holders for digest in digests)
     copied = [item for item in slices if counts[item.digest] > 1]
     hashes = torch.stack([hash_bits(item.tensor.to(mesh.device)) for item in copied]).tolist() if copied else []
     known = {item.digest: value for item, value in zip(copied, hashes, strict=True)}
-    values: dict[int, dict[int, int]] = defaultdict(dict)  # digest -> rank -> hash
+    values: dict[int, dict[int, int]] = defaultdict(dict)
     for rank, row in enumerate(_gather([known.get(item.digest, 0) for item in slices], mesh)):
         for digest, value in zip(holders[rank], row, strict=True):
             values[digest][rank] = value
@@ -53,9 +51,9 @@ def check_replicas(model: nn.Module, mesh: Mesh, optimizer: Optimizer | None) ->
 
 
 def hash_bits(x: Tensor) -> Tensor:
-    """int64 [], on the device; any one bit of `x` changes it."""
+    """int64 []; any one bit changes it."""
     bits = x.detach().contiguous().view(-1).view(BITS[x.element_size()])
-    if hasattr(torch, "hash_tensor"):  # not in the oldest supported torch
+    if hasattr(torch, "hash_tensor"):  # not in torch 2.11
         return torch.hash_tensor(bits).view(torch.int64)
     return bits.sum(dtype=torch.int64)
 

@@ -1,4 +1,4 @@
-"""Update rules by name or class: AdamW, Muon, AdamW with moments of 8 bits, and elementwise optimizers of torch or a user's."""
+"""Update rules by name or class."""
 
 import inspect
 import math
@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from dovetail.errors import ConfigError
-from dovetail.optim.adamw import CPUOffloadAdamW, SkippableAdamW, UpdateRule
+from dovetail.optim.adamw import CPUOffloadAdamW, Groups, SkippableAdamW, UpdateRule
 from dovetail.optim.elementwise import Elementwise, Layout, try_out
 from dovetail.optim.groups import ParamGroup
 from dovetail.optim.muon import Held, Muon, MuonOptions
@@ -19,22 +19,20 @@ from dovetail.parallel.mesh import Mesh
 from dovetail.recipe.optimizers import refuse_name
 
 Schedule = Literal["constant", "linear", "cosine", "wsd"]
-OURS = ("params", "lr", "weight_decay")  # keys of `OptimSettings` itself
+OURS = ("params", "lr", "weight_decay")
 MUON = tuple(field.name for field in fields(MuonOptions))
 OPTIONS: Mapping[str, Sequence[str]] = {"adamw": (), "adamw8bit": ("block_size",), "muon": MUON}
 Class = Callable[..., torch.optim.Optimizer]
 
 
-def make_rule(
-    name: str | Class, groups: list[dict[str, Any]], held: Sequence[Held] = (), mesh: Mesh | None = None, **given: Any
-) -> UpdateRule:
-    """Collective. given: lr, betas, eps, options and on_host of `OptimSettings`."""
-    adam, options = {"betas": given["betas"], "eps": given["eps"]}, given["options"]
+def make_rule(settings: Any, groups: Groups, held: Sequence[Held] = (), mesh: Mesh | None = None) -> UpdateRule:
+    """settings: `OptimSettings`. Collective."""
+    name, options, adam = settings.name, settings.options, {"betas": settings.betas, "eps": settings.eps}
     params = [parameter for group in groups for parameter in group["params"]]
-    if name == "adamw":  # a stage whose parameters are all frozen has none
-        return (CPUOffloadAdamW if given["on_host"] and params else SkippableAdamW)(groups, **adam, fused=True)
+    if name == "adamw":  # a pipeline stage may be frozen
+        return (CPUOffloadAdamW if settings.on_host and params else SkippableAdamW)(groups, **adam, fused=True)
     if name == "muon":
-        return Muon(groups, held, mesh or Mesh.solo(), MuonOptions(**options), given["lr"], **adam)
+        return Muon(groups, held, mesh or Mesh.solo(), MuonOptions(**options), settings.lr, **adam)
     if name == "adamw8bit":
         return QuantizedAdamW(groups, held, **adam, **options)
     first = params[0] if params else torch.zeros(())
@@ -42,7 +40,7 @@ def make_rule(
 
 
 def try_rule(name: str | Class, options: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> None:
-    """Raises ConfigError where torchao is missing, or the update of a shard is not the shard of the update."""
+    """ConfigError without torchao, or for an update that is not elementwise."""
     if name == "adamw8bit":
         adamw8bit()
     elif name not in OPTIONS:
@@ -50,10 +48,7 @@ def try_rule(name: str | Class, options: Mapping[str, Any], device: torch.device
 
 
 def checked(given: Mapping[str, Any], usual: Mapping[str, Any]) -> dict[str, Any]:
-    """Name and options of these `OptimSettings`, with what is not usual of betas and eps for a class that takes them.
-
-    Raises ConfigError.
-    """
+    """Name and options of `OptimSettings`; classes also get unusual betas and eps. ConfigError."""
     if given["schedule"] not in get_args(Schedule):
         raise ConfigError(f"schedule={given['schedule']!r}; expected one of {', '.join(get_args(Schedule))}")
     for key in ("lr", "weight_decay", "min_lr_ratio"):
@@ -82,9 +77,8 @@ def _checked_rule(
         raise ConfigError(f"optim.options has {twice[0]}; set optim.{twice[0]}, which schedules and groups change")
     if unknown := [key for key in options if takes is not None and key not in takes]:
         known = ", ".join(key for key in takes or () if key not in OURS)
-        raise ConfigError(
-            f"optim.options has {', '.join(unknown)}, which {shown} does not take; it takes {known or 'no options'}"
-        )
+        takes_it = f"which {shown} does not take; it takes {known or 'no options'}"
+        raise ConfigError(f"optim.options has {', '.join(unknown)}, {takes_it}")
     if name == "muon":
         muon = MuonOptions(**options)
         _check(muon.check)
@@ -121,7 +115,6 @@ def _tried(name: str | Class, options: Mapping[str, Any], device: torch.device, 
 
 
 def _made(name: str | Class, options: Mapping[str, Any]) -> tuple[Class, list[str]]:
-    """From torch's parameter groups; the keys of a group that it takes."""
     takes = _takes(name)
     return partial(_class(name), **options), [key for key in OURS[1:] if takes is None or key in takes]
 

@@ -1,11 +1,11 @@
-"""Collectives on dim 0, the identity on an axis of size 1. Those with gradients:
+"""Collectives on dim 0, the identity on an axis of size 1. With gradients:
 
 forward             backward
 ------------------  ---------------
-all_gather          reduce_scatter   sharded in, whole out; ranks compute different parts: gradients are partial
-gather_replicated   own slice        sharded in, whole out; ranks compute the same: gradients are equal
+all_gather          reduce_scatter   sharded in, whole out; gradients are partial: ranks compute different parts
+gather_replicated   own slice        sharded in, whole out; gradients are equal: ranks compute the same
 reduce_scatter      all_gather       partial in, sharded out
-gather_in_order     all_to_all, sum  as all_gather; gradients are summed in rank order
+gather_in_order     all_to_all, sum  as all_gather; summed in rank order
 tokens_to_heads     heads_to_tokens  some tokens of all heads in, all tokens of some heads (dim 1) out
 heads_to_tokens     tokens_to_heads
 all_reduce          identity         partial in, whole out; ranks compute the same
@@ -22,50 +22,48 @@ from torch import Tensor
 
 from dovetail.parallel.mesh import Axis
 
-# torch 2.13 renames the two flat collectives and warns about the names that 2.11 has.
+# torch 2.13's names, else those of 2.11
 _FLAT_GATHER = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 _FLAT_SCATTER = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
-
-
 Exchange = Callable[[Tensor, Axis], Tensor]
 
 
 @dataclass(eq=False)
 class Handle:
-    """A collective in flight. source: its input, kept alive until `wait`."""
+    """A collective in flight. source: kept alive until `wait`."""
 
     result: Tensor
     complete: Callable[[], object] | None = None
     source: Tensor | None = None
 
     def wait(self) -> Tensor:
-        """The result; only the current stream waits for it."""
+        """Only the current stream waits."""
         if self.complete is not None:
             self.complete()
             self.complete = self.source = None
         return self.result
 
 
-def begin_gather(x: Tensor, axis: Axis) -> Handle:
-    """Start an all_gather: [n, ...] -> [n * size, ...]."""
+def _begin(collective: Callable[..., Any], x: Tensor, rows: int, axis: Axis) -> Handle:
+    x = x.contiguous()
     if axis.size == 1:
         return Handle(x)
-    x = x.contiguous()
-    out = x.new_empty((x.shape[0] * axis.size, *x.shape[1:]))
-    return Handle(out, _FLAT_GATHER(out, x, group=axis.group, async_op=True).wait, x)
+    out = x.new_empty((rows, *x.shape[1:]))
+    return Handle(out, collective(out, x, group=axis.group, async_op=True).wait, x)
+
+
+def begin_gather(x: Tensor, axis: Axis) -> Handle:
+    """[n, ...] -> [n * size, ...]."""
+    return _begin(_FLAT_GATHER, x, len(x) * axis.size, axis)
 
 
 def begin_scatter(x: Tensor, axis: Axis) -> Handle:
-    """Start a reduce_scatter (sum): [n, ...] -> [n / size, ...]."""
-    x = x.contiguous()
-    if axis.size == 1:
-        return Handle(x)
-    out = x.new_empty((x.shape[0] // axis.size, *x.shape[1:]))
-    return Handle(out, _FLAT_SCATTER(out, x, group=axis.group, async_op=True).wait, x)
+    """Sum: [n, ...] -> [n / size, ...]."""
+    return _begin(_FLAT_SCATTER, x, len(x) // axis.size, axis)
 
 
 def begin_all_to_all(x: Tensor, to: list[int], by: list[int], axis: Axis, room: int | None = None) -> Handle:
-    """Start an all_to_all: the first `to[r]` rows go to rank r, `by[r]` come. room: rows of the result."""
+    """The first `to[r]` rows go to rank r, `by[r]` come. room: rows of the result."""
     coming = sum(by)
     out = x.new_empty((coming if room is None else room, *x.shape[1:]))
     x = x[: sum(to)].contiguous()
@@ -73,16 +71,12 @@ def begin_all_to_all(x: Tensor, to: list[int], by: list[int], axis: Axis, room: 
 
 
 def begin_exchange(x: Tensor, axis: Axis) -> Handle:
-    """Start an all_to_all of `size` equal blocks."""
-    x = x.contiguous()
-    if axis.size == 1:
-        return Handle(x)
-    out = torch.empty_like(x)
-    return Handle(out, dist.all_to_all_single(out, x, group=axis.group, async_op=True).wait, x)
+    """`size` equal blocks."""
+    return _begin(dist.all_to_all_single, x, len(x), axis)
 
 
 def begin_sum_in_order(parts: Tensor, axis: Axis, add: Callable[..., Tensor]) -> Handle:
-    """Start a reduce_scatter [size, ...] -> [...] that adds in rank order. add: `KernelSet.sum_deterministic`."""
+    """[size, ...] -> [...], added in rank order by `KernelSet.sum_deterministic`."""
     parts = parts.contiguous()
     if axis.size == 1:
         return Handle(parts[0])
@@ -112,10 +106,6 @@ def _scatter(x: Tensor, axis: Axis) -> Tensor:
     return begin_scatter(x, axis).wait()
 
 
-def _own_slice(x: Tensor, axis: Axis) -> Tensor:
-    return x.chunk(axis.size)[axis.rank].contiguous()
-
-
 def _to_heads(x: Tensor, axis: Axis) -> Tensor:
     return begin_exchange(x.unflatten(1, (axis.size, -1)).movedim(1, 0).flatten(0, 1), axis).wait()
 
@@ -129,17 +119,14 @@ def _apply(x: Tensor, axis: Axis, forth: Exchange, back: Exchange) -> Tensor:
 
 
 def all_gather(x: Tensor, axis: Axis) -> Tensor:
-    """[n, ...] -> [n * size, ...]."""
     return _apply(x, axis, _gather, _scatter)
 
 
 def gather_replicated(x: Tensor, axis: Axis) -> Tensor:
-    """[n, ...] -> [n * size, ...]."""
-    return _apply(x, axis, _gather, _own_slice)
+    return _apply(x, axis, _gather, lambda grad, axis: grad.chunk(axis.size)[axis.rank].contiguous())
 
 
 def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
-    """[n, ...] -> [n / size, ...]."""
     return _apply(x, axis, _scatter, _gather)
 
 
@@ -153,12 +140,10 @@ def gather_in_order(x: Tensor, axis: Axis, add: Callable[..., Tensor]) -> Tensor
 
 
 def tokens_to_heads(x: Tensor, axis: Axis) -> Tensor:
-    """[n, H, C] -> [n * size, H / size, C], tokens in rank order."""
     return _apply(x, axis, _to_heads, _to_tokens)
 
 
 def heads_to_tokens(x: Tensor, axis: Axis) -> Tensor:
-    """[n * size, h, C] -> [n, h * size, C], heads in rank order."""
     return _apply(x, axis, _to_tokens, _to_heads)
 
 
@@ -172,7 +157,7 @@ def gather_mirrored(x: Tensor, axis: Axis) -> Tensor:
         return x
     first, second = x.contiguous().chunk(2)
     out = x.new_empty((len(x) * axis.size, *x.shape[1:]))
-    # the second halves first: they are reordered while the first halves arrive
+    # reordered while the first halves arrive
     half, late = len(out) // 2, begin_gather(second, axis)
     early = Handle(out, _FLAT_GATHER(out[:half], first, group=axis.group, async_op=True).wait, first)
     torch.cat(late.wait().chunk(axis.size)[::-1], out=out[half:])
@@ -180,10 +165,10 @@ def gather_mirrored(x: Tensor, axis: Axis) -> Tensor:
 
 
 def sum_over(x: Tensor, axis: Axis) -> Tensor:
-    """The sum, without a gradient; `x` itself where the axis has size 1."""
+    """No gradient; `x` itself where the size is 1."""
     if axis.size == 1:
         return x
-    x = x.detach().clone(memory_format=torch.contiguous_format)  # NCCL sums memory, whatever the strides of others
+    x = x.detach().clone(memory_format=torch.contiguous_format)  # NCCL sums memory, whatever the strides
     dist.all_reduce(x, group=axis.group)
     return x
 
@@ -194,8 +179,6 @@ def stack_over(x: Tensor, axis: Axis) -> Tensor:
 
 
 class AsyncHostCopy:
-    """A device-to-host copy in flight."""
-
     def __init__(self, x: Tensor) -> None:
         self.numbers, self.copied = x.to("cpu", non_blocking=True), None
         if x.device.type != "cpu":
@@ -208,7 +191,6 @@ class AsyncHostCopy:
 
 
 def gather_objects(value: Any, axis: Axis, device: torch.device | str = "cpu") -> list[Any]:
-    """The value of each rank, as JSON has it."""
     text = json.dumps(value)
     if axis.size == 1:
         return [json.loads(text)]
@@ -226,7 +208,6 @@ def stack_numbers(numbers: list[int], axis: Axis, device: torch.device | str = "
 
 
 def all_reduce_(tensors: list[Tensor], axis: Axis) -> None:
-    """In place, without a gradient, in one collective a dtype."""
     if axis.size == 1:
         return
     for dtype in sorted({x.dtype for x in tensors}, key=str):

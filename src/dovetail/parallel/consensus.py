@@ -1,4 +1,4 @@
-"""Errors of one rank raised on all, so that none waits in a collective."""
+"""Errors of one rank raised on all, so that none waits."""
 
 import socket
 from collections.abc import Iterator, Mapping
@@ -10,11 +10,11 @@ from dovetail.errors import CheckpointError, ConfigError, UserError, listing, un
 from dovetail.parallel.collectives import gather_objects
 from dovetail.parallel.mesh import Mesh
 
-SHOWN = 12  # characters of a fingerprint in a message
+SHOWN = 12  # of a fingerprint
 
 
 class CollectiveErrors:
-    """Keeps this rank's first error. path: for system errors that name no file."""
+    """Keeps the first. path: for system errors without one."""
 
     def __init__(self, mesh: Mesh, path: Path | None = None) -> None:
         self.mesh, self.path = mesh, path
@@ -29,7 +29,7 @@ class CollectiveErrors:
             self.problem = self.problem or (f"{self.path}: {error}" if unnamed else str(error))
 
     def raise_collectively(self) -> None:
-        """Raise `CheckpointError` on every rank if any has a problem. Collective."""
+        """CheckpointError on every rank if any has a problem. Collective."""
         world = self.mesh["world"]
         ranks_of: dict[str, list[int]] = {}
         for rank, problem in enumerate(of_all(self.problem, self.mesh)):
@@ -53,20 +53,17 @@ def agreed(mesh: Mesh, path: Path | None = None) -> Iterator[None]:
 
 
 def of_all(value: Any, mesh: Mesh) -> list[Any]:
-    """The `value` of each rank, as JSON has it. Collective."""
+    """Values pass through JSON. Collective."""
     return gather_objects(value, mesh["world"], mesh.device)
 
 
 def of_first(value: Any, mesh: Mesh) -> Any:
-    """The first rank's `value`. Collective."""
     return of_all(value, mesh)[0]
 
 
 def refuse_different(fingerprints: Mapping[str, str], mesh: Mesh) -> None:
-    """Raise ConfigError where ranks have different content behind a name. Collective."""
+    """ConfigError where a name's content differs between ranks. Collective."""
     by_rank = of_all([socket.gethostname(), fingerprints], mesh)
     values = {name: [prints[name][:SHOWN] for _, prints in by_rank] for name in fingerprints}
     if problems := unequal(values, [host for host, _ in by_rank]):
-        raise ConfigError(
-            f"the hosts of this job have files of different content; give all of them the same:\n{listing(problems)}"
-        )
+        raise ConfigError(f"hosts have files of different content; give all of them the same:\n{listing(problems)}")

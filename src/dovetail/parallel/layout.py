@@ -1,16 +1,16 @@
-"""Parallel degrees of a model, without torch. Ranks = tp x pp x cp x dp; `ep` adds none, it divides dp x cp."""
+"""Parallel degrees, without torch. Ranks = tp x pp x cp x dp; `ep` divides dp x cp."""
 
 from dataclasses import dataclass, fields, replace
 
 from dovetail.errors import LayoutError, quoted
 
 DEGREES = ("tp", "pp", "cp", "dp", "ep")
-MAX_DIGITS = 9  # of a degree
+MAX_DIGITS = 9
 
 
 @dataclass(frozen=True)
 class Layout:
-    """`dp=None`: the ranks that the other degrees leave over."""
+    """dp=None: the ranks that the other degrees leave over."""
 
     tp: int = 1
     pp: int = 1
@@ -32,27 +32,25 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str) -> "Layout":
-        """`"tp=2,dp=2"`, in any order; an unnamed dp is None. `copy_engines=true` or `false` has no effect."""
+        """ "tp=2,dp=2", in any order; an unnamed dp is None. `copy_engines=true` or `false` has no effect."""
         degrees: dict[str, int | None] = {"dp": None}
+        layout = f"layout {quoted(text)}"
         for item in filter(None, (part.strip() for part in text.split(","))):
             name, equals, value = item.partition("=")
             if degrees.get(name) is not None:
-                raise LayoutError(f"layout {quoted(text)}: {name} is given twice; leave one out")
+                raise LayoutError(f"{layout}: {name} is given twice; leave one out")
             if name == "copy_engines" and value.lower() in ("true", "false"):
                 continue
             if name not in DEGREES or not equals:
                 known = ", ".join(f"{degree}=N" for degree in DEGREES)
-                raise LayoutError(f"layout {quoted(text)}: {quoted(item)} is not one of {known}")
+                raise LayoutError(f"{layout}: {quoted(item)} is not one of {known}")
             if not value.isdecimal() or len(value) > MAX_DIGITS or int(value) < 1:
-                raise LayoutError(
-                    f"layout {quoted(text)}: {name} must be a whole number of 1 or more, not {quoted(value)}"
-                )
+                raise LayoutError(f"{layout}: {name} must be a whole number of 1 or more, not {quoted(value)}")
             degrees[name] = int(value)
         return cls(**degrees)  # type: ignore[arg-type]  # names were checked against DEGREES
 
     @property
     def model_ranks(self) -> int:
-        """Of one replica."""
         return self.tp * self.pp * self.cp
 
     @property
@@ -61,22 +59,16 @@ class Layout:
         return self.model_ranks * (self.dp or 1)
 
     def resolve(self, world: int) -> "Layout":
-        """With dp known, checked against `world` ranks. Raises LayoutError."""
-        if self.dp is None:
-            if world % self.model_ranks:
-                raise LayoutError(
-                    f"layout {self} needs a multiple of {self.model_ranks} ranks, but the job has {world}; "
-                    "change the degrees or the number of ranks"
-                )
-            return replace(self, dp=world // self.model_ranks).resolve(world)
-        if self.num_ranks != world:
-            raise LayoutError(
-                f"layout {self} needs {self.num_ranks} ranks (tp x pp x cp x dp), but the job has {world}; "
-                "change the degrees or the number of ranks"
-            )
-        if (self.dp * self.cp) % self.ep:
-            raise LayoutError(f"layout {self}: ep={self.ep} does not divide dp x cp = {self.dp * self.cp}; lower it")
-        return self
+        """With dp, checked against `world` ranks. LayoutError."""
+        if world % self.model_ranks if self.dp is None else self.num_ranks != world:
+            n = self.num_ranks
+            needs = f"{n} ranks (tp x pp x cp x dp)" if self.dp else f"a multiple of {n} ranks"
+            change = "change the degrees or the number of ranks"
+            raise LayoutError(f"layout {self} needs {needs}, but the job has {world}; {change}")
+        dp = self.dp or world // self.model_ranks
+        if (dp * self.cp) % self.ep:
+            raise LayoutError(f"layout {self}: ep={self.ep} does not divide dp x cp = {dp * self.cp}; lower it")
+        return replace(self, dp=dp)
 
     def __str__(self) -> str:
         shown = [f.name for f in fields(self) if f.name in DEGREES and getattr(self, f.name) != 1]

@@ -1,7 +1,7 @@
 """The parallel axes of a model and their process groups.
 
-Ranks are numbered with pp outermost, then dp, cp and tp. `fsdp` is dp x cp, over which FSDP2 shards; `ep` neighbors in it
-hold different experts, `expert_fsdp` ranks the same ones. `ends`: the first and the last pipeline rank, for tied tables.
+pp is outermost, then dp, cp, tp. `fsdp` is dp x cp; its `ep` neighbors hold different experts, `expert_fsdp` ranks the same.
+`ends`: first and last pipeline rank, for tied tables.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,14 +17,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from dovetail.parallel.layout import Layout
 
 ORDER = ("pp", "dp", "cp", "tp")
-TIMEOUT = timedelta(minutes=30)  # of a collective
-P2P_MAX_CTAS = 4  # GPU blocks that a pipeline transfer may occupy while it waits for the other end
+TIMEOUT = timedelta(minutes=30)
+P2P_MAX_CTAS = 4  # GPU blocks of a waiting pipeline transfer
 Groups = Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis as this rank sees it; without a group where its size is 1."""
+    """This rank's view of an axis; without a group where its size is 1."""
 
     name: str
     size: int = 1
@@ -40,7 +40,7 @@ class ContextAxes(NamedTuple):
 
 
 class P2PChannel(NamedTuple):
-    """One-way and ordered. peer: global rank of the other end."""
+    """One-way and ordered. peer: global rank."""
 
     peer: int
     group: dist.ProcessGroup
@@ -48,7 +48,7 @@ class P2PChannel(NamedTuple):
 
 @dataclass(frozen=True)
 class P2PChannels:
-    """To and from the neighboring pipeline ranks; virtual stages link the last to the first."""
+    """To and from neighboring pipeline ranks; virtual stages close the ring."""
 
     to_next: P2PChannel | None = None
     from_previous: P2PChannel | None = None
@@ -64,7 +64,7 @@ class Mesh:
     device: torch.device
     axes: Mapping[str, Axis]
     copies: Mapping[int, Axis]
-    fsdp: Mapping[str, DeviceMesh] = field(default_factory=dict)  # of the axes fsdp and expert_fsdp
+    fsdp: Mapping[str, DeviceMesh] = field(default_factory=dict)
     context: Mapping[int, ContextAxes] = field(default_factory=lambda: {1: ContextAxes()})
     channels: P2PChannels = P2PChannels()
     timeout: timedelta = TIMEOUT
@@ -76,19 +76,14 @@ class Mesh:
     def coords(self) -> dict[str, int]:
         return {name: axis.rank for name, axis in self.axes.items()}
 
-    @property
-    def sizes(self) -> dict[str, int]:
-        return {name: axis.size for name, axis in self.axes.items()}
-
     def on_host(self) -> "Mesh":
-        """With a gloo group of its own as its world. Collective."""
+        """A gloo group of its own as its world. Collective."""
         world = self["world"]
         group = None if world.size == 1 else dist.new_group(backend="gloo", timeout=self.timeout)
         return replace(self, device=torch.device("cpu"), axes={**self.axes, "world": replace(world, group=group)})
 
     @property
     def token_multiple(self) -> int:
-        """Packed tokens must be a multiple of this."""
         return self["tp"].size * (2 * self["cp"].size if self["cp"].size > 1 else 1)
 
     @classmethod
@@ -109,7 +104,7 @@ class Mesh:
 
     @classmethod
     def build(cls, layout: Layout, device: torch.device | str = "cpu", timeout: timedelta = TIMEOUT) -> "Mesh":
-        """Collective. timeout: of all axes but the world."""
+        """timeout: of all axes but the world. Collective."""
         world, rank = dist.get_world_size(), dist.get_rank()
         layout, device = layout.resolve(world), torch.device(device)
         make_axis = partial(_axis, rank=rank, timeout=timeout)
@@ -151,7 +146,6 @@ def _coords_of(rank: int, sizes: Mapping[str, int]) -> dict[str, int]:
 
 
 def _groups(grid: torch.Tensor, names: tuple[str, ...]) -> list[list[int]]:
-    """The ranks of each group over the axes `names`; the other axes number the groups."""
     dims = [ORDER.index(name) for name in names]
     groups: list[list[int]] = grid.movedim(dims, list(range(-len(dims), 0))).flatten(-len(dims)).flatten(0, -2).tolist()
     return groups
@@ -166,9 +160,7 @@ def _divisors(n: int) -> list[int]:
 
 
 def _new_group(groups: Groups, rank: int, timeout: timedelta, options: Any = None) -> dist.ProcessGroup:
-    """This rank's group of disjoint `groups`, or of itself: torch names a group by its ranks and the number of groups made
-    so far, and NCCL splits a communicator with all of its ranks. Collective over the world.
-    """
+    """This rank's group of disjoint `groups`, or of itself: torch names groups by their ranks. Collective over the world."""
     ranks = next((ranks for ranks in groups if rank in ranks), [rank])
     return dist.new_group(list(ranks), timeout=timeout, pg_options=options, use_local_synchronization=True)
 
@@ -183,10 +175,10 @@ def _axis(name: str, groups: Groups, *, rank: int, timeout: timedelta, always: b
 
 
 def _channels(stages: Groups, rank: int, device: torch.device, timeout: timedelta, *, ring: bool) -> P2PChannels:
-    """Neighboring hops share a rank, so even and odd ones are made in turn."""
+    """Even and odd hops in turn: neighbors share a rank."""
     size, channels = len(stages[0]), dict[str, P2PChannel]()
     hops = [(i, (i + 1) % size) for i in range(size if ring else size - 1)] if size > 1 else []
-    closing = hops[size - 1 :] if size % 2 else []  # in an odd ring it shares a rank with even and odd hops
+    closing = hops[size - 1 :] if size % 2 else []
     for chosen in (hops[: size - len(closing) : 2], hops[1::2], closing):
         pairs = [(ranks[i], ranks[j]) for ranks in stages for i, j in chosen]
         if not pairs:
@@ -201,10 +193,10 @@ def _channels(stages: Groups, rank: int, device: torch.device, timeout: timedelt
 
 
 def _channel_options(device: torch.device, timeout: timedelta) -> Any:
-    """NCCL's options of one group: torch writes the group's name into them."""
+    """NCCL's options of one group: torch writes its name into them."""
     if device.type != "cuda":
         return None
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options.config.max_ctas = P2P_MAX_CTAS
-    options._timeout = timeout  # torch warns where it differs from new_group's
+    options._timeout = timeout  # else torch warns
     return options

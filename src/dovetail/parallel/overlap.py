@@ -1,4 +1,4 @@
-"""Asynchronous collectives in a forward pass, and dual-batch overlap."""
+"""Asynchronous collectives of a forward pass, and dual-batch overlap."""
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ from dovetail.parallel.mesh import Axis
 
 Collective = Callable[[Tensor], Handle]
 T = TypeVar("T")
-AsyncForward = Generator[None, None, T]  # a forward pass that yields while its collectives run
+AsyncForward = Generator[None, None, T]  # yields while its collectives run
 
 
 @dataclass(eq=False)
 class AsyncCollective:
-    """A collective between `start` and `finish` of a forward pass, its inverse in backward. Both may be set after `start`."""
+    """Between `start` and `finish` of a forward pass, its inverse in backward. Both may be set after `start`."""
 
     collective: Collective | None
     inverse: Collective | None
@@ -31,13 +31,13 @@ class AsyncCollective:
         self._forward = self.collective(x.detach())
 
     def wait(self) -> Tensor:
-        """The result, once: autograd keeps this object alive."""
+        """Call it once: autograd keeps this object alive."""
         assert self._forward is not None
         out, self._forward = self._forward.wait(), None
         return out
 
     def start_backward(self, grad: Tensor, shape: torch.Size) -> Tensor:
-        """Returns a placeholder of that shape for autograd."""
+        """Returns a placeholder for autograd."""
         assert self.inverse is not None
         self._backward = self.inverse(grad)
         return grad.new_empty(()).expand(shape)
@@ -62,7 +62,7 @@ class _Start(torch.autograd.Function):
 
 
 class _Finish(torch.autograd.Function):
-    """forward: the result of the collective. backward: starts the inverse."""
+    """forward: the collective's result. backward: starts the inverse."""
 
     @staticmethod
     def forward(ctx: Any, sent: Tensor, collective: AsyncCollective) -> Tensor:
@@ -75,7 +75,6 @@ class _Finish(torch.autograd.Function):
 
 
 def start(x: Tensor, collective: AsyncCollective) -> Tensor:
-    """Start a collective, if it is set already. Returns what `finish` takes."""
     if collective.collective is not None:
         collective.start(x)
     return _Start.apply(x, collective)
@@ -86,7 +85,7 @@ def finish(sent: Tensor, collective: AsyncCollective | None) -> Tensor:
 
 
 def start_all_gather(x: Tensor, axis: Axis) -> AsyncForward[tuple[Tensor, AsyncCollective | None]]:
-    """`collectives.all_gather` as far as `finish`, whose arguments it returns."""
+    """`collectives.all_gather` up to `finish`'s arguments."""
     if axis.size == 1:
         return x, None
     gather = AsyncCollective(partial(begin_gather, axis=axis), partial(begin_scatter, axis=axis))
@@ -96,7 +95,6 @@ def start_all_gather(x: Tensor, axis: Axis) -> AsyncForward[tuple[Tensor, AsyncC
 
 
 def reduce_scatter_async(x: Tensor, axis: Axis) -> AsyncForward[Tensor]:
-    """`collectives.reduce_scatter`: [n, ...] -> [n / size, ...]."""
     if axis.size == 1:
         return x
     scatter = AsyncCollective(partial(begin_scatter, axis=axis), partial(begin_gather, axis=axis))
@@ -106,12 +104,11 @@ def reduce_scatter_async(x: Tensor, axis: Axis) -> AsyncForward[Tensor]:
 
 
 def run_sync(forward: AsyncForward[T]) -> T:
-    """Without overlap."""
     return interleave([forward])[0]
 
 
 def interleave(forwards: Sequence[AsyncForward[T]], lead: int = 0) -> tuple[T, ...]:
-    """Run several in turns, from yield to yield. The first makes `lead` steps before the others."""
+    """Run them in turns, from yield to yield. The first makes `lead` steps before the others."""
     results: dict[int, T] = {}
     order = chain([0] * lead, cycle(range(len(forwards))))
     while len(results) < len(forwards):
@@ -125,11 +122,10 @@ def interleave(forwards: Sequence[AsyncForward[T]], lead: int = 0) -> tuple[T, .
 
 
 def lead_of_first_half(tp: Axis) -> int:
-    """With 1, one half has products while the other communicates."""
-    return 1 if tp.size > 1 else 0
+    """With 1, one half computes while the other communicates."""
+    return int(tp.size > 1)
 
 
 def switch(axis: Axis) -> AsyncForward[None]:
-    """Let the other half run, if it has collectives to hide."""
     if axis.size > 1:
         yield

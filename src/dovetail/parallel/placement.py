@@ -1,6 +1,6 @@
-"""Placements: the checkpoint slices that a local parameter consists of, declared in `placements` by the layer that owns it."""
+"""Placements: the checkpoint slices of a local parameter, declared in a layer's `placements`."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
@@ -8,13 +8,12 @@ from typing import NamedTuple
 
 from torch import nn
 
+from dovetail.parallel.mesh import Axis, Mesh
+
 
 @dataclass(frozen=True)
 class Part:
-    """One checkpoint tensor of a (fused) local parameter; parts of one name follow each other in it.
-
-    size: in the checkpoint. copies: neighboring ranks with the same slice. padding: zero rows so that the axis divides it.
-    """
+    """A checkpoint tensor of a (fused) local parameter. copies: neighboring ranks with the same slice. padding: zero rows."""
 
     name: str
     size: int
@@ -31,8 +30,6 @@ class Part:
 
 @dataclass(frozen=True)
 class Split:
-    """A dim sharded over an axis."""
-
     dim: int
     axis: str
     parts: tuple[Part, ...]
@@ -44,11 +41,11 @@ class Placement:
 
     splits: tuple[Split, ...] = ()
     partial_over: tuple[str, ...] = ()
-    sharded_over: str = "fsdp"  # FSDP2's axis
+    sharded_over: str = "fsdp"
 
 
 REPLICATED = Placement()
-Slices = tuple[tuple[int, int], ...]  # (start, stop) for every dim
+Slices = tuple[tuple[int, int], ...]  # (start, stop) by dim
 
 
 @dataclass(frozen=True)
@@ -59,7 +56,7 @@ class Region:
     checkpoint_shape: tuple[int, ...]
     checkpoint_slice: Slices
     local_slice: Slices
-    owned: bool  # among the ranks that hold it, this one writes it and counts it in norms
+    owned: bool  # this holder writes it and counts it in norms
     copies: int = 1  # as `Part.copies`
 
     @property
@@ -88,7 +85,6 @@ def _part_names(placement: Placement) -> list[str]:
 
 
 def checkpoint_names(name: str, placement: Placement) -> tuple[str, ...]:
-    """`...self_attn.qkv_proj.weight` with parts q, k, v has three."""
     parts = _part_names(placement)
     if len(parts) < 2:
         return (name,)
@@ -98,7 +94,6 @@ def checkpoint_names(name: str, placement: Placement) -> tuple[str, ...]:
 
 
 def checkpoint_shapes(name: str, placement: Placement, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """Name and global shape of each checkpoint tensor."""
     names = checkpoint_names(name, placement)
     shapes = dict.fromkeys(names, shape)
     for split in placement.splits:
@@ -112,19 +107,17 @@ def checkpoint_shapes(name: str, placement: Placement, shape: tuple[int, ...]) -
 
 
 class _Stretch(NamedTuple):
-    """A part's rows [start, stop), in its tensor and in the local parameter."""
-
     part: Part
     checkpoint: tuple[int, int]
     local: tuple[int, int]
 
 
-def _stretches(split: Split, rank: int, size: int) -> Iterator[_Stretch]:
+def _stretches(split: Split, axis: Axis) -> Iterator[_Stretch]:
     at: dict[str, int] = {}
     offset = 0
     for part in split.parts:
-        length, base = part.local_length(size), at.get(part.name, 0)
-        start = rank // part.copies * length
+        length, base = part.local_length(axis.size), at.get(part.name, 0)
+        start = axis.rank // part.copies * length
         stop = min(start + length, part.size)
         if stop > start:
             yield _Stretch(part, (base + start, base + stop), (offset, offset + stop - start))
@@ -132,35 +125,14 @@ def _stretches(split: Split, rank: int, size: int) -> Iterator[_Stretch]:
         offset += length
 
 
-def regions(
-    name: str, placement: Placement, local_shape: tuple[int, ...], coords: Mapping[str, int], sizes: Mapping[str, int]
-) -> tuple[Region, ...]:
-    """The checkpoint slices of a local parameter, without padding, each owned by the first rank that holds it."""
-    shapes = checkpoint_shapes(name, placement, local_shape)
-    named = dict(zip(_part_names(placement), shapes, strict=True)) if len(shapes) > 1 else {}
-    copied_over = {"tp", *placement.partial_over} - {split.axis for split in placement.splits}
-    first = all(coords[axis] == 0 for axis in copied_over)
-    out = []
-    for stretches in product(*(_stretches(s, coords[s.axis], sizes[s.axis]) for s in placement.splits)):
-        checkpoint, local = [(0, n) for n in local_shape], [(0, n) for n in local_shape]
-        for split, stretch in zip(placement.splits, stretches, strict=True):
-            checkpoint[split.dim], local[split.dim] = stretch.checkpoint, stretch.local
-        tensor = next((named[s.part.name] for s in stretches if s.part.name in named), name)
-        owners = (coords[split.axis] % s.part.copies == 0 for split, s in zip(placement.splits, stretches, strict=True))
-        owned = first and all(owners)
-        copies = prod(s.part.copies for s in stretches)
-        out.append(Region(tensor, shapes[tensor], tuple(checkpoint), tuple(local), owned, copies))
-    return tuple(out)
-
-
 def fsdp_rows(rows: int, rank: int, size: int) -> tuple[int, int]:
-    """One FSDP2 rank's rows: equal chunks rounded up."""
+    """Equal chunks, rounded up."""
     chunk = -(-rows // size)
     return min(rank * chunk, rows), min((rank + 1) * chunk, rows)
 
 
-def narrow_rows(held: tuple[Region, ...], start: int, stop: int) -> tuple[Region, ...]:
-    """The parts of regions in local rows [start, stop), counted from `start`."""
+def narrow_rows(held: Sequence[Region], start: int, stop: int) -> tuple[Region, ...]:
+    """Parts of regions in local rows [start, stop), counted from `start`."""
     out = []
     for region in held:
         (low, high), *rest = region.local_slice
@@ -173,24 +145,27 @@ def narrow_rows(held: tuple[Region, ...], start: int, stop: int) -> tuple[Region
 
 
 def held_regions(
-    name: str,
-    placement: Placement,
-    local_shape: tuple[int, ...],
-    coords: Mapping[str, int],
-    sizes: Mapping[str, int],
-    *,
-    sharded: bool,
+    name: str, placement: Placement, local_shape: tuple[int, ...], mesh: Mesh, *, sharded: bool
 ) -> tuple[Region, ...]:
-    """A rank's regions after FSDP2's sharding, or all, owned by one replica."""
-    held = regions(name, placement, local_shape, coords, sizes)
-    axis = placement.sharded_over
-    if sharded:
-        return narrow_rows(held, *fsdp_rows(local_shape[0], coords[axis], sizes[axis]))
-    return held if coords[axis] == 0 else tuple(replace(region, owned=False) for region in held)
+    """Slices of a local parameter without padding, after FSDP2's sharding. Each is owned by its first holder."""
+    shapes, splits = checkpoint_shapes(name, placement, local_shape), placement.splits
+    named = dict(zip(_part_names(placement), shapes, strict=True)) if len(shapes) > 1 else {}
+    axis = mesh[placement.sharded_over]
+    copied_over = {"tp", *placement.partial_over} - {split.axis for split in splits}
+    first = all(mesh[name].rank == 0 for name in copied_over) and (sharded or axis.rank == 0)
+    held = []
+    for stretches in product(*(_stretches(split, mesh[split.axis]) for split in splits)):
+        checkpoint, local = [(0, n) for n in local_shape], [(0, n) for n in local_shape]
+        for split, stretch in zip(splits, stretches, strict=True):
+            checkpoint[split.dim], local[split.dim] = stretch.checkpoint, stretch.local
+        tensor = next((named[s.part.name] for s in stretches if s.part.name in named), name)
+        owners = (mesh[split.axis].rank % s.part.copies == 0 for split, s in zip(splits, stretches, strict=True))
+        owned, copies = first and all(owners), prod(s.part.copies for s in stretches)
+        held.append(Region(tensor, shapes[tensor], tuple(checkpoint), tuple(local), owned, copies))
+    return narrow_rows(held, *fsdp_rows(local_shape[0], axis.rank, axis.size)) if sharded else tuple(held)
 
 
 def overlap(first: Slices, second: Slices) -> Slices | None:
-    """The intersection of two slices, or None."""
     shared = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(first, second, strict=True))
     return shared if all(start < stop for start, stop in shared) else None
 

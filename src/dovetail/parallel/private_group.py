@@ -1,4 +1,4 @@
-"""A process group with programs that are not ranks of this run, such as inference servers; the default group is not touched."""
+"""A process group with programs outside of this run, such as inference servers."""
 
 import time
 from datetime import timedelta
@@ -11,12 +11,12 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # it is pu
 
 Backend = Literal["nccl", "gloo"]
 POLL = 0.0005  # seconds
-UNIQUE_ID = "0"  # where torch keeps a communicator's ncclUniqueId: its own detail, which vLLM's examples rely on, too
-GRACE = 60.0  # seconds after our own deadline, for torch's, which would end the process
+UNIQUE_ID = "0"  # of a communicator: torch's own detail, as vLLM's examples have it
+GRACE = 60.0  # seconds until torch ends the process
 
 
 class PrivateGroup:
-    """Rank 0 serves the store; the others join at `address`, a name of its host, and `port`."""
+    """Rank 0 serves the store; the others join at `address` and `port`."""
 
     def __init__(
         self, backend: Backend, address: str, size: int, timeout: float, *, rank: int = 0, port: int = 0
@@ -28,7 +28,6 @@ class PrivateGroup:
         self._group: Any = None
 
     def connect(self, device: torch.device) -> None:
-        """Waits until all have joined."""
         if self.backend == "gloo":
             self._group = dist.ProcessGroupGloo(self._store, self.rank, self.size, timedelta(seconds=self.timeout))
             return
@@ -38,21 +37,17 @@ class PrivateGroup:
         self._finish(self._group.allreduce([torch.ones(1, device=device)]))  # makes the communicator
 
     def unique_id(self) -> bytes:
-        """Of the NCCL communicator, for those who join without the store. Waits for `connect` on another thread.
-
-        By a connection of its own: a store's client is locked while it waits.
-        """
+        """For those without the store. Waits for `connect` on another thread, over a connection of its own."""
         wait = timedelta(seconds=self.timeout)
         return TCPStore(self.address, self.port, is_master=False, wait_for_workers=False, timeout=wait).get(UNIQUE_ID)
 
     def broadcast(self, data: Tensor) -> None:
-        """From rank 0 to all others; RuntimeError after `timeout`."""
+        """RuntimeError after `timeout`."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         self._finish(self._group.broadcast([data], options))
 
     def abort(self) -> None:
-        """Ends what still waits in it."""
         group, self._group = self._group, None
         if group is not None:
             group.abort()

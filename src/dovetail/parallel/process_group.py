@@ -1,7 +1,4 @@
-"""A rank's device, the default process group, determinism and stop signals.
-
-Ranks come from the environment that torchrun sets, else this process is alone.
-"""
+"""A rank's device, process group, determinism and stop signals. Ranks: by torchrun's environment, else one."""
 
 import contextlib
 import importlib.util
@@ -29,18 +26,18 @@ RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 FAILURE_COUNTER_KEY = "dovetail/failures"
 DEVICE_KEY = "dovetail/devices"
 CUDA_VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
-# Hardware queues of a GPU: FSDP2 and NCCL's groups have more streams than the default 8, and in a shared queue computation
-# waits for a transfer whose other end may wait for that computation. CUDA reads it at its first use.
+# Hardware queues of a GPU, read at CUDA's first use: FSDP2 and NCCL have more streams than the default 8, and in a shared
+# queue computation waits for a transfer whose other end may wait for it.
 QUEUES = ("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-# Eight buffers of 4 MiB, cuBLAS's own size on Hopper: so set, its sums have one order.
+# cuBLAS's own size on Hopper: so set, its sums have one order
 CUBLAS = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-PROFILER = ("KINETO_LOG_LEVEL", "6")  # the profiler writes to standard error at its start and end
-NOT_DETERMINISTIC = "does not have a deterministic implementation"  # in torch's message
+PROFILER = ("KINETO_LOG_LEVEL", "6")  # the profiler writes to standard error
+NOT_DETERMINISTIC = "does not have a deterministic implementation"  # torch's message
 KERNEL_CACHES = ("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", "QUACK_CACHE_DIR")
 
 
 def pick_device(name: str = "auto") -> torch.device:
-    """`auto`, `cpu`, `cuda` or `npu`; an accelerator is chosen by LOCAL_RANK, unless one is visible, and made current."""
+    """auto, cpu, cuda or npu; by LOCAL_RANK, unless one is visible. Made current."""
     os.environ.setdefault(*QUEUES)
     os.environ.setdefault(*CUBLAS)
     os.environ.setdefault(*PROFILER)
@@ -54,7 +51,7 @@ def pick_device(name: str = "auto") -> torch.device:
     if not present[name]:
         raise ConfigError(f"device {name!r}: torch {torch.__version__} sees none here; use --device cpu or auto")
     local, count = int(os.environ.get("LOCAL_RANK", "0")), torch.get_device_module(name).device_count()
-    ranks = max(local + 1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))  # so that rank 0, which reports, refuses too
+    ranks = max(local + 1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))  # so that rank 0 reports it
     if name == "cuda" and count == 1 and CUDA_VISIBLE_DEVICES in os.environ:
         local = 0
     elif ranks > count:
@@ -70,10 +67,10 @@ def pick_device(name: str = "auto") -> torch.device:
 
 
 def _set_kernel_cache(architecture: str) -> None:
-    """By GPU architecture, which not all packages have in their keys."""
+    """A folder for each GPU architecture, which some packages' keys lack."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     folder = (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "dovetail" / "kernels" / architecture
-    with contextlib.suppress(OSError, RuntimeError):  # no home
+    with contextlib.suppress(OSError, RuntimeError):  # there may be no home
         folder.mkdir(parents=True, exist_ok=True)
         if os.access(folder, os.W_OK):
             os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
@@ -83,7 +80,7 @@ def _set_kernel_cache(architecture: str) -> None:
 
 @contextlib.contextmanager
 def deterministic(enabled: bool) -> Iterator[None]:
-    """Have torch, and kernels that follow its flag, compute the same bits in every run, without filling new memory."""
+    """torch, and kernels that follow its flag, compute the same bits in every run; new memory is not filled."""
     mode, filled = torch.get_deterministic_debug_mode(), torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]  # a documented setting
     torch.set_deterministic_debug_mode("error" if enabled else "default")
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a documented setting
@@ -103,16 +100,10 @@ def deterministic(enabled: bool) -> Iterator[None]:
 
 
 class ProcessGroup:
-    """The default process group for a `with` block, unless there is one. Of failing ranks only the first raises its own error.
-
-    met: called with the store, rank and world before the group is made.
-    """
+    """The default one, unless there is one. Only the first failing rank raises its own error. met: gets store, rank, world."""
 
     def __init__(
-        self,
-        device: torch.device,
-        timeout: timedelta = TIMEOUT,
-        met: Callable[[Store, int, int], None] = lambda *_: None,
+        self, device: torch.device, timeout: timedelta = TIMEOUT, met: Callable[..., None] = lambda *_: None
     ) -> None:
         self.device, self.timeout, self.met = device, timeout, met
         self.store: Store | None = None
@@ -138,17 +129,17 @@ class ProcessGroup:
 
 @contextlib.contextmanager
 def temporary_process_group(device: torch.device, timeout: timedelta = TIMEOUT) -> Iterator[None]:
-    """The default process group for a `with` block of a process that lives on, unless there is one. Collective."""
+    """For a process that lives on. Does nothing if there is a group. Collective."""
     if dist.is_initialized():
         yield
         return
     store, rank, world = _kept_store(*(os.environ.get(name) for name in RENDEZVOUS))
-    start = store.add(f"dovetail/starts/{rank}", 1)  # keys of an earlier group are still there
+    start = store.add(f"dovetail/starts/{rank}", 1)  # keys of an earlier group remain
     _initialize(device, PrefixStore(f"dovetail/start-{start}", store), rank, world, timeout)
     try:
         yield
     except BaseException:
-        if world == 1:  # else others may still wait in it
+        if world == 1:  # others may wait in it
             dist.destroy_process_group()
         raise
     dist.barrier()
@@ -157,7 +148,6 @@ def temporary_process_group(device: torch.device, timeout: timedelta = TIMEOUT) 
 
 @cache
 def _kept_store(*_: str | None) -> tuple[Store, int, int]:
-    """The first rank's serves the others as long as it lives."""
     return _meet()
 
 
@@ -168,7 +158,7 @@ def _one_report(store: Store) -> Iterator[None]:
     except Exception as error:
         try:
             first = store.add(FAILURE_COUNTER_KEY, 1) == 1
-        except dist.DistError:  # the store ended with the rank that failed first
+        except dist.DistError:  # the store ended with the first failing rank
             raise LostStore("the store of the ranks is gone") from error
         if not first:
             raise SecondaryFailure("another rank failed first") from error
@@ -180,7 +170,6 @@ def num_ranks() -> int:
 
 
 def num_ranks_here(device: torch.device) -> int:
-    """Ranks on this host, at most."""
     local, world = os.environ.get("LOCAL_WORLD_SIZE", ""), num_ranks()
     if local.isdecimal():
         return min(world, int(local))
@@ -194,10 +183,7 @@ def ensure_process_group(device: torch.device | str = "cpu") -> None:
 
 
 class StopSignal:
-    """The first SIGTERM or SIGINT sets `number`; the next acts as usual, but for a launcher's repeats.
-
-    Python gives handlers to the main thread alone: in another one nothing changes.
-    """
+    """The first SIGTERM or SIGINT sets `number`; the next acts as usual, but for a launcher's repeats. Main thread only."""
 
     REPEAT_SECONDS = 1.0
 
@@ -248,7 +234,7 @@ def _meet() -> tuple[Store, int, int]:
 
 def _initialize(device: torch.device, store: Store, rank: int, world: int, timeout: timedelta = TIMEOUT) -> None:
     if world > 1:
-        allow_open_files()  # a group has dozens of sockets, a layout a dozen groups
+        allow_open_files()  # a group has dozens of sockets
         _claim_device(device, store, rank)
     dist.init_process_group(
         BACKENDS[device.type],

@@ -1,14 +1,14 @@
-"""Runs one pipeline rank's part of a plan. Messages have no tags and no shapes: every rank knows the whole plan.
+"""Runs one pipeline rank's part of a plan. Messages have no tags or shapes: every rank knows the plan.
 
-NCCL's transfers are kernels that run until both ends have started, and a host may wait for its whole device in any action
-(to load a kernel, to free memory). No plan may deadlock even so. All ranks order all actions by one simulation, and a rank
-posts a receive right before its first action after the sender's. Then everything waits for something earlier.
+NCCL's transfers run until both ends have started, and a host may wait for its device in any action; no plan may deadlock even
+so. All ranks order all actions by one simulation, and post a receive right before the first action after the sender's:
+everything waits for something earlier.
 """
 
 from bisect import bisect
 from collections.abc import Callable
 from functools import lru_cache
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,23 +18,9 @@ from dovetail.parallel.mesh import Mesh, P2PChannel
 from dovetail.pipeline.schedule import Action, Plan, num_stages, simulate
 
 
-class StageRunner(Protocol):
-    """At both ends of the pipeline None goes in and comes out. They do not write to returned tensors."""
-
-    def buffer(self, micro: int) -> Tensor: ...
-
-    def forward(self, stage: int, micro: int, x: Tensor | None) -> Tensor | None: ...
-
-    def backward(self, action: Action, grad: Tensor | None, *, last: bool) -> Tensor | None: ...
-
-    def weight(self, stage: int, micro: int) -> None: ...
-
-
 class Message(NamedTuple):
-    """An activation of the stage before `stage`, or a gradient of the one after it."""
-
     gradient: bool
-    stage: int  # the receiver
+    stage: int
     micro: int
 
 
@@ -52,7 +38,6 @@ def produced(action: Action, stages: int) -> Message | None:
 
 @lru_cache(maxsize=16)
 def receives(plan: Plan, rank: int) -> tuple[tuple[Message, ...], ...]:
-    """Receives to post right before each action."""
     order = [[(start, r) for start in starts] for r, starts in enumerate(simulate(plan).start)]
     posts: list[list[Message]] = [[] for _ in plan[rank]]
     for gradient, sender in ((False, (rank - 1) % len(plan)), (True, (rank + 1) % len(plan))):
@@ -64,12 +49,9 @@ def receives(plan: Plan, rank: int) -> tuple[tuple[Message, ...], ...]:
 
 
 def connect(mesh: Mesh) -> None:
-    """Use every channel once: NCCL makes a communicator then, where both ranks wait. Collective over pp.
-
-    Even hops before odd ones: one global order leaves no cycle, and hops without a common rank run at once.
-    """
+    """Use every channel once: NCCL makes communicators then. Even hops before odd ones: no cycle. Collective over pp."""
     rank, size, channels = mesh["pp"].rank, mesh["pp"].size, mesh.channels
-    hops = [  # by the number of their first rank
+    hops = [
         (rank, [(channels.to_next, dist.isend), (channels.from_next, dist.irecv)]),
         ((rank - 1) % size, [(channels.from_previous, dist.irecv), (channels.to_previous, dist.isend)]),
     ]
@@ -79,10 +61,10 @@ def connect(mesh: Mesh) -> None:
                 _start(transfer, torch.zeros(1, device=mesh.device), channel).wait()
 
 
-def run(plan: Plan, stages: StageRunner, mesh: Mesh) -> None:
-    """One rank's part of `plan`. Collective over pp.
+def run(plan: Plan, stages: Any, mesh: Mesh) -> None:
+    """Collective over pp. Where stages are single ranks, one that fails goes on with zeros and raises at the end.
 
-    Where a stage is one rank, an error in it leaves no message behind: that rank goes on with zeros and raises at the end.
+    stages: a runner of `engine.stage`. At the pipeline's ends None goes in and comes out.
     """
     actions, count = plan[mesh["pp"].rank], num_stages(plan)
     last = max((i for i, action in enumerate(actions) if action.kind in ("backward", "input")), default=None)
@@ -92,7 +74,12 @@ def run(plan: Plan, stages: StageRunner, mesh: Mesh) -> None:
         received, result, message = mail.wait(needed(action, count)), None, produced(action, count)
         if failure.error is None:
             with failure:
-                result = _act(action, stages, received, last=i == last)
+                if action.kind == "forward":
+                    result = stages.forward(action.stage, action.micro, received)
+                elif action.kind == "weight":
+                    stages.weight(action.stage, action.micro)
+                else:
+                    result = stages.backward(action, received, last=i == last)
         if failure.error is not None and message is not None:
             result = stages.buffer(message.micro).zero_()
         mail.send(message, result)
@@ -102,13 +89,10 @@ def run(plan: Plan, stages: StageRunner, mesh: Mesh) -> None:
 
 
 def is_alone(mesh: Mesh) -> bool:
-    """Whether every stage is one rank, so that no other rank waits for a stage that failed."""
     return mesh["world"].size == mesh["pp"].size
 
 
 class Failure:
-    """Keeps the first error, if the pass `recovers` from it."""
-
     def __init__(self, *, recovers: bool) -> None:
         self.recovers = recovers
         self.error: Exception | None = None
@@ -122,31 +106,20 @@ class Failure:
         return self.error is not None
 
 
-def _act(action: Action, stages: StageRunner, received: Tensor | None, *, last: bool) -> Tensor | None:
-    if action.kind == "forward":
-        return stages.forward(action.stage, action.micro, received)
-    if action.kind == "weight":
-        stages.weight(action.stage, action.micro)
-        return None
-    return stages.backward(action, received, last=last)
-
-
 class Mailbox:
-    """One rank's receives and sends in flight."""
-
-    def __init__(self, plan: Plan, stages: StageRunner, mesh: Mesh) -> None:
+    def __init__(self, plan: Plan, stages: Any, mesh: Mesh) -> None:
         axis, count = mesh["pp"], num_stages(plan)
         self.stages, self.channels = stages, mesh.channels
         self.next, self.previous = (axis.rank + 1) % axis.size, (axis.rank - 1) % axis.size
         self.posts = receives(plan, axis.rank)
         self.arrived: dict[Message, tuple[dist.Work, Tensor]] = {}
-        self.leaving: list[tuple[Message, dist.Work, Tensor]] = []  # keeps tensors alive until they are sent
+        self.leaving: list[tuple[Message, dist.Work, Tensor]] = []  # alive until they are sent
         around = [step for n in {self.previous, self.next} for step in enumerate(plan[n])]
         self.sent_at = {message: i for i, action in around if (message := produced(action, count))}
         self.needed_at = {message: i for i, action in around if (message := needed(action, count))}
 
     def post(self, i: int) -> None:
-        tensors = [self.stages.buffer(message.micro) for message in self.posts[i]]  # memory before any transfer
+        tensors = [self.stages.buffer(message.micro) for message in self.posts[i]]  # before any transfer
         for message, tensor in zip(self.posts[i], tensors, strict=True):
             channel = self.channels.from_next if message.gradient else self.channels.from_previous
             self.arrived[message] = _start(dist.irecv, tensor, channel), tensor
@@ -174,7 +147,7 @@ class Mailbox:
             handle.wait()
 
     def _release(self, received: Message) -> None:
-        """Drop sends that `received` proves complete: gloo's handles complete in `wait` only, a GPU's host runs ahead."""
+        """Sends that `received` proves complete: gloo's handles complete in `wait` only, a GPU's host runs ahead."""
         sender, now = self._sender(received.gradient), self.sent_at[received]
         pending = []
         for message, handle, tensor in self.leaving:

@@ -12,7 +12,7 @@ SCHEDULES = ("1f1b", "interleaved", "gpipe", "zero_bubble")  # of training
 
 
 def partition(spec: AnySpec, layout: Layout) -> tuple[range, ...]:
-    """The layers of each stage, by `pp_split` or so that the costliest costs least, by weights of matrix products."""
+    """Layers by `pp_split`, or so that the costliest stage costs least."""
     check_pipeline(spec, layout)
     split = layout.pp_split
     sizes = _balanced(spec, layout.pp * layout.virtual_stages) if isinstance(split, str) else split
@@ -21,7 +21,7 @@ def partition(spec: AnySpec, layout: Layout) -> tuple[range, ...]:
 
 
 def stage_costs(spec: AnySpec, layout: Layout) -> Costs:
-    """Weights of matrix products. The head's run in the last stage's forward."""
+    """Weights of products. The last forward includes the head."""
     layers = tuple(float(sum(spec.layer_params[layer] for layer in stage)) for stage in partition(spec, layout))
     return Costs(forward=(*layers[:-1], layers[-1] + 3.0 * spec.head_params), input=layers, weight=layers)
 
@@ -30,46 +30,34 @@ def check_pipeline(spec: AnySpec, layout: Layout) -> None:
     pp, virtual, schedule = layout.pp, layout.virtual_stages, layout.schedule
     if schedule not in SCHEDULES:
         raise LayoutError(f"layout: schedule={schedule!r} is not known; use one of {', '.join(SCHEDULES)}")
+    problem = ""
     if pp == 1 and (virtual, layout.pp_split, schedule) != (1, "auto", "1f1b"):
-        raise LayoutError(
-            f"layout {layout}: virtual_stages={virtual}, pp_split={layout.pp_split} and schedule={schedule} say how to "
-            "cut by pp; leave them out at pp=1"
-        )
-    if schedule == "interleaved" and virtual == 1:
-        raise LayoutError(
-            f"layout {layout}: schedule=interleaved needs several stages a rank, but virtual_stages=1; "
-            "set virtual_stages=2, or schedule=1f1b"
-        )
-    if schedule == "zero_bubble" and virtual > 1:
-        raise LayoutError(
-            f"layout {layout}: schedule=zero_bubble has one stage a rank, but virtual_stages={virtual}; "
-            "set virtual_stages=1, or schedule=interleaved"
-        )
-    if pp * virtual > spec.depth:
-        raise LayoutError(
-            f"layout {layout}: pp={pp} x virtual_stages={virtual} makes {pp * virtual} stages, but the model has "
-            f"{spec.depth} layer{'s' * (spec.depth > 1)}; use {_nearest(spec.depth, layout)}"
-        )
-    if layout.pp_split != "auto":
-        _check_split(spec, layout)
+        keys = f"virtual_stages={virtual}, pp_split={layout.pp_split} and schedule={schedule}"
+        problem = f"{keys} say how to cut by pp; leave them out at pp=1"
+    elif schedule == "interleaved" and virtual == 1:
+        problem = "schedule=interleaved needs several stages a rank, but virtual_stages=1; set virtual_stages=2, or schedule=1f1b"
+    elif schedule == "zero_bubble" and virtual > 1:
+        needs = f"schedule=zero_bubble has one stage a rank, but virtual_stages={virtual}"
+        problem = f"{needs}; set virtual_stages=1, or schedule=interleaved"
+    elif pp * virtual > spec.depth:
+        stages = f"pp={pp} x virtual_stages={virtual} makes {pp * virtual} stages"
+        layers = f"{spec.depth} layer{'s' * (spec.depth > 1)}"
+        problem = f"{stages}, but the model has {layers}; use {_nearest(spec.depth, layout)}"
+    elif layout.pp_split != "auto" and (reason := _split_problem(spec, layout)):
+        example = f"use for example pp_split={list(_balanced(spec, pp * virtual))}, or auto"
+        shown = list(layout.pp_split) if isinstance(layout.pp_split, tuple) else layout.pp_split
+        problem = f"pp_split={shown} says how many layers each stage has, but {reason}; {example}"
+    if problem:
+        raise LayoutError(f"layout {layout}: {problem}")
 
 
-def _check_split(spec: AnySpec, layout: Layout) -> None:
+def _split_problem(spec: AnySpec, layout: Layout) -> str:
     split, stages = layout.pp_split, layout.pp * layout.virtual_stages
-    shown = list(split) if isinstance(split, tuple) else split
-    reasons = []
     if not isinstance(split, tuple) or not all(type(size) is int and size >= 1 for size in split):
-        reasons = ["it is neither auto nor whole numbers of 1 or more"]
-    else:
-        if len(split) != stages:
-            reasons += [f"it has {len(split)} numbers for {stages} stages (pp x virtual_stages)"]
-        if sum(split) != spec.depth:
-            reasons += [f"it adds up to {sum(split)}, but the model has {spec.depth} layers"]
-    if reasons:
-        raise LayoutError(
-            f"layout {layout}: pp_split={shown} says how many layers each stage has, but {' and '.join(reasons)}; "
-            f"use for example pp_split={list(_balanced(spec, stages))}, or auto"
-        )
+        return "it is neither auto nor whole numbers of 1 or more"
+    wrong = [f"it has {len(split)} numbers for {stages} stages (pp x virtual_stages)"] * (len(split) != stages)
+    wrong += [f"it adds up to {sum(split)}, but the model has {spec.depth} layers"] * (sum(split) != spec.depth)
+    return " and ".join(wrong)
 
 
 def _nearest(depth: int, layout: Layout) -> str:
@@ -82,14 +70,11 @@ def _nearest(depth: int, layout: Layout) -> str:
 
 @lru_cache(maxsize=64)
 def _balanced(spec: AnySpec, stages: int) -> tuple[int, ...]:
-    """Layers of each stage, by dynamic programs over (stage, layers so far).
-
-    Among equals: least variance, then fewest layers in the last stage, then more in later stages.
-    """
+    """Dynamic programs over (stage, layers so far). Among equals: least variance, fewest last layers, more in later stages."""
     totals, depth = [0, *accumulate(spec.layer_params)], spec.depth
     totals[-1] += spec.head_params
 
-    def ends(stage: int) -> range:  # leaves a layer for each later stage
+    def ends(stage: int) -> range:
         return range(stage, depth - stages + stage + 1)
 
     worst = {0: 0}
@@ -109,8 +94,6 @@ def _balanced(spec: AnySpec, stages: int) -> tuple[int, ...]:
                 if start < end and totals[end] - totals[start] <= bound
             ]
             if options:
-                longer[end] = min(
-                    options, key=lambda option: (option[0], option[1][-1] if stage == stages else 0, option[1])
-                )
+                longer[end] = min(options, key=lambda o: (o[0], o[1][-1] if stage == stages else 0, o[1]))
         cuts = longer
     return cuts[depth][1]

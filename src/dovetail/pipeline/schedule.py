@@ -11,23 +11,20 @@ Kind = Literal["forward", "backward", "input", "weight"]
 
 
 class Action(NamedTuple):
-    """One stage computes one micro-batch. backward: both gradients; input, then weight: in two halves.
-
-    Rank r of P holds stages r, r + P, r + 2 P, ...
-    """
+    """backward: both gradients; or input, then weight. Rank r of P holds stages r, r + P, ..."""
 
     kind: Kind
     stage: int
     micro: int
 
 
-Plan = tuple[tuple[Action, ...], ...]  # the actions of each pipeline rank, in order
-Need = tuple[str, int, int]  # (kind, stage, micro) of an ended action; "input" stands for backward, too
+Plan = tuple[tuple[Action, ...], ...]  # by pipeline rank
+Need = tuple[str, int, int]  # (kind, stage, micro) that ended; "input" also of backward
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Times of one micro-batch, for all stages or each. The head's backward counts in the last stage's forward."""
+    """Times of one micro-batch, by stage. The last forward includes the head's backward."""
 
     forward: float | tuple[float, ...] = 1.0
     input: float | tuple[float, ...] = 1.0
@@ -51,10 +48,7 @@ def num_stages(plan: Plan) -> int:
 
 
 def make_plan(schedule: str, ranks: int, virtual: int, micros: int, costs: Costs = UNIT) -> Plan:
-    """One step over `ranks` x `virtual` stages. forward: scoring. zero_bubble: weight gradients, placed by `costs`, fill bubbles.
-
-    Ranks need messages in the order in which they are sent.
-    """
+    """forward: scoring. zero_bubble: weight gradients, placed by `costs`, fill bubbles. Messages are read in the order sent."""
     if schedule == "zero_bubble":
         assert virtual == 1, "zero_bubble has one stage a rank"
         return _zero_bubble(ranks, micros, costs)
@@ -63,13 +57,13 @@ def make_plan(schedule: str, ranks: int, virtual: int, micros: int, costs: Costs
 
 
 def _alternate(schedule: str, rank: int, ranks: int, virtual: int, micros: int) -> tuple[Action, ...]:
-    """Warmup forwards, then backward and forward in turn, then the other backwards; micro-batches in groups of `ranks`."""
+    """Warmup forwards, then backward and forward in turn, then other backwards; micro-batches in groups of `ranks`."""
     groups = [range(first, first + ranks) for first in range(0, micros, ranks)]
     stages = range(rank, ranks * virtual, ranks)
     forwards = [Action("forward", stage, micro) for group in groups for stage in stages for micro in group]
     backwards = [Action("backward", stage, micro) for group in groups for stage in reversed(stages) for micro in group]
-    ahead = ranks - 1 - rank  # warmup forwards: the later ranks
-    if virtual > 1:  # and the rounds before the last stage; twice the ranks: messages take time
+    ahead = ranks - 1 - rank  # the later ranks
+    if virtual > 1:  # and the rounds before the last stage, twice the ranks: messages take time
         ahead = 2 * ahead + (virtual - 1) * ranks
     if schedule in ("forward", "gpipe"):
         ahead = len(forwards)
@@ -82,9 +76,9 @@ def _alternate(schedule: str, rank: int, ranks: int, virtual: int, micros: int) 
 
 
 def _zero_bubble(ranks: int, micros: int, costs: Costs) -> Plan:
-    """A free rank starts the most urgent action that is ready; 1f1b where that is no slower. No backward is whole."""
+    """A free rank starts its most urgent ready action; 1f1b where that is no slower."""
     plan: list[list[Action]] = [[] for _ in range(ranks)]
-    ended = {kind: [0] * ranks for kind in ("forward", "input", "weight")}  # micro-batches by rank
+    ended = {kind: [0] * ranks for kind in ("forward", "input", "weight")}  # micro-batches
 
     def most_urgent(rank: int) -> Kind | None:
         forwards, inputs, weights = ended["forward"][rank], ended["input"][rank], ended["weight"][rank]
@@ -113,13 +107,11 @@ def _zero_bubble(ranks: int, micros: int, costs: Costs) -> Plan:
 
 
 class PlanError(AssertionError):
-    """A plan that deadlocks."""
+    pass
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """live: most (stage, micro-batch) activations that a rank holds."""
-
     start: tuple[tuple[float, ...], ...]
     finish: tuple[tuple[float, ...], ...]
     total: float
@@ -138,7 +130,7 @@ def simulate(plan: Plan, costs: Costs = UNIT) -> Timeline:
     start: list[list[float]] = [[] for _ in plan]
     finish: list[list[float]] = [[] for _ in plan]
     ended: dict[Need, float] = {}
-    waiting: dict[Need, int] = {}  # the rank that continues after it
+    waiting: dict[Need, int] = {}  # the rank that continues
     ready = list(range(len(plan)))
     while ready:
         rank = ready.pop()

@@ -1,4 +1,4 @@
-"""Atomic directories and files: written under a hidden name, synced to disk, renamed."""
+"""Atomic directories and files: hidden, synced, renamed."""
 
 import os
 import shutil
@@ -17,7 +17,7 @@ from dovetail.weights.safetensors import CHUNK
 
 @dataclass(frozen=True)
 class AtomicDirectory:
-    """`lead`: this rank writes what exists once."""
+    """lead: this rank writes what exists once."""
 
     path: Path
     verdict: CollectiveErrors
@@ -58,7 +58,7 @@ def write_sides(sides: SideFiles, directory: Path) -> dict[str, tuple[int, int]]
 
 
 def write_file(path: Path, content: Path | bytes) -> tuple[int, int]:
-    """Write and sync; (size, crc32)."""
+    """Returns size and CRC-32."""
     path.parent.mkdir(parents=True, exist_ok=True)
     size = crc = 0
     with open(path, "xb") as out:
@@ -77,7 +77,7 @@ def file_blocks(path: Path) -> Iterator[bytes]:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Readers see the old file or the new one, whole."""
+    """Readers see the old file or the new one."""
     _replace(path, lambda fresh: write_file(fresh, content))
 
 

@@ -14,7 +14,7 @@ COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def pinned(name: str | Path) -> tuple[str, str] | None:
-    """Repository and commit of OWNER/NAME@COMMIT; None for a directory. CheckpointError for anything else."""
+    """OWNER/NAME@COMMIT's repository and commit; None for a directory. Else CheckpointError."""
     if Path(name).is_dir():
         return None
     repository, at, revision = str(name).partition("@")
@@ -26,10 +26,8 @@ def pinned(name: str | Path) -> tuple[str, str] | None:
             remedy = f"for a hub model, pin it to a commit: {name}@COMMIT ({newest})"
         raise CheckpointError(f"{name} is not a directory; {remedy}")
     if not COMMIT.fullmatch(revision):
-        raise CheckpointError(
-            f"{name}: {quoted(revision)} is not a commit; a branch or tag can move, so give the 40 hexadecimal digits of one "
-            f"({newest})"
-        )
+        moves = "a branch or tag can move, so give the 40 hexadecimal digits of one"
+        raise CheckpointError(f"{name}: {quoted(revision)} is not a commit; {moves} ({newest})")
     return repository, revision
 
 

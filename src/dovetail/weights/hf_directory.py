@@ -1,4 +1,4 @@
-"""HF model directories, on disk or from the hub at a pinned commit: config, head and side files."""
+"""HF model directories, local or from the hub at a commit: config, head and side files."""
 
 import re
 from collections.abc import Mapping
@@ -30,8 +30,6 @@ HEAD_NAMES = ("score.weight", "score.bias")
 
 @dataclass(frozen=True)
 class Pretrained:
-    """A model directory before its weights are read."""
-
     path: Path
     config: Mapping[str, Any]
     spec: AnySpec
@@ -55,8 +53,6 @@ class Pretrained:
 
 @dataclass(frozen=True)
 class CheckpointSource:
-    """What a saved model keeps of its source."""
-
     dtype_of: Dtypes
     listed: tuple[str, ...]
     sides: SideFiles
@@ -64,7 +60,7 @@ class CheckpointSource:
 
 @dataclass(frozen=True)
 class StoredHead:
-    """A head's tensors: our names -> the checkpoint's, missing ones, ignored ones."""
+    """Our names -> the checkpoint's, missing ones, ignored ones."""
 
     kind: Head
     aliases: Mapping[str, str]
@@ -76,7 +72,6 @@ LM_HEAD = StoredHead("lm", {}, (), ())
 
 
 def locate(name: str | Path) -> Path:
-    """The directory of `name`: a path, or HUB_NAME@COMMIT."""
     if (hub := pinned(name)) is None:
         return Path(name)
     repository, revision = hub
@@ -93,7 +88,7 @@ def refuse_adapters(source: TensorSource, path: Path) -> None:
 
 
 def find_value_head(source: TensorSource, path: Path, *, fresh: bool, bias: bool = True) -> StoredHead:
-    """A checkpoint's value head; if it has none, with `fresh` a new one. bias: False for one of a reward model, without."""
+    """fresh: a new one where it has none. bias=False: of a reward model."""
     for stem in HEAD_STEMS:
         weight, offset = f"{stem}.weight", f"{stem}.bias"
         if weight not in source.names or (stem == "lm_head" and source.shape(weight)[0] != 1):
@@ -106,7 +101,7 @@ def find_value_head(source: TensorSource, path: Path, *, fresh: bool, bias: bool
                     "start a reward model from a language model or from a reward model"
                 )
             return StoredHead("value", {**aliases, "score.bias": offset}, ())
-        if stem == "score" or not bias:  # a reward model (sequence classification)
+        if stem == "score" or not bias:
             return StoredHead("value_without_bias", aliases, ())
         return StoredHead("value", aliases, ("score.bias",))
     if not fresh:
@@ -125,7 +120,7 @@ def stored_head(source: TensorSource, pretrained: Pretrained) -> StoredHead:
 
 
 def saved_config(config: Mapping[str, Any], head: Head, dtype: torch.dtype | None) -> dict[str, Any]:
-    """The source's config with the head and dtype of saved weights."""
+    """The config with the head and dtype of saved weights."""
     changed = dict(config)
     if dtype is not None:
         name = str(dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""Reads tensors, or slices of them, from checkpoints: the interface, and Hugging Face directories."""
+"""Reads tensors or slices of checkpoints; Hugging Face directories."""
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -19,8 +19,6 @@ from dovetail.weights.safetensors import TensorFile
 
 @dataclass(frozen=True)
 class StoredRegion:
-    """A rectangle of a tensor, stored in `file` as `key`."""
-
     file: str
     key: str
     slices: Slices
@@ -39,8 +37,6 @@ class StoredTensor:
 
 
 class TensorSource:
-    """Named tensors in safetensors files, each in one or several regions."""
-
     has_checksums = False
 
     def __init__(self, path: Path, files: Mapping[str, TensorFile], tensors: Mapping[str, StoredTensor]) -> None:
@@ -58,7 +54,6 @@ class TensorSource:
         return self.tensors[name].dtype
 
     def read(self, name: str, slices: Slices | None = None) -> Tensor:
-        """The tensor or a rectangle of it, on the CPU."""
         tensor = self.tensors[name]
         slices = tuple((0, length) for length in tensor.shape) if slices is None else slices
         out = torch.empty([stop - start for start, stop in slices], dtype=tensor.dtype)
@@ -66,16 +61,15 @@ class TensorSource:
             if (shared := overlap(slices, region.slices)) is not None:
                 piece = self._files[region.file].read(region.key, within(shared, region.slices))
                 if shared == slices:
-                    return piece  # without a second copy
+                    return piece
                 out[as_index(within(shared, slices))] = piece
         return out
 
     def jobs(self, name: str, slices: Slices, out: Tensor) -> Iterator[Job]:
-        """Jobs that read a rectangle into `out`, of any dtype, device and strides."""
         for region in self.tensors[name].regions:
             if (shared := overlap(slices, region.slices)) is not None:
                 here, place = within(shared, region.slices), out[as_index(within(shared, slices))]
-                whole = self.has_checksums and shared == region.slices  # in one job, which checks it
+                whole = self.has_checksums and shared == region.slices  # one job verifies a whole region
                 for part, target in [(here, place)] if whole else job_parts(here, place, self.dtype(name)):
                     yield partial(self._fill, region, part, target)
 
@@ -83,7 +77,7 @@ class TensorSource:
         self._files[region.file].fill(region.key, part, out, buffer)
 
     def verify_checksums(self, mesh: Mesh) -> None:
-        """Raise on every rank if data read is damaged; HF's format has no checksums. Collective."""
+        """Raise on every rank if data read is damaged. HF has no checksums. Collective."""
 
 
 class HFReader(TensorSource):

@@ -1,7 +1,4 @@
-"""Fills a model from a checkpoint; every rank reads only its slices.
-
-All mismatches of all ranks are one error on every rank, before any parameter changes.
-"""
+"""Fills a model from a checkpoint; ranks read their slices. All ranks' mismatches are one error, before any change."""
 
 from collections.abc import Collection, Mapping
 from fnmatch import fnmatchcase
@@ -18,13 +15,13 @@ from dovetail.weights.hf_reader import TensorSource
 from dovetail.weights.parallel_read import Job, blocks, run_jobs
 from dovetail.weights.shards import LocalParam, checkpoint_params
 
-TOLERATED = ("*rotary_emb.inv_freq",)  # buffers in old checkpoints
+TOLERATED = ("*rotary_emb.inv_freq",)  # in old checkpoints
 FLOATS = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
-COMPARED = 1 << 24  # elements of two tied tensors compared at a time
+COMPARED = 1 << 24  # elements at a time
 
 
 class NameRules(TypedDict, total=False):
-    """Our names -> the source's; names not read; patterns of unused source tensors."""
+    """Our names -> the source's; names not read; patterns of unused tensors."""
 
     aliases: Mapping[str, str]
     fresh: Collection[str]
@@ -32,19 +29,19 @@ class NameRules(TypedDict, total=False):
 
 
 def load(model: nn.Module, source: TensorSource, mesh: Mesh, **rules: Unpack[NameRules]) -> None:
-    """Fill every parameter of `model`, in its own dtype. Collective."""
+    """Collective."""
     load_into(checkpoint_params(model, mesh), source, mesh, **rules)
     source.verify_checksums(mesh)
 
 
 def load_into(params: list[LocalParam], source: TensorSource, mesh: Mesh, **rules: Unpack[NameRules]) -> None:
-    """The caller calls `verify_checksums`."""
+    """The caller calls `verify_checksums`. Collective."""
     present = compare(params, source, mesh, **rules)
     with agreed(mesh):
         _check_ties(present, source)
     with agreed(mesh), torch.no_grad():
         jobs: list[Job] = []
-        for param in sorted(params, key=lambda param: -param.local.numel()):  # so that no thread ends late
+        for param in sorted(params, key=lambda param: -param.local.numel()):  # no thread ends late
             if sum(region.num_elements for region in param.regions) < param.local.numel():
                 param.local.zero_()  # padding
             for region in param.regions:
@@ -57,7 +54,7 @@ def load_into(params: list[LocalParam], source: TensorSource, mesh: Mesh, **rule
 def compare(
     params: list[LocalParam], source: TensorSource, mesh: Mesh, **rules: Unpack[NameRules]
 ) -> dict[str, list[str]]:
-    """Our name of a tensor -> the source's, several if tied. Collective."""
+    """Our names -> the source's, several if tied. Collective."""
     present: dict[str, list[str]] = {}
     problems: list[str] = []
     aliases = rules.get("aliases", {})
@@ -91,10 +88,9 @@ def _check_ties(present: Mapping[str, list[str]], source: TensorSource) -> None:
 def _equal(source: TensorSource, first: str, other: str) -> bool:
     shape = source.shape(first)
     whole = tuple((0, length) for length in shape)
-    parts = blocks(whole, torch.empty(shape, device="meta"), COMPARED)
-    return shape == source.shape(other) and all(
-        torch.equal(source.read(first, p), source.read(other, p)) for p, _ in parts
-    )
+    parts = [part for part, _ in blocks(whole, torch.empty(shape, device="meta"), COMPARED)]
+    same = (torch.equal(source.read(first, part), source.read(other, part)) for part in parts)
+    return shape == source.shape(other) and all(same)
 
 
 def _mismatch(name: str, shape: tuple[int, ...], dtype: torch.dtype, source: TensorSource) -> str:
@@ -108,13 +104,12 @@ def _mismatch(name: str, shape: tuple[int, ...], dtype: torch.dtype, source: Ten
 def _raise_together(
     problems: list[str], present: Mapping[str, list[str]], source: TensorSource, mesh: Mesh, ignore: Collection[str]
 ) -> None:
-    """Only all pipeline ranks together know which tensors are extra."""
+    """Extra tensors are known to all pipeline ranks together."""
     everyone = of_all([problems, [name for names in present.values() for name in names]], mesh)
     merged = list(dict.fromkeys(problem for theirs, _ in everyone for problem in theirs))
     asked = {name for _, names in everyone for name in names}
     extra = [name for name in source.names if name not in asked and not tolerated(name, ignore)]
     merged += [f"extra: {name} {list(source.shape(name))}" for name in extra]
     if merged:
-        raise CheckpointError(
-            f"{source.path} does not fit the model; does its config.json belong to its weights?\n{listing(merged)}"
-        )
+        question = "does its config.json belong to its weights?"
+        raise CheckpointError(f"{source.path} does not fit the model; {question}\n{listing(merged)}")

@@ -1,4 +1,4 @@
-"""Reads rectangles of tensors from files with several threads."""
+"""Reads rectangles of tensors with several threads."""
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,18 +11,17 @@ from torch import Tensor
 from dovetail.memory import wait_for
 from dovetail.parallel.placement import Slices
 
-READERS = 8  # threads
+READERS = 8
 BUFFER_BYTES = 1 << 22  # of a thread
-JOB_BYTES = 1 << 25  # small enough that no thread ends late
-MAX_GAP = 1 << 16  # bytes between ranges that one call reads
-MAX_RANGES = 1 << 15  # of one rectangle
-MAX_BUFFERS = 1024  # of one `preadv`: Linux's UIO_MAXIOV
+JOB_BYTES = 1 << 25  # no thread ends late
+MAX_GAP = 1 << 16  # bytes between ranges of a call
+MAX_RANGES = 1 << 15  # of a rectangle
+MAX_BUFFERS = 1024  # of a `preadv`: UIO_MAXIOV
 
-Job = Callable[[Tensor], object]  # gets its thread's buffer [bytes]
+Job = Callable[[Tensor], object]  # its thread's buffer [bytes]
 
 
 def run_jobs(jobs: Sequence[Job], device: torch.device) -> None:
-    """`device`: of the jobs' targets."""
     pinned, queue = device.type != "cpu", iter(jobs)
     buffers = [torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=pinned) for _ in range(min(READERS, len(jobs)))]
     if not buffers:
@@ -40,7 +39,7 @@ def run_jobs(jobs: Sequence[Job], device: torch.device) -> None:
 
 
 def blocks(slices: Slices, out: Tensor, max_elements: int) -> Iterator[tuple[Slices, Tensor]]:
-    """Split a rectangle and its target into parts of at most `max_elements`."""
+    """Parts of at most `max_elements`, with their targets."""
     if out.numel() <= max_elements or not slices:
         yield slices, out
         return
@@ -60,12 +59,11 @@ def job_parts(slices: Slices, out: Tensor, dtype: torch.dtype) -> Iterator[tuple
 
 
 def range_elements(shape: Sequence[int], slices: Slices) -> int:
-    """Of each contiguous range of a rectangle."""
     return prod(stop - start for start, stop in slices[_last_cut(shape, slices) :])
 
 
 def byte_ranges(shape: Sequence[int], slices: Slices, itemsize: int) -> tuple[list[int], int]:
-    """Offsets and length, in bytes, of a rectangle's contiguous ranges."""
+    """Offsets and length, in bytes, of contiguous ranges."""
     if any(start == stop for start, stop in slices):
         return [], 0
     strides = [itemsize * prod(shape[dim + 1 :]) for dim in range(len(shape))]
@@ -76,10 +74,7 @@ def byte_ranges(shape: Sequence[int], slices: Slices, itemsize: int) -> tuple[li
 
 
 def scatter_reads(offsets: Sequence[int], length: int, view: memoryview) -> Iterator[tuple[int, list[memoryview]]]:
-    """(offset, buffers) of the `preadv` calls that read a file's ranges into `view`, back to back.
-
-    Short gaps are read into scratch memory: faster than a call per range.
-    """
+    """(offset, buffers) of `preadv` calls that read ranges into `view`. Short gaps go to scratch memory."""
     scratch = memoryview(bytearray(MAX_GAP))
     buffers: list[memoryview] = []
     first = end = 0
@@ -98,7 +93,6 @@ def scatter_reads(offsets: Sequence[int], length: int, view: memoryview) -> Iter
 
 
 def copy_out(block: Tensor, out: Tensor) -> None:
-    """Copy and wait; conversion is done on the device of `out`."""
     if out.device.type != "cpu":
         block = block.to(out.device, non_blocking=True)
     out.copy_(block.view(out.shape))

@@ -1,6 +1,6 @@
 """Which files of a model directory may be read (none outside, no pickles), and which paths written. Imports no torch.
 
-Only links of the hub's cache may lead out: from `snapshots/REVISION` into `blobs`.
+Only links of the hub's cache may lead out, from `snapshots/REVISION` into `blobs`.
 """
 
 import os
@@ -16,19 +16,17 @@ INDEX = "model.safetensors.index.json"
 MANIFEST = "MANIFEST.json"
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 WEIGHTS = (".safetensors", *PICKLED, ".gguf", ".h5", ".msgpack", ".onnx", ".ot", ".tflite")
-LEFTOVERS = (".tmp-*", ".trash-*")  # of interrupted saves and removals
+LEFTOVERS = (".tmp-*", ".trash-*")  # of interrupted saves
 SIDE_FOLDER = "additional_chat_templates"
 
-SideFiles = Mapping[str, Path | bytes]  # name -> source path, or content
+SideFiles = Mapping[str, Path | bytes]  # name -> path or content
 
 
 def contained(directory: Path, name: str) -> Path:
-    """The file `name` of `directory`; CheckpointError if it leads outside."""
     parts = PurePosixPath(name)
     if not name or re.search("[\0\ud800-\udfff]", name) or "\\" in name or parts.is_absolute() or ".." in parts.parts:
-        raise CheckpointError(
-            f"{directory} names the file {quoted(name)}, which is not inside the directory; correct its index"
-        )
+        outside = f"{directory} names the file {quoted(name)}, which is not inside the directory"
+        raise CheckpointError(f"{outside}; correct its index")
     root = Path(os.path.realpath(directory))
     target = Path(os.path.realpath(root / name))
     allowed = [root]
@@ -39,9 +37,7 @@ def contained(directory: Path, name: str) -> Path:
     try:
         is_file, exists = target.is_file(), target.exists()
     except OSError as error:  # a name that is too long
-        raise CheckpointError(
-            f"{directory} names the file {name[:80]!r}: {error.strerror}; correct its index"
-        ) from error
+        raise CheckpointError(f"{directory} names the file {name[:80]!r}: {error.strerror}") from error
     if not is_file:
         kind = "is not a regular file" if exists else "does not exist"
         raise CheckpointError(f"{directory / name} {kind}; fetch the checkpoint again")
@@ -49,7 +45,6 @@ def contained(directory: Path, name: str) -> Path:
 
 
 def side_files(directory: Path | str) -> dict[str, Path]:
-    """All files but the weights."""
     directory = Path(directory)
     files = {}
     for path in sorted([*directory.iterdir(), *directory.glob(f"{SIDE_FOLDER}/*")]):
@@ -76,9 +71,8 @@ def refuse_without_safetensors(directory: Path) -> None:
 def refuse_occupied(target: Path) -> None:
     """Raise unless a directory can replace `target` without loss."""
     if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
-        raise CheckpointError(
-            f"{target} is there already and is not an empty directory; remove it or choose another path"
-        )
+        taken = f"{target} is there already and is not an empty directory"
+        raise CheckpointError(f"{taken}; remove it or choose another path")
     if target.is_dir() and (target.is_mount() or target.samefile(os.curdir)):
         raise CheckpointError(
             f"{target} is a mount point or the working directory, which cannot be replaced; give a path inside it"
@@ -90,7 +84,7 @@ def refuse_unwritable(path: Path, what: str) -> None:
     refusal = f"{what} {path} cannot be written: {folder} is no directory that you may write to"
     if not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
         raise ConfigError(refusal)
-    try:  # /proc, for one, looks writable to root
+    try:  # /proc looks writable to root
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:

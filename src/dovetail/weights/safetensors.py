@@ -30,8 +30,8 @@ DTYPES: Mapping[str, torch.dtype] = {
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
 CODES: Mapping[torch.dtype, str] = {dtype: code for code, dtype in DTYPES.items()}
-MAX_LENGTH = 2**62  # of one dim; torch cannot count further
-CHUNK = 1 << 26  # bytes of one read or write
+MAX_LENGTH = 2**62
+CHUNK = 1 << 26  # bytes at a time
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Entry(TensorSpec):
-    """A tensor in a file, from byte `start`."""
+    """A tensor from byte `start` on."""
 
     start: int
 
@@ -57,8 +57,6 @@ def dump_json(value: Mapping[str, Any]) -> bytes:
 
 
 class TensorFile:
-    """An open file with a valid header."""
-
     def __init__(self, path: Path) -> None:
         self.path = path
         self.bytes_read = 0
@@ -68,7 +66,7 @@ class TensorFile:
         allow_open_files()
         self._fd = os.open(path, os.O_RDONLY)
         try:
-            with safe_open(path, framework="numpy"):  # checks that header and size fit each other
+            with safe_open(path, framework="numpy"):  # header and size fit
                 pass
         except SafetensorError as error:
             damage = f"{path} is cut, corrupt or no safetensors file: {error}"
@@ -90,7 +88,7 @@ class TensorFile:
         return out
 
     def fill(self, name: str, slices: Slices, out: Tensor, buffer: Tensor, *, checksum: bool = False) -> int:
-        """Read a rectangle into `out` through `buffer` [bytes]; its CRC-32 with `checksum`, else 0."""
+        """Read a rectangle through `buffer` [bytes]; its CRC-32 with `checksum`, else 0."""
         entry, crc = self.entries[name], 0
         in_place = out.device.type == "cpu" and out.dtype == entry.dtype and out.is_contiguous()
         room = (CHUNK if in_place else len(buffer)) // entry.dtype.itemsize
@@ -140,10 +138,7 @@ class TensorFile:
 
 
 def memory_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, which the caller keeps alive.
-
-    Not through numpy: `memory.OffloadedState` could not resize the storage.
-    """
+    """Bytes of a contiguous CPU tensor that the caller keeps alive; through numpy `OffloadedState` could not resize it."""
     assert tensor.is_contiguous() and tensor.device.type == "cpu", "only plain memory has an address to read from"
     num_bytes = tensor.numel() * tensor.element_size()
     if not num_bytes:
@@ -152,7 +147,6 @@ def memory_of(tensor: Tensor) -> memoryview:
 
 
 def _parse_header(data: bytearray, what: str) -> dict[str, Entry]:
-    """Of a header that the library takes."""
     entries = {}
     for name, value in parse_json(bytes(data[8:]), f"the header of {what}").items():
         if name == "__metadata__":
@@ -165,8 +159,6 @@ def _parse_header(data: bytearray, what: str) -> dict[str, Entry]:
 
 
 class TensorFileWriter:
-    """Writes the header, then the tensors in its order."""
-
     def __init__(self, path: Path, specs: Iterable[TensorSpec], metadata: Mapping[str, str] | None = None) -> None:
         self.path, self._waiting = path, list(specs)[::-1]
         self.crc32: dict[str, int] = {}
@@ -177,7 +169,7 @@ class TensorFileWriter:
             described[spec.name] = {"dtype": code, "shape": spec.shape, "data_offsets": [end, end + spec.num_bytes]}
             end += spec.num_bytes
         text = json.dumps(described, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)  # data starts at a multiple of 8
+        text += b" " * (-len(text) % 8)  # aligned data
         self.header = struct.pack("<Q", len(text)) + text
         self.size = len(self.header) + end
         self._file = open(path, "xb", buffering=0)  # noqa: SIM115  # closed by `close`
@@ -186,8 +178,8 @@ class TensorFileWriter:
     def write(self, name: str, tensor: Tensor) -> None:
         spec = self._waiting.pop()
         assert (spec.name, spec.dtype, spec.shape) == (name, tensor.dtype, tuple(tensor.shape)), f"{name} is not {spec}"
-        ready = tensor.device.type == "cpu" and tensor.is_contiguous()  # no operators in a background save: each
-        data = tensor if ready else tensor.detach().cpu().contiguous()  # would wait for the interpreter's lock
+        ready = tensor.device.type == "cpu" and tensor.is_contiguous()  # no operators in a background save:
+        data = tensor if ready else tensor.detach().cpu().contiguous()  # they wait for the interpreter's lock
         view = memory_of(data)
         self.crc32[name] = zlib.crc32(view)
         self._write(view)

@@ -1,4 +1,4 @@
-"""Writes a Hugging Face directory: each file by one rank, holding a bucket at a time."""
+"""Writes a Hugging Face directory: each file by one rank."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import zip_longest
@@ -15,7 +15,7 @@ from dovetail.weights.shards import ExportRules
 from dovetail.weights.stream import BUCKET_BYTES, export, gather_whole
 
 SHARD_BYTES = 5 * 10**9
-METADATA = (("format", "pt"),)  # transformers refuses files without it
+METADATA = (("format", "pt"),)  # transformers needs it
 
 # (order of tensors, names this rank writes) -> at least the latter
 Produce = Callable[[Sequence[str], Collection[str]], Iterable[tuple[str, Tensor]]]
@@ -31,7 +31,7 @@ def save(
     bucket_bytes: int = BUCKET_BYTES,
     **rules: Unpack[ExportRules],
 ) -> None:
-    """Write `model` as the HF directory `path`, atomically. Collective."""
+    """An HF directory, atomically. Collective."""
     exported = export(model, mesh, **rules)
     specs = list(exported.specs.values())
 
@@ -42,23 +42,15 @@ def save(
 
 
 def write_hf(
-    target: Path,
-    mesh: Mesh,
-    specs: Sequence[TensorSpec],
-    produce: Produce,
-    *,
-    sides: SideFiles,
-    shard_bytes: int = SHARD_BYTES,
+    path: Path, mesh: Mesh, specs: list[TensorSpec], produce: Produce, sides: SideFiles, shard_bytes: int = SHARD_BYTES
 ) -> None:
-    """Collective."""
     files = split_files(specs, shard_bytes)
     world = mesh["world"]
-    # Consecutive files have different writers: alternating between them keeps all busy.
+    # consecutive files have different writers: all stay busy
     rounds = [list(files)[start : start + world.size] for start in range(0, len(files), world.size)]
-    order = [
-        spec.name for names in rounds for row in zip_longest(*(files[name] for name in names)) for spec in row if spec
-    ]
-    with staged(target, mesh) as stage:
+    rows = (row for names in rounds for row in zip_longest(*(files[name] for name in names)))
+    order = [spec.name for row in rows for spec in row if spec]
+    with staged(path, mesh) as stage:
         local = {name: files[name] for names in rounds for name in names[world.rank : world.rank + 1]}
         _write_files(stage, local, order, produce)
         with stage.verdict.catch():
@@ -72,7 +64,7 @@ def write_hf(
 
 
 def split_files(specs: Sequence[TensorSpec], shard_bytes: int) -> dict[str, list[TensorSpec]]:
-    """File name -> its tensors, each file within `shard_bytes` unless one tensor is larger."""
+    """File name -> tensors within `shard_bytes`, unless one is larger."""
     groups: list[list[TensorSpec]] = [[]]
     free = shard_bytes
     for spec in specs:
@@ -89,7 +81,7 @@ def split_files(specs: Sequence[TensorSpec], shard_bytes: int) -> dict[str, list
 def _write_files(
     stage: AtomicDirectory, local: dict[str, list[TensorSpec]], order: Sequence[str], produce: Produce
 ) -> None:
-    """After an error the rest is consumed: the others' collectives must match."""
+    """After an error the rest is consumed: collectives must match."""
     file_of = {spec.name: file for file, specs in local.items() for spec in specs}
     remaining = {file: len(specs) for file, specs in local.items()}
     writers: dict[str, TensorFileWriter] = {}

@@ -1,13 +1,11 @@
 """Which regions of a checkpoint's tensors this rank holds.
 
-Forms of experts in checkpoints. A module has one tensor [E, out, in] for all of a layer, gate before up.
+Experts in checkpoints (a module has one tensor [E, out, in] a layer, gate before up); all are views of the parameter:
 
     fused    as in the module
     turned   [E, in, out]
     apart    `mlp.experts.7.gate_proj.weight`: a matrix for each expert
     mixtral  `block_sparse_moe.experts.7.w1.weight`
-
-All are views of the parameter.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -40,11 +38,11 @@ from dovetail.weights.safetensors import TensorSpec
 T = TypeVar("T")
 FUSED = (("experts.gate_up_proj", ("gate_proj", "up_proj")), ("experts.down_proj", ("down_proj",)))
 MIXTRAL = (".mlp.", ".block_sparse_moe.", {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"})
-Dtypes = Callable[[str], torch.dtype | None]  # of a saved tensor; None: the parameter's
+Dtypes = Callable[[str], torch.dtype | None]  # None keeps the parameter's
 
 
 class ExportRules(TypedDict, total=False):
-    """dtype_of: default: the parameters'. listed: the source's names, whose order and choice of tied names are kept."""
+    """dtype_of: default: the parameters'. listed: the source's names: their order, and which tied ones are kept."""
 
     dtype_of: Dtypes
     listed: Collection[str] | None
@@ -52,11 +50,11 @@ class ExportRules(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class LocalParam:
-    """This rank's part of a parameter, under its checkpoint's name."""
+    """A rank's part of a parameter, under its checkpoint's name."""
 
     name: str
     placement: Placement
-    shape: tuple[int, ...]  # before FSDP2 cuts its rows
+    shape: tuple[int, ...]  # before FSDP2
     local: Tensor
     regions: tuple[Region, ...]
     tied: tuple[str, ...]
@@ -73,7 +71,7 @@ class ParamShard:
 
 
 def local_params(model: nn.Module, mesh: Mesh, *, as_wrapped: bool = False) -> list[LocalParam]:
-    """Parameters, then persistent buffers. `as_wrapped`: as if wrapped by FSDP2."""
+    """Parameters, then persistent buffers. as_wrapped: as if by FSDP2."""
     reshard(model)
     params, ties = dict(model.named_parameters()), tied_names(model)
     checkpoint_name: Callable[[str], str] = model.stored_name if isinstance(model, StagedModel) else str
@@ -81,24 +79,23 @@ def local_params(model: nn.Module, mesh: Mesh, *, as_wrapped: bool = False) -> l
     for own_name, placement in placements_of(model).items():
         param, name = params[own_name], checkpoint_name(own_name)
         sharded = as_wrapped or isinstance(param, DTensor)
-        regions = held_regions(name, placement, tuple(param.shape), mesh.coords, mesh.sizes, sharded=sharded)
+        regions = held_regions(name, placement, tuple(param.shape), mesh, sharded=sharded)
         local, tied = local_tensor(param).detach(), tuple(map(checkpoint_name, ties.get(own_name, ())))
         result.append(LocalParam(name, placement, tuple(param.shape), local, regions, tied, param))
     for own_name, buffer in kept_buffers(model).items():
         name, shape = checkpoint_name(own_name), tuple(buffer.shape)
-        regions = held_regions(name, REPLICATED, shape, mesh.coords, mesh.sizes, sharded=False)
+        regions = held_regions(name, REPLICATED, shape, mesh, sharded=False)
         result.append(LocalParam(name, REPLICATED, shape, buffer, regions, (), None))
     return result
 
 
 def kept_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Persistent buffers, whole on every rank."""
     buffers = dict(model.named_buffers())
     return {name: buffers[name] for name in model.state_dict(keep_vars=True) if name in buffers} if buffers else {}
 
 
 def parameters_in(dtype: torch.dtype, model: nn.Module) -> Dtypes:
-    """Parameters in `dtype`. Buffers keep their own: rounding a router's bias changes its choice."""
+    """Buffers keep their own: rounding a router's bias changes its choice."""
     stored: Callable[[str], str] = model.stored_name if isinstance(model, StagedModel) else str
     kept = {stored(name) for name in kept_buffers(model)}
     return lambda name: None if name in kept else dtype
@@ -109,14 +106,13 @@ def local_tensor(x: Tensor) -> Tensor:
 
 
 def reshard(model: nn.Module) -> None:
-    """Free parameters gathered by a forward without backward."""
+    """Frees parameters gathered by a forward without backward."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def tied_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """First name of a shared parameter -> its other names."""
     first: dict[int, str] = {}
     tied: dict[str, tuple[str, ...]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
@@ -127,7 +123,6 @@ def tied_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
 
 
 def param_shards(params: list[LocalParam], **rules: Unpack[ExportRules]) -> Iterator[tuple[str, ParamShard]]:
-    """(checkpoint name, shard)"""
     for param in params:
         for region in param.regions:
             for name in _export_names(region.checkpoint_name, param, rules):
@@ -136,7 +131,6 @@ def param_shards(params: list[LocalParam], **rules: Unpack[ExportRules]) -> Iter
 
 
 def export_specs(params: list[LocalParam], **rules: Unpack[ExportRules]) -> list[TensorSpec]:
-    """The whole checkpoint tensors of the parameters."""
     return [
         TensorSpec(name, _export_dtype(name, param, rules), shape)
         for param in params
@@ -150,7 +144,6 @@ def _export_dtype(name: str, param: LocalParam, rules: ExportRules) -> torch.dty
 
 
 def _export_names(name: str, param: LocalParam, rules: ExportRules) -> tuple[str, ...]:
-    """Of a tied tensor all names that the source lists."""
     listed = rules.get("listed")
     if not param.tied or listed is None:
         return (name,)
@@ -162,12 +155,11 @@ def _read(local: Tensor, region: Region, dtype: torch.dtype) -> Tensor:
 
 
 def checkpoint_params(model: nn.Module, mesh: Mesh, *, as_wrapped: bool = False) -> list[LocalParam]:
-    """`local_params` with experts in the checkpoint's form: what is loaded and saved."""
+    """`local_params` with experts in the checkpoint's form."""
     return in_checkpoint_form(model, local_params(model, mesh, as_wrapped=as_wrapped))
 
 
 def in_checkpoint_form(model: nn.Module, params: list[LocalParam]) -> list[LocalParam]:
-    """`params`, sharded like those of `model`, with experts in its checkpoint's form."""
     form: ExpertForm = model.experts if isinstance(model, StagedModel) else "fused"
     if form == "mixtral":
         params = [_renamed(param) for param in params]
@@ -182,7 +174,7 @@ def form_of(model: StagedModel, source: TensorSource) -> ExpertForm:
             ((count, rows, columns),) = checkpoint_shapes(name, placements[own_name], tuple(param.shape)).values()
             if name not in source.names:
                 return "mixtral" if any(MIXTRAL[1] in n for n in source.names) else "apart"
-            if rows != columns:  # a square one does not show it
+            if rows != columns:  # a square matrix does not tell them apart
                 return "turned" if source.shape(name) == (count, columns, rows) else "fused"
     return "fused"
 
@@ -209,7 +201,7 @@ def _turned(param: LocalParam) -> LocalParam:
 
 
 def _apart(param: LocalParam, parts: tuple[str, ...]) -> Iterator[LocalParam]:
-    """Every expert's matrices; those of other ranks have no region."""
+    """Experts of other ranks have no region."""
     ((count, rows, columns),) = checkpoint_shapes(param.name, param.placement, param.shape).values()
     size, stem = rows // len(parts), param.name.rpartition(".")[0]
     for expert in range(count):

@@ -1,7 +1,4 @@
-"""Exports a sharded model: whole tensors under their HF names, in bounded buckets.
-
-Each region has one owner. A bucket is one all-gather of flat bytes over the whole mesh.
-"""
+"""Exports whole tensors under their HF names, in bounded buckets: one all-gather of flat bytes each."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -24,18 +21,18 @@ BUCKET_BYTES = 1 << 28
 
 @dataclass(frozen=True)
 class Export:
-    """Tensors and owners, the same on every rank; `local`: regions that this rank owns."""
+    """The same on every rank, but for `local`: regions that this rank owns."""
 
     specs: dict[str, TensorSpec]
-    owners: dict[str, list[tuple[int, Slices]]]  # tensor -> (world rank, rectangle)
+    owners: dict[str, list[tuple[int, Slices]]]  # (world rank, rectangle)
     local: dict[str, list[ParamShard]]
 
 
 @dataclass(frozen=True)
 class _Bucket:
     names: list[str]
-    starts: dict[Named, int]  # in the owner's bytes
-    length: int  # of the longest rank
+    starts: dict[Named, int]
+    length: int
 
 
 def export(model: nn.Module, mesh: Mesh, **rules: Unpack[ExportRules]) -> Export:
@@ -54,7 +51,7 @@ def export_params(params: list[LocalParam], mesh: Mesh, prefix: str = "", **rule
     specs = {name: TensorSpec(name, DTYPES[code], tuple(shape)) for rows, _ in everyone for name, code, shape in rows}
     if (listed := rules.get("listed")) is not None:
         specs = {name: specs[name] for name in dict.fromkeys([*(n for n in listed if n in specs), *specs])}
-    chosen: dict[Named, int] = {}  # the first rank that holds a region
+    chosen: dict[Named, int] = {}
     for rank, (_, regions) in enumerate(everyone):
         for name, slices in regions:
             chosen.setdefault((name, tuple((start, stop) for start, stop in slices)), rank)
@@ -74,10 +71,7 @@ def export_params(params: list[LocalParam], mesh: Mesh, prefix: str = "", **rule
 def stream(
     model: nn.Module, mesh: Mesh, *, bucket_bytes: int = BUCKET_BYTES, **rules: Unpack[ExportRules]
 ) -> Iterator[tuple[str, Tensor]]:
-    """(HF name, whole tensor) in the same order on every rank. Collective until exhausted.
-
-    `bucket_bytes`: gathered at once, unless one tensor is larger.
-    """
+    """(HF name, whole tensor), alike on every rank. bucket_bytes: at once, unless one tensor is larger. Collective."""
     exported = export(model, mesh, **rules)
     return gather_whole(exported, mesh, list(exported.specs), bucket_bytes)
 
@@ -85,9 +79,8 @@ def stream(
 def gather_whole(
     exported: Export, mesh: Mesh, order: Sequence[str], bucket_bytes: int = BUCKET_BYTES
 ) -> Iterator[tuple[str, Tensor]]:
-    """Collective until exhausted."""
     for bucket in _buckets(exported, order, mesh["world"].size, bucket_bytes):
-        yield from _whole_tensors(exported, mesh, bucket)  # frees its memory before the next
+        yield from _whole_tensors(exported, mesh, bucket)  # frees its memory
 
 
 def _whole_tensors(exported: Export, mesh: Mesh, bucket: _Bucket) -> Iterator[tuple[str, Tensor]]:
@@ -108,7 +101,7 @@ def _whole_tensors(exported: Export, mesh: Mesh, bucket: _Bucket) -> Iterator[tu
 
 
 def _buckets(exported: Export, order: Sequence[str], world: int, bucket_bytes: int) -> Iterator[_Bucket]:
-    """Consecutive tensors: `world` x the longest share is within the bound."""
+    """`world` x the longest share is within the bound."""
 
     def place(name: str, ends: Sequence[int]) -> tuple[dict[Named, int], list[int]]:
         placed, ends = {}, list(ends)
