@@ -179,6 +179,16 @@ def sum_deterministic(parts: Tensor, out: Tensor | None = None) -> Tensor:
     return total.to(parts.dtype) if out is None else out.copy_(total)
 
 
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [T, K] @ weight [N, K].T + bias [N]; gradients: `linear_input_grad`, `add_weight_grad_`."""
+    return F.linear(x, weight, bias)
+
+
+def linear_input_grad(dy: Tensor, weight: Tensor) -> Tensor:
+    """dy [T, N] @ weight [N, K]."""
+    return dy @ weight
+
+
 def swiglu(gate_up: Tensor) -> Tensor:
     """silu(gate) * up: [T, 2 F] -> [T, F]."""
     gate, up = gate_up.chunk(2, dim=-1)

@@ -36,6 +36,8 @@ class KernelSet:
     add_norm: Callable[..., tuple[Tensor, Tensor]] = reference.add_norm
     heads: Callable[..., tuple[Tensor, Tensor, Tensor]] = reference.heads
     rope: Callable[..., Tensor] = reference.rope
+    linear: Callable[..., Tensor] = reference.linear
+    linear_input_grad: Callable[..., Tensor] = reference.linear_input_grad
     swiglu: Callable[..., Tensor] = reference.swiglu
     sum_deterministic: Callable[..., Tensor] = reference.sum_deterministic
     grouped_mm: Callable[..., Tensor] = reference.grouped_mm

@@ -152,6 +152,8 @@ class LinearProducts(NamedTuple):
 
 
 class Linear(GradAccumulator):
+    """Computes by `KernelSet.linear` and its gradients: the place for another precision or an adapter."""
+
     weight: nn.Parameter
 
     def __init__(self, kernels: KernelSet) -> None:
@@ -162,7 +164,8 @@ class Linear(GradAccumulator):
         self, x: Tensor, bias: Tensor | None, gather: AsyncCollective | None = None, ops: LinearProducts | None = None
     ) -> Tensor:
         """x w.T + bias. With a gather: of its result; x is what `start` returned."""
-        ops = ops or LinearProducts(F.linear, torch.matmul, self.kernels.add_weight_grad_)
+        if ops is None:
+            ops = LinearProducts(self.kernels.linear, self.kernels.linear_input_grad, self.kernels.add_weight_grad_)
         y: Tensor = _Linear.apply(x, self.weight, bias, self, gather, ops)
         return y
 
