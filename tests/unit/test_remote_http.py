@@ -1,11 +1,15 @@
 """Requests to an inference server: deadlines against a trickle, kept connections, errors, and a key that never shows."""
 
 import json
+import shutil
 import socket
+import ssl
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -20,11 +24,16 @@ def reply(body: bytes, status: str = "200 OK", kind: str = "application/json") -
 
 
 @contextmanager
-def server(answer: Callable[[socket.socket, bytes], None]) -> Iterator[str]:
-    """`answer` gets a connection and the bytes of a request."""
+def server(answer: Callable[[socket.socket, bytes], None], context: ssl.SSLContext | None = None) -> Iterator[str]:
+    """`answer` gets a connection and the bytes of a request. context: of TLS."""
     listener = socket.create_server(("127.0.0.1", 0))
 
     def talk(connection: socket.socket) -> None:
+        if context is not None:
+            try:
+                connection = context.wrap_socket(connection, server_side=True)
+            except OSError:  # the client does not trust the certificate
+                return
         with connection:
             while head := connection.recv(1 << 16):
                 while b"\r\n\r\n" not in head:
@@ -44,9 +53,37 @@ def server(answer: Callable[[socket.socket, bytes], None]) -> Iterator[str]:
 
     threading.Thread(target=accept, daemon=True).start()
     try:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        yield f"http{'s' if context else ''}://127.0.0.1:{listener.getsockname()[1]}"
     finally:
         listener.close()
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl for a certificate")
+def test_an_https_server_is_checked_and_its_trickle_ends_at_the_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    words = "openssl req -x509 -newkey rsa:2048 -nodes -days 1 -subj /CN=localhost -addext subjectAltName=IP:127.0.0.1"
+    subprocess.run([*words.split(), "-keyout", key, "-out", certificate], check=True, capture_output=True)
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(certificate, key)
+
+    def answer(connection: socket.socket, request: bytes) -> None:
+        text = reply(b'{"ok": true, "n": "%s"}' % (b"x" * 200_000))
+        slow = request.startswith(b"GET /slow")
+        connection.sendall(text[:100] if slow else text)
+        time.sleep(1.0 if slow else 0.0)
+
+    with server(answer, context) as url:
+        with pytest.raises(EngineError, match="CERTIFICATE_VERIFY_FAILED"):
+            Client(url).get("/x")
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+        client = Client(url)
+        assert [len(client.get("/x")["n"]) for _ in range(2)] == [200_000] * 2
+        begun = time.monotonic()
+        with pytest.raises(EngineError, match="no whole answer"):
+            client.get("/slow", timeout=0.2)
+        assert time.monotonic() - begun < 0.9
 
 
 def test_a_thread_keeps_its_connection_until_the_server_ends_it() -> None:
