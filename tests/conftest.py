@@ -1,8 +1,10 @@
 """Options of the tests, their order and their records; tests/session.py has what the processes that run them set up."""
 
+import gc
 import importlib
 import json
 import os
+import shutil
 import subprocess
 import time
 import zlib
@@ -25,6 +27,15 @@ AT_IMPORT = {
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
     "TORCH_CPP_LOG_LEVEL": "FATAL",
 }
+SELDOM = (
+    50_000,
+    20,
+    20,
+)  # collections of garbage: Python's own 700 cost a tenth of all seconds, most of them in imports
+IN_MEMORY, ROOM = (
+    Path("/dev/shm"),
+    4e9,
+)  # bytes that temporary files may need there: most tests' are removed as they pass
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -42,6 +53,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_configure(config: pytest.Config) -> None:
     """What runs tests imports torch; the process that deals them out to others does not."""
     os.environ.update(AT_IMPORT)
+    gc.set_threshold(*SELDOM)
+    if "TMPDIR" not in os.environ and IN_MEMORY.is_dir() and shutil.disk_usage(IN_MEMORY).free > ROOM:
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(IN_MEMORY))
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
         config.pluginmanager.register(importlib.import_module("tests.session"), "tests.session")
 

@@ -25,7 +25,7 @@ from unittest import mock
 
 import torch
 
-from tests.conftest import AT_IMPORT
+from tests.conftest import AT_IMPORT, SELDOM
 
 TEMPLATES = 2
 IMPORTED = (
@@ -103,6 +103,7 @@ def _live(pipe: Connection, body: Body, ahead: tuple[str, ...], parents: Connect
         torch.set_num_threads(1)
     if parents is not None:
         parents.close()  # or nobody would see that it goes
+    gc.set_threshold(*SELDOM)
     _import(ahead)
     assert threading.active_count() == 1 == len(os.listdir("/proc/self/task")), "a fork would not have the others"
     gc.collect()

@@ -61,6 +61,8 @@ def _module(path: str) -> str:
 def _imports(tree: ast.AST) -> Iterator[tuple[str, tuple[str, ...]]]:
     """(module, names taken from it) of every import, those inside functions included."""
     for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.expr):  # has no statement
+            continue
         if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
             continue
         if isinstance(node, ast.Import):

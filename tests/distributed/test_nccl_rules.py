@@ -27,7 +27,7 @@ def everything(shape: str, text: str) -> dict[str, int]:
     layout = layout_of(text)
     spec = spec_of(shape, num_hidden_layers=2 * layout.virtual_stages)
     engine = random_engine(spec, layout, torch.device("cpu"), tokens_per_batch=48)
-    batch = ragged_batch(spec, 48, 160)
+    batch = ragged_batch(spec, 48, 96)
     with kept() as rules:
         engine.score(batch)
         assert not engine.train_step(batch, SFTLoss()).skipped

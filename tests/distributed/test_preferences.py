@@ -79,7 +79,7 @@ def train(
     for name in names:
         policy = engine_of(path, layout, "value", engine) if name == "reward" else lm
         task = task_of(name, policy, reference)
-        row = {**task.evaluate(0), **task.step(0), **task.evaluate(1)}
+        row = {**task.step(0), **task.evaluate(1)}
         assert not row.get("skipped") and task.reference is (reference if name in ("dpo", "dpo-ipo", "kto") else None)
         found |= {f"{name} {key}": x for key, x in row.items() if isinstance(x, float)}
         found |= {f"{name} {key}": x.clone() for key, x in policy.weights(torch.float64)}

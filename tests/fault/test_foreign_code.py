@@ -147,19 +147,47 @@ def test_pickles_alone_are_refused_unread(trapped: Path, sentinel: Path, tmp_pat
     assert not sentinel.exists()
 
 
+STARTS = """
+import subprocess, sys
+from unittest import mock
+from dovetail.cli.main import run_command
+from dovetail.rewards.runner import RewardRunner
+with mock.patch("dovetail.cli.main.run_ranks", return_value=0) as started:
+    assert run_command(["train", sys.argv[1], "--layout", "tp=2"]) == 0
+program = started.call_args.args[0]
+subprocess.run([*program[:program.index("train")], "--help"], check=True)
+RewardRunner("exact_match").close()
+"""
+
+
+def test_ranks_and_rewards_start_without_the_working_directory(trapped: Path, sentinel: Path, tmp_path: Path) -> None:
+    """As below, but that the program by which ranks start ends with its help."""
+    recipe = recipe_in(trapped, tmp_path)
+    ended = program("-c", STARTS, recipe, cwd=trapped, python=["-P"])
+    assert (ended.code, ended.err) == (0, ""), ended
+    assert "usage: dovetail" in ended.out
+    assert not sentinel.exists()
+
+
+@pytest.mark.soak  # imports torch three times
 def test_ranks_and_rewards_import_nothing_from_the_working_directory(
     trapped: Path, sentinel: Path, tmp_path: Path
 ) -> None:
     """Whoever stands in a model's directory must not run its json.py: as the installed program, on two ranks."""
+    recipe = recipe_in(trapped, tmp_path)
+    ended = program("train", recipe, "--layout", "tp=2", cwd=trapped, python=["-P", "-m", "dovetail"])
+    assert (ended.code, ended.err) == (0, ""), ended
+    assert not sentinel.exists()
+
+
+def recipe_in(trapped: Path, tmp_path: Path) -> Path:
+    """One step of GRPO with that model, which asks for no code any more."""
     rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": "ab", "answer": "x"}] * 2)
     for name in ("tokenizer_config.json", "config.json", "generation_config.json"):
         given = json.loads((trapped / name).read_text())
         del given["auto_map"]
         (trapped / name).write_text(json.dumps(given))
-    recipe = write_recipe(tmp_path / "r.yaml", trapped, rows, algorithm={"name": "grpo"}, trainer={"steps": 1})
-    ended = program("train", recipe, "--layout", "tp=2", cwd=trapped, python=["-P", "-m", "dovetail"])
-    assert (ended.code, ended.err) == (0, ""), ended
-    assert not sentinel.exists()
+    return write_recipe(tmp_path / "r.yaml", trapped, rows, algorithm={"name": "grpo"}, trainer={"steps": 1})
 
 
 TRAPS = (

@@ -36,11 +36,16 @@ def _load(source: Path, layout: Layout) -> dict[str, int]:
 
 @PEAKS
 @pytest.mark.parametrize(
-    ("layout", "tied"), [(Layout(dp=2), False), pytest.param(Layout(cp=2), True, marks=pytest.mark.soak)]
+    ("layout", "tied", "width"),
+    [
+        (Layout(dp=2), False, 1024),
+        pytest.param(Layout(dp=2), False, 2048, marks=pytest.mark.soak),
+        pytest.param(Layout(cp=2), True, 2048, marks=pytest.mark.soak),
+    ],
 )
-def test_a_rank_pays_for_its_own_pieces(tmp_path: Path, layout: Layout, tied: bool) -> None:
-    size = write_large(tmp_path / "source", tied=tied)
-    tensor = 4 * LARGE["hidden_size"] * max(LARGE["vocab_size"], LARGE["intermediate_size"])
+def test_a_rank_pays_for_its_own_pieces(tmp_path: Path, layout: Layout, tied: bool, width: int) -> None:
+    size = write_large(tmp_path / "source", tied=tied, hidden_size=width)
+    tensor = 4 * width * max(LARGE["vocab_size"], LARGE["intermediate_size"])
     for figures in run(2, _load, tmp_path / "source", layout):
         assert 0.49 * size < figures["own"] < 0.51 * size
         assert figures["load"] <= 1.2 * (figures["own"] + tensor), figures

@@ -97,7 +97,7 @@ class FakeEngine:
         fake = self
 
         class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
+            protocol_version, disable_nagle_algorithm = "HTTP/1.1", True  # which waits 40 ms for an acknowledgement
 
             def do_GET(self) -> None:
                 self.answer(None)

@@ -22,6 +22,8 @@ def serve(files: Mapping[str, bytes]) -> ThreadingHTTPServer:
     }  # fmt: skip
 
     class Handler(BaseHTTPRequestHandler):
+        disable_nagle_algorithm = True
+
         def reply(self, data: bytes, status: int = 200, **headers: str) -> None:
             self.send_response(status)
             for name, value in {"Content-Length": str(len(data)), **headers}.items():

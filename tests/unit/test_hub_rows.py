@@ -31,7 +31,7 @@ def endpoint() -> Iterator[str]:
     card = b"---\nconfigs:\n- config_name: main\n  data_files:\n  - split: train\n    path: data/train.jsonl\n"
     card += b"  - split: test\n    path: data/test.jsonl\n---\n"
     server = serve({"README.md": card, "data/train.jsonl": lines(ROWS), "data/test.jsonl": lines(ROWS[:1])})
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
     thread.start()
     yield f"http://127.0.0.1:{server.server_address[1]}"
     server.shutdown()

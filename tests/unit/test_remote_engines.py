@@ -167,7 +167,7 @@ def test_requests_under_way_end_when_the_run_does() -> None:
 def test_a_busy_replica_is_asked_again_and_a_wrong_request_is_not() -> None:
     fake = FakeEngine()
     with fleet(fake) as (engines, losses):
-        fake.failures = 3
+        fake.failures = 2
         assert len(engines.submit(request(SamplingParams(max_new_tokens=5))).result(20).ids) == 5
         with pytest.raises(EngineError, match="HTTP 400: 500 tokens behind 5"):
             engines.submit(request(SamplingParams(max_new_tokens=500))).result(20)

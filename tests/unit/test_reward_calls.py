@@ -65,14 +65,14 @@ def test_a_function_gets_the_batch_that_it_asks_for(
 def test_async_calls_run_at_the_same_time_and_fail_alone(directory: Path) -> None:
     texts = ["a", "raise", "hang", *["bb"] * 21]
     with RewardRunner(
-        function="my_calls:slow", directory=directory, timeout=4.0, limits=CallLimits(concurrency=24)
+        function="my_calls:slow", directory=directory, timeout=2.0, limits=CallLimits(concurrency=24)
     ) as runner:
         started = time.monotonic()
         results = runner.score(samples(texts))
         assert time.monotonic() - started < 0.5 * len(texts), "one after the other they take longer"
     assert results[0] == RewardResult(1.0)
     assert str(results[1].error).startswith("RuntimeError: broken on purpose")
-    assert results[2].error == "no answer within 4 s; where it needs longer, raise reward.timeout_seconds"
+    assert results[2].error == "no answer within 2 s; where it needs longer, raise reward.timeout_seconds"
     assert results[3:] == [RewardResult(2.0)] * 21
 
 

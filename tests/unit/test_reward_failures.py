@@ -16,7 +16,7 @@ from dovetail.rewards.runner import FIRST_SAMPLES, CallLimits, RewardInput, Rewa
 from dovetail.rl.reward_manager import RewardManager
 from tests.fault.processes import all_gone, is_alive
 
-HANG = 3.0  # seconds that a reward may take; any but the one that hangs takes none, on a busy machine, too
+HANG = 2.0  # seconds that a reward may take; any but the one that hangs takes none, on a busy machine, too
 SPAWNING = """
 import os, signal, subprocess, sys, time
 

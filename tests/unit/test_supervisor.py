@@ -222,7 +222,7 @@ def test_a_stopped_rank_is_found_by_its_limit_and_named(supervise: Supervise, tm
     tell("update", 3)
     os.kill(os.getpid(), signal.SIGSTOP)
     """
-    code, err = ended(supervise(body, limit=3.0))
+    code, err = ended(supervise(body, limit=1.5))
     assert code == 1
     assert "hang: no progress for " in err
     assert "rank 0" in err.splitlines()[-1]
