@@ -225,6 +225,7 @@ def test_a_step_weighs_masks_drops_or_believes_the_sampler() -> None:
     task, policy = corrected_task({"ratio": "token"})
     task.recipe = task.recipe.model_copy(update={"algorithm": task.recipe.algorithm.model_copy(update={"epochs": 2})})
     assert task.step(0) is not None and policy.score.call_count == 1, "of two updates the second has moved"
+    assert "rollout_weight" in policy.train_step.call_args.args[0].fields
 
     task, policy = corrected_task({"ratio": "sequence", "bounds": [0.5, 2], "outside": "drop"})
     row, trained = task.step(0), policy.train_step.call_args.args[0]
