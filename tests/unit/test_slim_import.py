@@ -22,7 +22,10 @@ MODULES = (
 )
 
 
-COMMANDS = ("train", "score", "generate", "eval", "convert", "inspect", "report", "rollouts", "plan", "docs", "doctor")
+COMMANDS = (
+    *("train", "score", "generate", "eval", "convert", "inspect", "report", "rollouts", "plan", "serve", "docs"),
+    *("import-config", "doctor"),
+)
 NO_TORCH = f"""
 import importlib, sys
 from dovetail.cli.main import run_command
