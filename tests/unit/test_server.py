@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,10 @@ from dovetail.rollout.base import Completion, Prompt, SamplingParams
 from dovetail.rollout.remote import push, transports
 from dovetail.rollout.remote.fleet import Fleet, Replica, Reply
 from dovetail.rollout.remote.http import Client, EngineError
-from dovetail.rollout.remote.native import Native
 from dovetail.rollout.remote.push import Pusher
 from dovetail.rollout.remote.sampler import RemoteSampler
 from dovetail.rollout.remote.sglang import Sglang
-from dovetail.rollout.remote.vllm import Vllm, generate_body
+from dovetail.rollout.remote.vllm import Native, Vllm, generate_body
 from dovetail.rollout.remote.wire import Request
 from dovetail.rollout.server import SamplerServer
 from dovetail.rollout.server_http import HttpServer
@@ -162,13 +162,13 @@ def test_a_push_through_running_requests(kv: str, tmp_path: Path, monkeypatch: p
     with serving(page_size=4) as server:
         made, fleet, engine = pusher(server, tmp_path, monkeypatch, kv=kv), fleet_of(server), server.engine
         assert made.push(weights().items(), 3) == [None]
-        engine.pause(clear_cache=False)
+        engine.call(partial(engine.pause, clear_cache=False))
         futures = [fleet.submit(request(prompt.ids, params, prompt.row)) for prompt in prompts]
         wait_for(lambda: len(engine._living) == 2)
         while not all(len(sample.new) > 2 for sample in engine._living.values()):
-            engine.resume()
+            engine.call(engine.resume)
             time.sleep(0.001)
-            engine.pause(clear_cache=False)
+            engine.call(partial(engine.pause, clear_cache=False))
         assert made.push(weights(0.5).items(), 4) == [None]
         for prompt, reply in zip(prompts, [future.result() for future in futures], strict=True):
             check_parts(prompt, reply, params, kv)

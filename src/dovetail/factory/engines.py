@@ -10,9 +10,8 @@ from dovetail.launch.engines import KEY, EngineStart
 from dovetail.launch.process import python_module
 from dovetail.rollout.remote.fleet import Replica, Wire
 from dovetail.rollout.remote.http import Client, EngineError
-from dovetail.rollout.remote.native import Native
 from dovetail.rollout.remote.sglang import Sglang
-from dovetail.rollout.remote.vllm import DEV_MODE, STARTS, Vllm
+from dovetail.rollout.remote.vllm import DEV_MODE, STARTS, Native, Vllm
 from dovetail.rollout.remote.wire import RETURNS_ROUTES, Drawing, check_log_probs, fitting_log_probs
 from dovetail.weights.config_file import pinned
 

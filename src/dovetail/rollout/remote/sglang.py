@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from dovetail.errors import ConfigError
 from dovetail.rollout.remote.http import Client, Deadline, EngineError
-from dovetail.rollout.remote.wire import FINISHES, NO_BIAS, STREAMED, Abilities, LogProbs, Part, Request
+from dovetail.rollout.remote.wire import FINISHES, STREAMED, Abilities, LogProbs, Part, Request
 
 if TYPE_CHECKING:
     from dovetail.rollout.base import SamplingParams
@@ -78,25 +78,14 @@ def generate_body(server: Abilities, request: Request, received: Sequence[int]) 
     params = request.params
     left = params.max_new_tokens - len(received)
     sampling = {
-        "n": 1,
-        "temperature": params.temperature,
-        "top_p": params.top_p,
+        **request.sampling,
         "top_k": params.top_k or -1,
-        "min_p": params.min_p,
-        "repetition_penalty": params.repetition_penalty,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
         "sampling_seed": request.seed(len(received)),
-        "stop": list(params.stop),
-        "stop_token_ids": list(params.stop_ids),
-        "ignore_eos": True,
         "no_stop_trim": True,
         "max_new_tokens": left,
         "min_new_tokens": 0,
         "stream_interval": STREAMED if server.incremental else max(STREAMED, -(-left // MOST_EVENTS)),
     }
-    if params.banned_ids:
-        sampling["logit_bias"] = {str(banned): NO_BIAS for banned in params.banned_ids}
     return {
         "input_ids": [*request.ids, *received],
         "sampling_params": sampling,

@@ -32,6 +32,25 @@ class Request:
     images: Mapping[str, Any] | None = None  # vLLM's `features`
     batch: tuple[str, int, int] | None = None  # name, number of requests, own number
 
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """All fields that both servers have: others would come from generation_config.json."""
+        params = self.params
+        fields = {
+            "n": 1,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "min_p": params.min_p,
+            "repetition_penalty": params.repetition_penalty,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "stop": list(params.stop),
+            "stop_token_ids": list(params.stop_ids),
+            "ignore_eos": True,  # it stops at stop_token_ids alone
+        }
+        bans = {str(banned): NO_BIAS for banned in params.banned_ids}
+        return fields | ({"logit_bias": bans} if bans else {})
+
     def seed(self, received: int) -> int:
         """Depends on the tokens received: a server counts draws from its first one."""
         params = self.params
