@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -80,7 +80,7 @@ def record(given: Mapping[str, Any]) -> Recorded:
     policy = task.policy
     assert isinstance(policy, Engine)
     recorder, critic = Recorder(policy), task.critic
-    task.policy = recorder
+    task.policy = cast(Any, recorder)
     watched = Watched(task, {"policy": policy, **({"critic": critic} if isinstance(critic, Engine) else {})})
     try:
         job.start()

@@ -16,7 +16,7 @@ from dovetail.rollout.remote.fleet import Fleet, Replica, Reply, Wire
 from dovetail.rollout.remote.http import Client, EngineError
 from dovetail.rollout.remote.sglang import Sglang
 from dovetail.rollout.remote.vllm import Vllm
-from dovetail.rollout.remote.wire import Drawing, Request, check_log_probs
+from dovetail.rollout.remote.wire import Request, check_log_probs
 from tests.remote.fake_engine import VOCABULARY, FakeEngine, hashed_logits, log_softmax
 from tests.tolerances import OP_FP64
 
@@ -246,10 +246,20 @@ def test_log_probs_that_training_does_not_compute_are_refused(kind: Any, mode: s
     with FakeEngine(kind, log_probs=mode) as fake:
         server = probe(fake)
     fitting = {
-        "raw": [Drawing(), Drawing(temperature=0.0), Drawing(top_p=0.9), Drawing(repetition_penalty=1.1)],
-        "penalized": [Drawing(), Drawing(top_p=0.9)],
-        "processed": [Drawing(), Drawing(temperature=0.0, top_p=0.9), Drawing(temperature=0.5)],
-        "tempered": [Drawing(), Drawing(top_p=0.9), Drawing(temperature=0.5), Drawing(temperature=0.5, top_k=5)],
+        "raw": [
+            SamplingParams(),
+            SamplingParams(temperature=0.0),
+            SamplingParams(top_p=0.9),
+            SamplingParams(repetition_penalty=1.1),
+        ],
+        "penalized": [SamplingParams(), SamplingParams(top_p=0.9)],
+        "processed": [SamplingParams(), SamplingParams(temperature=0.0, top_p=0.9), SamplingParams(temperature=0.5)],
+        "tempered": [
+            SamplingParams(),
+            SamplingParams(top_p=0.9),
+            SamplingParams(temperature=0.5),
+            SamplingParams(temperature=0.5, top_k=5),
+        ],
     }
     kept = {
         ("vllm", "raw_logprobs"): "raw",
@@ -271,9 +281,9 @@ def test_the_message_on_log_probs_names_the_start_that_helps() -> None:
     with pytest.raises(
         ConfigError, match=r"with temperature=0.5 training .*; start it with --logprobs-mode processed_logprobs$"
     ):
-        check_log_probs(fake.url, server, WIRES["vllm"].starts, [Drawing(), Drawing(temperature=0.5)])
+        check_log_probs(fake.url, server, WIRES["vllm"].starts, [SamplingParams(), SamplingParams(temperature=0.5)])
     with pytest.raises(ConfigError, match=r"no start of it gives these, so change one of temperature=0.5, top_p=0.9"):
-        check_log_probs(fake.url, server, WIRES["vllm"].starts, [Drawing(temperature=0.5, top_p=0.9)])
+        check_log_probs(fake.url, server, WIRES["vllm"].starts, [SamplingParams(temperature=0.5, top_p=0.9)])
 
 
 def test_a_paused_server_is_not_asked_for_tokens() -> None:

@@ -293,9 +293,8 @@ def fill_fresh(model: StagedModel, mesh: Mesh, names: tuple[str, ...], seed: int
                     shard.local[as_index(region.local_slice)] = drawn[as_index(region.checkpoint_slice)].to(shard.local)
 
 
-def compile_kernels(engines: Iterable[object]) -> None:
+def compile_kernels(engines: Iterable[Engine]) -> None:
     for engine in engines:
-        assert isinstance(engine, Engine)
         spec, layout = engine.model.spec, engine.mesh.layout
         if not isinstance(spec, ArchSpec) or engine.model.kernels.attention is not fa4.attention:
             continue

@@ -29,7 +29,6 @@ Rows = Seq[Sequence | Prompt]
 class DistillationTask(Task):
     """teacher: of sampled_reverse_kl an engine that scores. sampler: if lmbda > 0."""
 
-    policy: Engine
     teacher: Teacher | Engine
     rows: Rows
     held_out: Rows

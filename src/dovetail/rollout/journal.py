@@ -9,13 +9,14 @@ import zlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
+from dovetail.rollout.params import Finish, Spans
 from dovetail.weights.atomic import make_directory, replace_file
 from dovetail.weights.safe_paths import LEFTOVERS
 
@@ -27,8 +28,8 @@ class Answer:
     sample: int
     ids: tuple[int, ...]
     log_probs: tuple[float, ...]
-    versions: tuple[tuple[int, int, int], ...]  # version, start, end
-    finish: Literal["stop", "length"]
+    versions: Spans
+    finish: Finish
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,9 @@ from dovetail.rollout.base import Numbers, SamplingParams
 from dovetail.rollout.kv_cache import PageBudget, PagedCache, PagePool
 from dovetail.rollout.model_runner import ModelRunner, RunnerSize, pad_to_bucket
 from dovetail.rollout.native import NativeSampler, Refilling
+from dovetail.rollout.params import Finish
 from dovetail.rollout.remote.background import settle
 from dovetail.rollout.remote.receive import Receiver
-from dovetail.rollout.remote.wire import Finish
 from dovetail.rollout.sampling import streams
 from dovetail.rollout.scheduler import GenerationLoop, Group, Scheduler
 

@@ -10,10 +10,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from dovetail.batch.balancing import plan_microbatches
+from dovetail.rollout.params import Finish, Spans
 from dovetail.rollout.remote.http import Client, EngineError
 from dovetail.rollout.remote.sglang import Sglang
 from dovetail.rollout.remote.vllm import Vllm
-from dovetail.rollout.remote.wire import Abilities, Finish, Request, Spans
+from dovetail.rollout.remote.wire import Abilities, Request
 
 Wire = Vllm | Sglang
 BATCHES = 64  # whose replica is remembered

@@ -1,14 +1,12 @@
 """SGLang's server, by the message classes of 0.5.10.post1; never run against a real one."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from dovetail.errors import ConfigError
+from dovetail.rollout.params import SamplingParams
 from dovetail.rollout.remote.http import Client, Deadline, EngineError
 from dovetail.rollout.remote.wire import FINISHES, STREAMED, Abilities, LogProbs, Part, Request
-
-if TYPE_CHECKING:
-    from dovetail.rollout.base import SamplingParams
 
 GENERATE = "/generate"
 PUSH_PATHS = (
@@ -69,7 +67,7 @@ class Sglang:
             routes = meta.get("routed_experts") or ""
             yield Part(ids, [entry[0] for entry in entries], FINISHES.get(finish), versions, routes)
 
-    def continues(self, params: "SamplingParams") -> bool:
+    def continues(self, params: SamplingParams) -> bool:
         """As of `Vllm`; its repetition penalty may count the tokens of a reply alone."""
         return not params.stop and not params.trace and params.repetition_penalty == 1
 

@@ -2,14 +2,12 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from dovetail.errors import ConfigError, MachineError
+from dovetail.rollout.params import SamplingParams
 from dovetail.rollout.remote.http import Client, Deadline, EngineError
 from dovetail.rollout.remote.wire import FINISHES, STREAMED, Abilities, LogProbs, Part, Request, pushed_spans
-
-if TYPE_CHECKING:
-    from dovetail.rollout.base import SamplingParams
 
 GENERATE = "/inference/v1/generate"
 PUSH_PATHS = (
@@ -83,7 +81,7 @@ class Vllm:
                 routes = choice.get("routed_experts") or "" if request.params.trace else ""
                 yield Part(ids, [each["logprob"] for each in content], FINISHES.get(finish), versions, routes)
 
-    def continues(self, params: "SamplingParams") -> bool:
+    def continues(self, params: SamplingParams) -> bool:
         """Whether a reply can be continued: stop strings may have begun in it; routes come with the last token."""
         return not params.stop and not params.trace
 
