@@ -12,11 +12,11 @@ import pytest
 
 from dovetail.errors import ConfigError
 from dovetail.rollout.base import SamplingParams
-from dovetail.rollout.remote.fleet import Fleet, Replica, Reply, Wire
+from dovetail.rollout.remote.fleet import Fleet, Replica, Wire
 from dovetail.rollout.remote.http import Client, EngineError
 from dovetail.rollout.remote.sglang import Sglang
 from dovetail.rollout.remote.vllm import Vllm
-from dovetail.rollout.remote.wire import Request, check_log_probs
+from dovetail.rollout.remote.wire import Reply, Request, check_log_probs
 from tests.remote.fake_engine import VOCABULARY, FakeEngine, hashed_logits, log_softmax
 from tests.tolerances import OP_FP64
 

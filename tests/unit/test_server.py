@@ -20,13 +20,13 @@ from dovetail.parallel.mesh import Mesh
 from dovetail.recipe.push import PushSection
 from dovetail.rollout.base import Completion, Prompt, SamplingParams
 from dovetail.rollout.remote import push, transports
-from dovetail.rollout.remote.fleet import Fleet, Replica, Reply
+from dovetail.rollout.remote.fleet import Fleet, Replica
 from dovetail.rollout.remote.http import Client, EngineError
 from dovetail.rollout.remote.push import Pusher
 from dovetail.rollout.remote.sampler import RemoteSampler
 from dovetail.rollout.remote.sglang import Sglang
 from dovetail.rollout.remote.vllm import Native, Vllm, generate_body
-from dovetail.rollout.remote.wire import Request
+from dovetail.rollout.remote.wire import Reply, Request
 from dovetail.rollout.server import SamplerServer
 from dovetail.rollout.server_http import HttpServer
 from tests.parity.configs import VOCAB, tiny_configs, tiny_model

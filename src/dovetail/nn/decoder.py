@@ -19,7 +19,7 @@ from dovetail.nn.mlp import make_mlp
 from dovetail.nn.model import StagedModel, StageRange
 from dovetail.nn.moe import Experts, MoE, Router
 from dovetail.parallel.mesh import Mesh
-from dovetail.parallel.overlap import AsyncForward, interleave
+from dovetail.parallel.overlap import AsyncForward, interleave, lead_of_first_half
 
 Head = Literal["lm", "value", "value_without_bias"]
 
@@ -28,7 +28,7 @@ class Block(nn.Module):
     def __init__(self, spec: ArchSpec, layer: int, mesh: Mesh, kernels: KernelSet) -> None:
         super().__init__()
         self.norm_names = spec.norm_names
-        self.lead = int(mesh["tp"].size > 1)  # one half computes while the other communicates
+        self.lead = lead_of_first_half(mesh["tp"])
         first, second = self.norm_names
         self.add_module(first, RMSNorm(spec.width, spec.norm_eps, kernels))
         self.self_attn = (LatentAttention if spec.attention.latent else Attention)(spec, layer, mesh, kernels)

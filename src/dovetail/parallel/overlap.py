@@ -121,6 +121,11 @@ def interleave(forwards: Sequence[AsyncForward[T]], lead: int = 0) -> tuple[T, .
     return tuple(results[i] for i in range(len(forwards)))
 
 
+def lead_of_first_half(tp: Axis) -> int:
+    """With 1, one half computes while the other communicates."""
+    return int(tp.size > 1)
+
+
 def switch(axis: Axis) -> AsyncForward[None]:
     if axis.size > 1:
         yield

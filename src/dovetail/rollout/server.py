@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from dovetail.errors import CheckpointError, ConfigError
 from dovetail.rollout.base import Numbers, SamplingParams
 from dovetail.rollout.kv_cache import PageBudget, PagedCache, PagePool
-from dovetail.rollout.model_runner import ModelRunner, RunnerSize, pad_to_bucket
+from dovetail.rollout.model_runner import ModelRunner, pad_to_bucket
 from dovetail.rollout.native import NativeSampler, Refilling
 from dovetail.rollout.params import Finish
 from dovetail.rollout.remote.background import settle
@@ -191,7 +191,7 @@ class SamplerServer:
         width = slack + max(group.budget.pages_for_sample(group.length) for group in groups)
         loop = self._loops.get(key)
         exact = exact and not (loop is not None and loop.busy)
-        has = 0 if loop is None else loop.runner.size.table_width
+        has = 0 if loop is None else loop.runner.table_width
         if loop is None or not (has == width or (has > width and not exact)):
             loop = self._new_loop(key, loop, width, slack - (-self.max_length // size))
         loop.runner.fine_buckets = not exact
@@ -201,7 +201,7 @@ class SamplerServer:
         """Or the one that runs, with a wider page table."""
         if loop is not None and loop.busy:
             loop.runner.drop_graphs()
-            loop.widen(self._runner(key, max(width, min(2 * loop.runner.size.table_width, most))))
+            loop.widen(self._runner(key, max(width, min(2 * loop.runner.table_width, most))))
             return loop
         for other in [other for other, idle in self._loops.items() if not idle.busy]:
             self._loops.pop(other).runner.drop_graphs()
@@ -210,10 +210,7 @@ class SamplerServer:
         return self._loops[key]
 
     def _runner(self, params: SamplingParams, width: int) -> ModelRunner:
-        sampler, options = self.sampler, self.options
-        rows = pad_to_bucket(options.max_num_seqs)
-        size = RunnerSize(rows, width, sampler.decode_steps, len(self.cache.entries[0, 0]), options.page_size)
-        runner = ModelRunner(sampler.model, sampler.dtype, size, sampler.capture, self.cache)
+        runner = self.sampler.make_runner(self.cache, pad_to_bucket(self.options.max_num_seqs), width)
         runner.set_params(params)
         return runner
 

@@ -15,12 +15,11 @@ from dovetail.parallel.collectives import sum_over
 from dovetail.parallel.consensus import of_first
 from dovetail.parallel.mesh import Mesh
 from dovetail.rollout.base import Completion, Prompt, SamplingParams, Watch, check_request
-from dovetail.rollout.journal import Answer
-from dovetail.rollout.remote.fleet import Fleet, Reply
+from dovetail.rollout.remote.fleet import Fleet
 from dovetail.rollout.remote.images import image_features
 from dovetail.rollout.remote.push import Pusher
 from dovetail.rollout.remote.routes import read_experts, share_trace
-from dovetail.rollout.remote.wire import Request
+from dovetail.rollout.remote.wire import Reply, Request
 
 
 class RemoteSampler:
@@ -79,7 +78,7 @@ class RemoteSampler:
                 problem = error
         return self.shared(prompts, params, replies, problem, experts)
 
-    def submit(self, samples: Sequence[tuple[Prompt, int, SamplingParams]]) -> "list[Future[Answer]]":
+    def submit(self, samples: Sequence[tuple[Prompt, int, SamplingParams]]) -> "list[Future[Completion]]":
         """Of the first rank. Returns at once; pushes do not end them."""
         fleet, version = self.fleet, self.version
         assert fleet is not None and version is not None, "the first rank, after a push"
@@ -90,7 +89,7 @@ class RemoteSampler:
         self,
         prompts: Sequence[Prompt],
         params: SamplingParams,
-        replies: Sequence[Reply | Answer],
+        replies: Sequence[Reply | Completion],
         problem: Exception | None,
         experts: Sequence[Tensor] = (),
     ) -> list[Completion]:
@@ -122,11 +121,12 @@ class RemoteSampler:
             first += length
         return completions
 
-    def _answer(self, fleet: Fleet, request: Request, oldest: int) -> Answer:
+    def _answer(self, fleet: Fleet, request: Request, oldest: int) -> Completion:
         reply = fleet.draw(request)
         self._check(reply, oldest)
         assert reply.finish is not None
-        return Answer(request.sample, tuple(reply.ids), tuple(reply.log_probs), reply.versions, reply.finish)
+        ids, log_probs = tuple(reply.ids), tuple(reply.log_probs)
+        return Completion(request.row, request.sample, ids, log_probs, reply.finish, versions=reply.versions)
 
     def _draw(self, fleet: Fleet, prompts: Sequence[Prompt], params: SamplingParams) -> list[Reply]:
         assert self.version is not None

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 from dovetail.errors import ConfigError
 from dovetail.rollout.params import SamplingParams
 from dovetail.rollout.remote.http import Client, Deadline, EngineError
-from dovetail.rollout.remote.wire import FINISHES, STREAMED, Abilities, LogProbs, Part, Request
+from dovetail.rollout.remote.wire import FINISHES, STREAMED, Abilities, LogProbs, Reply, Request
 
 GENERATE = "/generate"
 PUSH_PATHS = (
@@ -47,7 +47,7 @@ class Sglang:
 
     def generate(
         self, client: Client, server: Abilities, request: Request, received: Sequence[int], deadline: Deadline
-    ) -> Iterator[Part]:
+    ) -> Iterator[Reply]:
         drawn, spans = 0, list[tuple[int, int, int]]()
         for event in client.stream(GENERATE, generate_body(server, request, received), deadline):
             meta = event["meta_info"]
@@ -65,7 +65,7 @@ class Sglang:
             drawn += fresh
             versions = tuple(spans) if finish and sum(end - start for _, start, end in spans) == drawn else ()
             routes = meta.get("routed_experts") or ""
-            yield Part(ids, [entry[0] for entry in entries], FINISHES.get(finish), versions, routes)
+            yield Reply(ids, [entry[0] for entry in entries], FINISHES.get(finish), versions, routes)
 
     def continues(self, params: SamplingParams) -> bool:
         """As of `Vllm`; its repetition penalty may count the tokens of a reply alone."""

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from dovetail.errors import ConfigError, MachineError
 from dovetail.rollout.params import SamplingParams
 from dovetail.rollout.remote.http import Client, Deadline, EngineError
-from dovetail.rollout.remote.wire import FINISHES, STREAMED, Abilities, LogProbs, Part, Request, pushed_spans
+from dovetail.rollout.remote.wire import FINISHES, STREAMED, Abilities, LogProbs, Reply, Request, pushed_spans
 
 GENERATE = "/inference/v1/generate"
 PUSH_PATHS = (
@@ -64,7 +64,7 @@ class Vllm:
 
     def generate(
         self, client: Client, server: Abilities, request: Request, received: Sequence[int], deadline: Deadline
-    ) -> Iterator[Part]:
+    ) -> Iterator[Reply]:
         """Continue the prompt and the tokens received."""
         drawn, body = 0, generate_body(server, request, received)
         for event in client.stream(GENERATE, body, deadline):
@@ -79,7 +79,7 @@ class Vllm:
                     raise EngineError(client.url, GENERATE, None, f"the request ended with {finish!r}")
                 versions = pushed_spans(choice.get("weight_versions"), drawn, client.url) if finish else ()
                 routes = choice.get("routed_experts") or "" if request.params.trace else ""
-                yield Part(ids, [each["logprob"] for each in content], FINISHES.get(finish), versions, routes)
+                yield Reply(ids, [each["logprob"] for each in content], FINISHES.get(finish), versions, routes)
 
     def continues(self, params: SamplingParams) -> bool:
         """Whether a reply can be continued: stop strings may have begun in it; routes come with the last token."""

@@ -2,8 +2,8 @@
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from dovetail.errors import ConfigError
 from dovetail.rollout.params import Finish, SamplingParams, Spans
@@ -59,14 +59,23 @@ class Request:
         return {"noise": [params.seed, params.step, self.row, self.sample], "drawn": received, "batch": batch}
 
 
-class Part(NamedTuple):
-    """Tokens of a stream. versions and routes, of all, come with the last."""
+@dataclass
+class Reply:
+    """Tokens received so far, or those of one event. versions and routes, of all, come with the last event."""
 
-    ids: Sequence[int]
-    log_probs: Sequence[float]
+    ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
     finish: Finish | None = None
     versions: Spans = ()  # empty: unknown
     routes: str = ""  # see routes.py
+
+    def keep(self, versions: Spans) -> None:
+        """Append spans, joined where the version is the same."""
+        for version, start, end in versions:
+            if self.versions and self.versions[-1][0] == version:
+                start, self.versions = self.versions[-1][1], self.versions[:-1]
+            if end > start:
+                self.versions = (*self.versions, (version, start, end))
 
 
 @dataclass(frozen=True, kw_only=True)
