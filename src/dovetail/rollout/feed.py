@@ -7,13 +7,12 @@ from concurrent.futures import Future
 from functools import partial
 
 from dovetail.errors import Caught, MachineError
-from dovetail.rollout.base import Completion
+from dovetail.rollout.base import Completion, Watch
 from dovetail.rollout.journal import FinishedGroup, Journal
 from dovetail.rollout.pool import Pool
 
 Done = tuple[int, "Future[Completion]"]
 Submit = Callable[[Sequence[tuple[int, int]]], "Sequence[Future[Completion]]"]
-Watch = Callable[[int, int, int], None]  # samples of the step: complete, all; 0
 
 
 class Feed:
@@ -25,7 +24,7 @@ class Feed:
         self._running: dict[int, list[Completion]] = {}
         self._finished: dict[int, FinishedGroup] = {}
         self._error: BaseException | None = None
-        self.watch: Watch | None = None
+        self.watch: Watch | None = None  # gets samples of the step: complete, all; 0
         self._done: queue.SimpleQueue[Done | None] = queue.SimpleQueue()
         threading.Thread(target=self._save_finished, name="feed", daemon=True).start()
 

@@ -5,7 +5,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -57,9 +57,6 @@ class Fleet:
         most = max_num_seqs * len(replicas)  # each has a thread with a connection
         self.capacity = most if files == resource.RLIM_INFINITY else min(most, max(1, files // 2))
         self.threads = ThreadPoolExecutor(self.capacity, thread_name_prefix="engines")
-
-    def submit(self, request: Request) -> "Future[Reply]":
-        return self.threads.submit(self.draw, request)
 
     @contextmanager
     def pushing(self) -> Iterator[None]:
