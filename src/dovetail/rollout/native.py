@@ -165,7 +165,15 @@ class Refilling:
 
     def __init__(self, sampler: NativeSampler) -> None:
         sampler.filled, self._sampler = False, sampler
-        self._shards, self._shapes = _shards(sampler)
+        self._shards: dict[str, list[tuple[Tensor, tuple[slice, ...]]]] = defaultdict(
+            list
+        )  # our views, with their slices
+        self._shapes: dict[str, tuple[int, ...]] = {}  # of all ranks', which refuse alike
+        for param in checkpoint_params(sampler.model, sampler.mesh):
+            self._shapes |= checkpoint_shapes(param.name, param.placement, param.shape)
+            for region in param.regions:
+                view = param.local[as_index(region.local_slice)]
+                self._shards[region.checkpoint_name].append((view, as_index(region.checkpoint_slice)))
         self._problems, self._missing = list[str](), set(self._shapes)
 
     def put(self, listed: str, tensor: Tensor) -> None:
@@ -188,20 +196,6 @@ class Refilling:
         """CheckpointError for tensors that are missing, unknown or of another shape."""
         check_weights(self._problems + [f"{name}: missing" for name in sorted(self._missing)])
         self._sampler.filled = True
-
-
-def _shards(
-    sampler: NativeSampler,
-) -> tuple[dict[str, list[tuple[Tensor, tuple[slice, ...]]]], dict[str, tuple[int, ...]]]:
-    """By checkpoint name: our views with their slices, and all shapes, so that all ranks refuse alike."""
-    shards: dict[str, list[tuple[Tensor, tuple[slice, ...]]]] = defaultdict(list)
-    shapes: dict[str, tuple[int, ...]] = {}
-    for param in checkpoint_params(sampler.model, sampler.mesh):
-        shapes |= checkpoint_shapes(param.name, param.placement, param.shape)
-        for region in param.regions:
-            view = param.local[as_index(region.local_slice)]
-            shards[region.checkpoint_name].append((view, as_index(region.checkpoint_slice)))
-    return shards, shapes
 
 
 def capture_for(spec: ArchSpec, mesh: Mesh, kernels: KernelSet, dtype: torch.dtype) -> Capture | None:
