@@ -33,7 +33,7 @@ from dovetail.batch.packed import PackedBatch
 from dovetail.checkpoint.async_saver import Saver
 from dovetail.checkpoint.reader import ShardedReader
 from dovetail.checkpoint.retention import Retention
-from dovetail.engine.native import NativeEngine
+from dovetail.engine.native import Engine
 from dovetail.memory import wait_for
 from dovetail.weights.parallel_read import JOB_BYTES, READERS
 from dovetail.weights.safetensors import memory_of
@@ -67,7 +67,7 @@ def main() -> None:
     with one_rank(), tempfile.TemporaryDirectory(dir=given.folder) as folder:
         dtype = torch.float32 if given.device == "cpu" else torch.bfloat16
         engine = smollm2_pair(dtype, master=torch.float32, depth=given.depth, device=given.device).engine
-        assert isinstance(engine, NativeEngine)
+        assert isinstance(engine, Engine)
         bench = Bench(engine, Path(folder), given.tokens)
         results = [compare(case, given.rounds) for case in bench.cases()]
         stall = bench.stall(given.rounds)
@@ -85,7 +85,7 @@ def main() -> None:
 class Bench:
     """One engine that has trained a step, its checkpoint on the disk, and as many raw bytes beside it."""
 
-    def __init__(self, engine: NativeEngine, folder: Path, tokens: int) -> None:
+    def __init__(self, engine: Engine, folder: Path, tokens: int) -> None:
         self.engine, self.folder = engine, folder
         self.batch = PackedBatch.pack(sequences([256] * (tokens // 256)))
         engine.train_step(self.batch, NegativeLogLikelihood())

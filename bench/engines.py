@@ -26,7 +26,7 @@ from bench.limit import Limit
 from dovetail.arch.registry import spec_from_config
 from dovetail.arch.spec import ArchSpec
 from dovetail.engine.fsdp import shard_over_data
-from dovetail.engine.native import NativeEngine
+from dovetail.engine.native import Engine
 from dovetail.factory.engine import make_decoder, make_mesh
 from dovetail.factory.layouts import check_layout
 from dovetail.kernels.registry import kernels_for
@@ -119,7 +119,7 @@ def random_engine(
     recompute: Recompute = "none",
     mlp_tile_tokens: int = 0,
     offload: Collection[str] = (),
-) -> NativeEngine:
+) -> Engine:
     """An engine whose weights were drawn where they lie: nothing is made on the host. Collective.
 
     offload: what waits on the host, of "activations" (what is kept for recomputing) and "optimizer" (its moments).
@@ -136,7 +136,7 @@ def random_engine(
     with torch.no_grad():
         for shard in shards_of(model, mesh):
             shard.local.fill_(1.0) if shard.name.endswith("norm.weight") else shard.local.normal_(std=0.02)
-    return NativeEngine(
+    return Engine(
         model,
         mesh,
         CheckpointSource(lambda _: torch.bfloat16, (), {}),

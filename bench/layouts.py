@@ -47,7 +47,7 @@ from bench.trace import TraceSummary, events_of, ideal_of, summarize
 from dovetail.arch.spec import ArchSpec
 from dovetail.batch.micro import DualBatch
 from dovetail.device import peak_flops, peak_memory_gib
-from dovetail.engine.native import NativeEngine
+from dovetail.engine.native import Engine
 from dovetail.engine.stage import TrainingRunner
 from dovetail.parallel.collectives import gather_objects, stack_over
 from dovetail.parallel.process_group import deterministic
@@ -181,9 +181,7 @@ def _keep(session: Session, row: dict[str, Any]) -> None:
     session.say(f"{row['title']}: {row['figure']}")
 
 
-def _steps(
-    engine: NativeEngine, name: str, warm: dt.PackedBatch, batch: dt.PackedBatch, session: Session
-) -> dict[str, Any]:
+def _steps(engine: Engine, name: str, warm: dt.PackedBatch, batch: dt.PackedBatch, session: Session) -> dict[str, Any]:
     """The fields of a row, from a step on the first batch and some on the second."""
     given, device, layout = session.given, session.device, engine.mesh.layout
     spec: Any = engine.model.spec
@@ -235,7 +233,7 @@ def outside_gib(device: torch.device) -> float:
 
 
 def traced(
-    engine: NativeEngine, spec: ArchSpec, batch: dt.PackedBatch, session: Session, row: Mapping[str, Any]
+    engine: Engine, spec: ArchSpec, batch: dt.PackedBatch, session: Session, row: Mapping[str, Any]
 ) -> list[TraceSummary]:
     """One step under the profiler: each rank's trace on the disk, and where its time went.
 
@@ -292,7 +290,7 @@ class Timed:
         return result
 
 
-def bubbles(engine: NativeEngine, batch: dt.PackedBatch, steps: int) -> tuple[float, float]:
+def bubbles(engine: Engine, batch: dt.PackedBatch, steps: int) -> tuple[float, float]:
     """The share of all ranks' time that is waiting: measured, and simulated from each stage's measured times."""
     mesh, layout, device = engine.mesh, engine.mesh.layout, engine.mesh.device
     micros = [micro for _, micro in engine.micro_batches(batch)]

@@ -15,7 +15,7 @@ import dovetail as dt
 from bench.engines import SHAPES, Session, add_options, dense_batch, layout_of, random_engine, spec_of, timed
 from bench.given import positive, run_main
 from dovetail.device import peak_memory_gib
-from dovetail.engine.native import NativeEngine
+from dovetail.engine.native import Engine
 from dovetail.optim.optimizer import Optimizer
 from dovetail.rl.losses import SFTLoss
 
@@ -35,9 +35,7 @@ class Row:
     all_seconds: list[float]
 
 
-def measured(
-    engine: NativeEngine, optimizers: dict[str, Optimizer], batch: dt.PackedBatch, session: Session
-) -> list[Row]:
+def measured(engine: Engine, optimizers: dict[str, Optimizer], batch: dt.PackedBatch, session: Session) -> list[Row]:
     steps: dict[str, list[float]] = {name: [] for name in optimizers}
     updates: dict[str, list[float]] = {name: [] for name in optimizers}
     few = batch.select([0])

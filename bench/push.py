@@ -26,7 +26,7 @@ import torch
 from bench.engines import SHAPES, Session, add_options, random_engine, spec_of, timed
 from bench.given import run_main
 from dovetail import Layout
-from dovetail.engine.native import NativeEngine
+from dovetail.engine.native import Engine
 from dovetail.recipe.push import PushSection
 from dovetail.rollout.remote.checksums import ExpectedDigests
 from dovetail.rollout.remote.http import Client, EngineError
@@ -74,7 +74,7 @@ def main() -> int:
     return 0
 
 
-def measure(way: str, engine: NativeEngine, session: Session) -> None:
+def measure(way: str, engine: Engine, session: Session) -> None:
     session.begin(f"{session.given.shape} {way}")
     device = session.device
     held = [tensor.clone() for _, tensor in engine.weights(torch.bfloat16)]
@@ -116,7 +116,7 @@ def measure(way: str, engine: NativeEngine, session: Session) -> None:
 
 
 def one_push(
-    pusher: Pusher, engine: NativeEngine, version: int, client: TimedClient, times: list[list[float]]
+    pusher: Pusher, engine: Engine, version: int, client: TimedClient, times: list[list[float]]
 ) -> dict[str, Any]:
     client.calls.clear()
     torch.accelerator.synchronize() if torch.accelerator.is_available() else None
@@ -137,7 +137,7 @@ def one_push(
     }
 
 
-def refusal(pusher: Pusher, engine: NativeEngine, session: Session) -> dict[str, Any]:
+def refusal(pusher: Pusher, engine: Engine, session: Session) -> dict[str, Any]:
     """A byte of the third bucket, or the last, is flipped between its sums and the server."""
     publish = pusher._transport.publish
 
@@ -154,7 +154,7 @@ def refusal(pusher: Pusher, engine: NativeEngine, session: Session) -> dict[str,
     return {"refused": f"{message}; next push {'good' if after == [None] else after}"}
 
 
-def digests(engine: NativeEngine, client: Client) -> str:
+def digests(engine: Engine, client: Client) -> str:
     expected = ExpectedDigests({1})
     for name, tensor in engine.weights(torch.bfloat16):
         expected.add(name, tensor)

@@ -33,7 +33,7 @@ from bench.given import positive, run_main
 from dovetail.arch.spec import ArchSpec
 from dovetail.data.examples import Prompt
 from dovetail.device import peak_memory_gib
-from dovetail.engine.native import NativeEngine
+from dovetail.engine.native import Engine
 from dovetail.engine.nonfinite import StepWatch
 from dovetail.factory.engine import make_mesh
 from dovetail.factory.layouts import sampling_layout
@@ -109,7 +109,7 @@ def main() -> int:
     return 0
 
 
-def score(engine: NativeEngine, spec: ArchSpec, session: Session) -> None:
+def score(engine: Engine, spec: ArchSpec, session: Session) -> None:
     """Ragged against dense, interleaved."""
     given, device = session.given, session.device
     total = 4 * max(given.tokens_per_batch, given.length) * (engine.mesh.layout.dp or 1)
@@ -129,7 +129,7 @@ def score(engine: NativeEngine, spec: ArchSpec, session: Session) -> None:
     )
 
 
-def step(engine: NativeEngine, spec: ArchSpec, session: Session, dtype: torch.dtype) -> None:
+def step(engine: Engine, spec: ArchSpec, session: Session, dtype: torch.dtype) -> None:
     """GRPO's, by phases: medians over the steps."""
     given, device = session.given, session.device
     clock = Clock(device)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dovetail.engine.native import NativeEngine
+from dovetail.engine.native import Engine
 from dovetail.optim.optimizer import OptimSettings, Shard
 from dovetail.parallel.placement import as_index
 from tests.tolerances import max_abs
@@ -18,18 +18,18 @@ from tests.tolerances import max_abs
 PROBE = OptimSettings(lr=0.0, betas=(0.0, 0.95), clip_norm=None)
 
 
-def gradients(engine: NativeEngine) -> tuple[dict[str, Tensor], float]:
+def gradients(engine: Engine) -> tuple[dict[str, Tensor], float]:
     """The gradients of the last step of an engine made with `PROBE`, and by how much ranks disagree. Collective."""
     state = engine.optimizer.rule.state
     return assemble(engine, lambda shard: state[shard.local]["exp_avg"])
 
 
-def parameters(engine: NativeEngine) -> tuple[dict[str, Tensor], float]:
+def parameters(engine: Engine) -> tuple[dict[str, Tensor], float]:
     """The parameters as they are held, and by how much ranks disagree on those that several hold. Collective."""
     return assemble(engine, lambda shard: shard.local.detach())
 
 
-def assemble(engine: NativeEngine, read: Callable[[Shard], Tensor]) -> tuple[dict[str, Tensor], float]:
+def assemble(engine: Engine, read: Callable[[Shard], Tensor]) -> tuple[dict[str, Tensor], float]:
     """Whole tensors under checkpoint names from the owners' regions; and the largest distance of a copy from them."""
     shards = engine.optimizer.shards
     mine = {region.checkpoint_name: region.checkpoint_shape for shard in shards for region in shard.regions}

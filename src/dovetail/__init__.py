@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dovetail.batch.loss import Loss as Loss, Sum as Sum, TokenStats as TokenStats
     from dovetail.batch.packed import PackedBatch as PackedBatch, Sequence as Sequence
-    from dovetail.engine.base import BatchReport as BatchReport, Engine as Engine, StepReport as StepReport
+    from dovetail.engine.base import BatchReport as BatchReport, StepReport as StepReport
+    from dovetail.engine.native import Engine as Engine
     from dovetail.factory.engine import (
         EngineOptions as EngineOptions,
         SamplingEngine as SamplingEngine,
@@ -28,7 +29,7 @@ __version__ = "0.1.0"
 HOMES: Mapping[str, str] = {
     "BatchReport": "dovetail.engine.base",
     "Completion": "dovetail.rollout.base",
-    "Engine": "dovetail.engine.base",
+    "Engine": "dovetail.engine.native",
     "EngineOptions": "dovetail.factory.engine",
     "Layout": "dovetail.parallel.layout",
     "Loss": "dovetail.batch.loss",

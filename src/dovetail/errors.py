@@ -68,7 +68,7 @@ class LostStore(SecondaryFailure):
 class Caught:
     """Ends errors of its blocks; `error` is the first."""
 
-    def __init__(self, kind: type[BaseException] = Exception) -> None:
+    def __init__(self, kind: type[BaseException] | tuple[()] = Exception) -> None:
         self.kind = kind
         self.error: BaseException | None = None
 

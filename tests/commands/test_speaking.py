@@ -10,7 +10,7 @@ import pytest
 
 import dovetail
 from dovetail.cli import header as lines
-from dovetail.engine.native import NativeEngine
+from dovetail.engine.native import Engine
 from dovetail.factory.notes import rows_line
 from dovetail.rollout.native import NativeSampler
 from tests.commands.program import here, program, read_rows, start, write_recipe, write_rows
@@ -104,15 +104,15 @@ def test_a_score_that_was_killed_goes_on_with_the_same_command(
     data = write_rows(tmp_path / "rows.jsonl", ROWS)
     whole = here(*score(model, data, tmp_path / "whole.jsonl"))
     assert (whole.code, whole.err, whole.out) == (0, "", f"wrote 40 rows to {tmp_path}/whole.jsonl\n")
-    passes, at_most, infer = [], 6, NativeEngine.score
+    passes, at_most, infer = [], 6, Engine.score
 
-    def counted(self: NativeEngine, *batch: Any) -> Any:
+    def counted(self: Engine, *batch: Any) -> Any:
         passes.append(batch)
         if len(passes) == at_most:
             raise KeyboardInterrupt
         return infer(self, *batch)
 
-    monkeypatch.setattr(NativeEngine, "score", counted)
+    monkeypatch.setattr(Engine, "score", counted)
     out = tmp_path / "out.jsonl"
     assert here(*score(model, data, out)).code == 130
     (part,) = tmp_path.glob("out.jsonl.*.part")

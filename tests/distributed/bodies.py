@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dovetail.batch.loss import Loss, LossFn, TokenStats
 from dovetail.batch.packed import PackedBatch
-from dovetail.engine.native import NativeEngine
+from dovetail.engine.native import Engine
 from dovetail.factory.engine import EngineOptions, from_pretrained
 from dovetail.optim.optimizer import OptimSettings
 from dovetail.parallel.layout import Layout
@@ -24,7 +24,7 @@ STEPS = 10
 Flat = dict[str, Tensor]
 
 
-def made(path: Path, layout: Layout, optim: OptimSettings = PROBE, budget: int | None = BUDGET) -> NativeEngine:
+def made(path: Path, layout: Layout, optim: OptimSettings = PROBE, budget: int | None = BUDGET) -> Engine:
     """An engine in float64."""
     options = EngineOptions(optim=optim, tokens_per_batch=budget)
     return from_pretrained(path, layout=layout, dtype=torch.float64, device="cpu", options=options)

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
 from dovetail.batch.packed import PackedBatch
-from dovetail.engine.native import NativeEngine
+from dovetail.engine.native import Engine
 from dovetail.errors import CheckpointError, ConfigError, DataError, LayoutError, ModelError
 from dovetail.factory.engine import EngineOptions, from_pretrained
 from dovetail.nn.activation_checkpoint import Recompute
@@ -133,7 +133,7 @@ def _batch(given: Draw) -> PackedBatch:
     return random_batch(given.lengths, given.loss, torch.float64, given.config["vocab_size"])
 
 
-def _engine(folder: str, given: Draw, layout: Layout) -> NativeEngine:
+def _engine(folder: str, given: Draw, layout: Layout) -> Engine:
     alone = layout == Layout()
     options = EngineOptions(
         optim=STEP,

@@ -31,7 +31,7 @@ from transformers import (
 from dovetail.arch.spec import ArchSpec
 from dovetail.batch.packed import PackedBatch
 from dovetail.engine.expert_routing import BalanceSettings
-from dovetail.engine.native import NativeEngine
+from dovetail.engine.native import Engine
 from dovetail.factory.engine import EngineOptions, from_pretrained
 from dovetail.nn.activation_checkpoint import Recompute
 from dovetail.optim.optimizer import OptimSettings
@@ -230,7 +230,7 @@ def compute(
     return measure(_engine(folder, case, layout, batch, dtype), batch, case.loss)
 
 
-def measure(engine: NativeEngine, batch: PackedBatch, loss_name: str) -> tuple[dict[str, Any], float]:
+def measure(engine: Engine, batch: PackedBatch, loss_name: str) -> tuple[dict[str, Any], float]:
     """What an engine made with `STEP` shows of one step by one of `LOSSES`, and by how much its ranks disagree."""
     loss = LOSSES[loss_name]
     outputs = [engine.values(batch)] if loss_name == "value" else list(engine.score(batch))
@@ -286,7 +286,7 @@ def random_batch(lengths: Sequence[int], loss_name: str, dtype: torch.dtype, voc
     return batch.with_fields(**weight_fields(batch, aggregation))
 
 
-def _engine(folder: str, case: Case, layout: Layout, batch: PackedBatch, dtype: torch.dtype) -> NativeEngine:
+def _engine(folder: str, case: Case, layout: Layout, batch: PackedBatch, dtype: torch.dtype) -> Engine:
     budget = None
     if case.accumulation > 1:
         multiple = layout.tp * (2 * layout.cp if layout.cp > 1 else 1)

@@ -16,7 +16,7 @@ from torch import Tensor
 from dovetail.arch.spec import ArchSpec, AttentionSpec, RopeSpec
 from dovetail.batch.packed import PackedBatch
 from dovetail.engine.fsdp import shard_over_data
-from dovetail.engine.native import NativeEngine
+from dovetail.engine.native import Engine
 from dovetail.factory.engine import make_decoder
 from dovetail.nn import context_parallel
 from dovetail.nn.activation_checkpoint import Recompute
@@ -84,7 +84,7 @@ def measure(case: Case) -> tuple[dict[str, Fraction], Step]:
         for parameter in model.parameters():
             parameter.fill_(0.01)
     origin = CheckpointSource(lambda _: None, (), {})
-    engine = NativeEngine(model, mesh, origin, tokens_per_batch=LENGTH, dtype=torch.bfloat16)
+    engine = Engine(model, mesh, origin, tokens_per_batch=LENGTH, dtype=torch.bfloat16)
     batch = PackedBatch.pack([[1] * LENGTH] * (case.micros * mesh["dp"].size))
     zeros = dict.fromkeys(("advantage", "old_logprob", "old_value", "return"), torch.zeros(len(batch)))
     batch = batch.with_fields(**zeros, **weight_fields(batch, "token"))

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dovetail.engine.native import NativeEngine
+from dovetail.engine.native import Engine
 from dovetail.factory.engine import EngineOptions, from_pretrained
 from dovetail.nn.mlp import GatedMLP
 from dovetail.parallel.layout import Layout
@@ -25,7 +25,7 @@ def figures(folder: Path, layout: Layout) -> tuple[float, float, int]:
         for gating in (False, True):
             options = EngineOptions(optim=PROBE, tokens_per_batch=80, recompute="selective")
             made = from_pretrained(folder, layout=layout, dtype=torch.float64, device="cpu", options=options)
-            assert isinstance(made, NativeEngine)
+            assert isinstance(made, Engine)
             for module in made.model.modules():
                 if isinstance(module, GatedMLP) and gating:
                     module.kernels = everywhere()

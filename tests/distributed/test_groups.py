@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import dovetail as dt
-from dovetail.engine.native import NativeEngine
+from dovetail.engine.native import Engine
 from dovetail.parallel.layout import Layout
 from tests.harness import run
 from tests.parity.configs import VOCAB, save_tiny, tiny_configs
@@ -42,7 +42,7 @@ def train(path: Path, layout: Layout) -> dict[str, Tensor]:
     """The loss and all gradients of one step."""
     options = dt.EngineOptions(optim=PROBE, tokens_per_batch=BUDGET, dual_batch=layout.tp > 1)
     engine = dt.from_pretrained(path, layout=layout, dtype=torch.float64, device="cpu", options=options)
-    assert isinstance(engine, NativeEngine)
+    assert isinstance(engine, Engine)
     batch = dt.PackedBatch.pack(rows_of())
     report = engine.train_step(batch, bradley_terry)
     if layout.tp > 1:

@@ -19,14 +19,14 @@ from torch import Tensor
 from bench.models import one_rank
 from dovetail.batch.loss import Loss, TokenStats
 from dovetail.batch.packed import PackedBatch
-from dovetail.engine.native import NativeEngine
+from dovetail.engine.native import Engine
 from dovetail.engine.nonfinite import StepWatch
 from dovetail.errors import DataError, MachineError
 from dovetail.factory.engine import EngineOptions, from_pretrained
 from dovetail.launch.progress import Progress
 from dovetail.optim import optimizer
 from dovetail.optim.optimizer import OptimSettings, Shard, reduce_partial
-from dovetail.optim.replicas import _difference, _slices, hash_bits
+from dovetail.optim.replicas import _difference, hash_bits, slices_of
 from dovetail.parallel.collectives import gather_objects
 from dovetail.parallel.layout import Layout
 from dovetail.parallel.mesh import Mesh
@@ -51,12 +51,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def engine_of(path: Path, layout: str, watch: StepWatch | None = None, budget: int | None = None) -> NativeEngine:
+def engine_of(path: Path, layout: str, watch: StepWatch | None = None, budget: int | None = None) -> Engine:
     options = EngineOptions(optim=OptimSettings(lr=1e-3), watch=watch or StepWatch(), tokens_per_batch=budget)
     return from_pretrained(path, layout=Layout.parse(layout), device="cpu", options=options)
 
 
-def snapshot(engine: NativeEngine) -> list[Tensor]:
+def snapshot(engine: Engine) -> list[Tensor]:
     """Everything that a skipped step may not touch."""
     optimizer = engine.optimizer
     states = [optimizer.rule.state[shard.local] for shard in optimizer.shards]
@@ -90,7 +90,7 @@ def blind(stats: TokenStats, batch: PackedBatch) -> Loss:
 
 
 @contextlib.contextmanager
-def planted(kind: str, bad: float, engine: NativeEngine) -> Iterator[None]:
+def planted(kind: str, bad: float, engine: Engine) -> Iterator[None]:
     """A parameter, or a gradient before it is summed over copies, with one number that is not finite."""
     shard = next(s for s in engine.optimizer.shards if s.local.dim() == 2 and s.local.numel())
     with contextlib.ExitStack() as undo:
@@ -249,7 +249,7 @@ def flipped(path: Path, layout: str, flips: int) -> tuple[int, int, list[str]]:
         engine.check_replicas()
         engine.train_step(batch, tokenwise)
     engine.check_replicas()
-    pieces = {piece.name: piece.tensor for piece in _slices(engine.model, engine.optimizer, engine.mesh)}
+    pieces = dict(slices_of(engine.model, engine.optimizer, engine.mesh))
     everyone = [set(theirs) for theirs in gather_objects(list(pieces), world)]
     draw, found, wrong = random.Random(layout), 0, []
     copied = sorted({name for names in everyone for name in names if sum(name in other for other in everyone) > 1})

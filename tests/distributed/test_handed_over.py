@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dovetail.engine.native import NativeEngine
+from dovetail.engine.native import Engine
 from dovetail.factory import engine
 from dovetail.kernels.registry import KernelSet, mixture_of_experts
 from dovetail.parallel.layout import Layout
@@ -64,10 +64,10 @@ CASES = (
 
 def whole_model(folder: Path, layout: Layout, case: Case) -> tuple[Figures, int, int]:
     """How far the layout is from one rank without any, and how many mixtures handed over, and did not."""
-    handing, made = Handing(), list[NativeEngine]()
+    handing, made = Handing(), list[Engine]()
     measure = matrix.measure
 
-    def noted(one: NativeEngine, *how: Any) -> Any:
+    def noted(one: Engine, *how: Any) -> Any:
         made.append(one)
         return measure(one, *how)
 

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dovetail.checkpoint.reader import ShardedReader
-from dovetail.engine.native import NativeEngine
+from dovetail.engine.native import Engine
 from dovetail.errors import MachineError
 from dovetail.factory.engine import EngineOptions, from_pretrained
 from dovetail.nn.activation_checkpoint import PinnedPool
@@ -68,9 +68,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def engine_of(
-    source: Path, text: str = "", engine: EngineName = "native", *, hosted: bool, **more: Any
-) -> NativeEngine:
+def engine_of(source: Path, text: str = "", engine: EngineName = "native", *, hosted: bool, **more: Any) -> Engine:
     """With clipping, a schedule and weight decay."""
     options = EngineOptions(optim=ADAMW, engine=engine, offload_optimizer=hosted, tokens_per_batch=96)
     found = from_pretrained(source, layout=Layout.parse(text) if text else None, device="cpu", options=options, **more)
@@ -79,7 +77,7 @@ def engine_of(
     return found
 
 
-def bits(engine: NativeEngine) -> dict[str, int]:
+def bits(engine: Engine) -> dict[str, int]:
     """A hash of every parameter and moment of this rank, and its count of steps."""
     optimizer = engine.optimizer
     found = {
@@ -112,7 +110,7 @@ def twins(folder: Path, cuts: tuple[Cut, ...]) -> None:
                 hosted.check_replicas()
 
 
-def hosted_of(engine: NativeEngine) -> CPUOffloadAdamW:
+def hosted_of(engine: Engine) -> CPUOffloadAdamW:
     assert isinstance(engine.optimizer.rule, CPUOffloadAdamW)
     return engine.optimizer.rule
 

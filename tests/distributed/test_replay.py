@@ -17,7 +17,7 @@ from dovetail.arch.spec import ArchSpec
 from dovetail.batch.loss import Loss
 from dovetail.batch.packed import PackedBatch, Sequence
 from dovetail.batch.routing import RoutingTrace
-from dovetail.engine.native import NativeEngine
+from dovetail.engine.native import Engine
 from dovetail.errors import DataError
 from dovetail.factory.engine import EngineOptions, from_pretrained
 from dovetail.nn.moe import Router
@@ -58,7 +58,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def engine_of(folder: Path | str, layout: Layout | None = None, **options: Any) -> NativeEngine:
+def engine_of(folder: Path | str, layout: Layout | None = None, **options: Any) -> Engine:
     chosen = EngineOptions(**{"optim": STEP, "tokens_per_batch": 48, **options})
     return from_pretrained(folder, layout=layout or Layout(), dtype=torch.float64, device="cpu", options=chosen)
 
@@ -67,7 +67,7 @@ def batch_of(loss: str = "grpo") -> PackedBatch:
     return random_batch(LENGTHS, loss, torch.float64)
 
 
-def random_trace(engine: NativeEngine, tokens: int) -> RoutingTrace:
+def random_trace(engine: Engine, tokens: int) -> RoutingTrace:
     """Distinct experts for nine tokens of ten; what it says of the others is nonsense that nobody may read."""
     assert isinstance(engine.model.spec, ArchSpec) and engine.model.spec.moe is not None
     moe = engine.model.spec.moe

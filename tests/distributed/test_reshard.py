@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dovetail.checkpoint.reader import ShardedReader
 from dovetail.checkpoint.writer import write_sharded
-from dovetail.engine.native import NativeEngine
+from dovetail.engine.native import Engine
 from dovetail.factory.engine import EngineOptions, from_pretrained
 from dovetail.parallel.layout import Layout
 from dovetail.weights.hf_directory import EngineName
@@ -87,12 +87,12 @@ def layout_of(text: str) -> Layout:
     return Layout(**given)
 
 
-def engine_of(source: Path, cut: Cut, head: Any) -> NativeEngine:
+def engine_of(source: Path, cut: Cut, head: Any) -> Engine:
     options = EngineOptions(engine=cut[0], fresh_head_seed=0)
     return from_pretrained(source, layout=layout_of(cut[1]), head=head, device="cpu", options=options)
 
 
-def save(engine: NativeEngine, path: Path) -> None:
+def save(engine: Engine, path: Path) -> None:
     exports = engine.export_training(ROLE, with_model=True)
     specs = [spec for export in exports for spec in export.specs.values()]
     mine = {name: piece for export in exports for name, piece in export.local.items()}
@@ -101,7 +101,7 @@ def save(engine: NativeEngine, path: Path) -> None:
     write_sharded(path, mesh, specs, {mesh["world"].rank: mine}, mesh.layout, sides={}, state=state)
 
 
-def whole(engine: NativeEngine) -> Iterator[tuple[str, Tensor]]:
+def whole(engine: Engine) -> Iterator[tuple[str, Tensor]]:
     """Weights as they are trained, and moments, under one name a kind."""
     for kind, export in zip(KINDS, engine.export_training(ROLE), strict=True):
         for name, tensor in gather_whole(export, engine.mesh, list(export.specs)):

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from dovetail.batch.micro import MicroBatch
 from dovetail.batch.packed import PackedBatch
 from dovetail.engine import native
-from dovetail.engine.native import NativeEngine
+from dovetail.engine.native import Engine
 from dovetail.engine.validation import check_same
 from dovetail.errors import DataError
 from dovetail.factory.engine import EngineOptions, from_pretrained
@@ -42,10 +42,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def engine_of(path: Path, layout: str) -> NativeEngine:
+def engine_of(path: Path, layout: str) -> Engine:
     options = EngineOptions(optim=OptimSettings(lr=1e-2), tokens_per_batch=BUDGET)
     engine = from_pretrained(path, layout=Layout.parse(layout), device="cpu", options=options)
-    assert isinstance(engine, NativeEngine)
+    assert isinstance(engine, Engine)
     return engine
 
 
@@ -54,7 +54,7 @@ def batch_of(seed: int = 0) -> PackedBatch:
     return PackedBatch.pack([torch.randint(VOCAB, (n,), generator=draw) for n in LENGTHS])
 
 
-def under_way(engine: NativeEngine) -> list[str]:
+def under_way(engine: Engine) -> list[str]:
     """The modules whose parameters are being gathered, and not here yet."""
     groups = {
         name: module._get_fsdp_state()._fsdp_param_group
@@ -65,7 +65,7 @@ def under_way(engine: NativeEngine) -> list[str]:
 
 
 @contextmanager
-def noted(engine: NativeEngine) -> Iterator[list[str]]:
+def noted(engine: Engine) -> Iterator[list[str]]:
     """What happens within, in order: "gathers" where all are under way before the batch is looked at, "made", "pass"."""
     events: list[str] = []
     look, make = check_same, MicroBatch.of
@@ -121,9 +121,9 @@ def bits_of(path: Path, layout: str, *, plainly: bool) -> list[Tensor]:
     engine, batch, found = engine_of(path, layout), batch_of(), list[Tensor]()
     with ExitStack() as patches:
         if plainly:
-            plain = NativeEngine.micro_batches
+            plain = Engine.micro_batches
             patches.enter_context(mock.patch.object(native, "begin_gathers"))
-            patches.enter_context(mock.patch.object(NativeEngine, "micro_batches", lambda *args: list(plain(*args))))
+            patches.enter_context(mock.patch.object(Engine, "micro_batches", lambda *args: list(plain(*args))))
         for _ in range(2):
             report = engine.train_step(batch, tokenwise)
             found += [torch.tensor([report.loss, report.grad_norm, *report.metrics.values()], dtype=torch.float64)]

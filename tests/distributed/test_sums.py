@@ -15,7 +15,7 @@ from transformers import Qwen2Config, Qwen3MoeConfig
 
 from dovetail.batch.packed import PackedBatch
 from dovetail.engine.fsdp import ReshardPolicy
-from dovetail.engine.native import NativeEngine
+from dovetail.engine.native import Engine
 from dovetail.factory.engine import EngineOptions, from_pretrained
 from dovetail.kernels.reference import add_weight_grad_
 from dovetail.nn.layers import GradAccumulator, Linear
@@ -59,10 +59,10 @@ def batch_of(dtype: torch.dtype) -> PackedBatch:
     return batch.with_fields(w0=w0, w1=w1)
 
 
-def engine_of(path: Path, layout: Layout, dtype: torch.dtype, budget: int | None) -> NativeEngine:
+def engine_of(path: Path, layout: Layout, dtype: torch.dtype, budget: int | None) -> Engine:
     options = EngineOptions(optim=PROBE, tokens_per_batch=budget)
     made = from_pretrained(path, layout=layout, dtype=dtype, device="cpu", options=options)
-    assert isinstance(made, NativeEngine)
+    assert isinstance(made, Engine)
     return made
 
 
@@ -154,7 +154,7 @@ def gathers(path: Path, layout: Layout, *, again: bool, tiles: int) -> tuple[int
     """Groups of parameters, and how often a step of one micro-batch gathers one where parameters may stay, and where not."""
     options = EngineOptions(optim=PROBE, recompute="selective" if again else "none", mlp_tile_tokens=tiles)
     engine = from_pretrained(path, layout=layout, dtype=torch.float64, device="cpu", options=options)
-    assert isinstance(engine, NativeEngine)
+    assert isinstance(engine, Engine)
     groups, found, batch = (
         sum(isinstance(part, FSDPModule) for part in engine.model.modules()),
         [0, 0],

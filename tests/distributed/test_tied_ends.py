@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dovetail.engine.native import NativeEngine
+from dovetail.engine.native import Engine
 from dovetail.factory.engine import EngineOptions, from_pretrained
 from dovetail.optim.optimizer import OptimSettings
 from dovetail.parallel.layout import Layout
@@ -34,12 +34,12 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def opened(path: Path, layout: Layout, dtype: torch.dtype) -> NativeEngine:
+def opened(path: Path, layout: Layout, dtype: torch.dtype) -> Engine:
     options = EngineOptions(optim=OptimSettings(lr=1e-2), tokens_per_batch=64)
     return from_pretrained(path, layout=layout, dtype=dtype, device="cpu", options=options)
 
 
-def table(engine: NativeEngine, wrong: bool = False) -> Tensor:
+def table(engine: Engine, wrong: bool = False) -> Tensor:
     """This rank's rows of the table, which are those of its peer at the other end. Collective."""
     ends, pp = engine.mesh["ends"], engine.mesh["pp"]
     rows = [param.local for param in local_params(engine.model, engine.mesh) if param.name == TABLE]

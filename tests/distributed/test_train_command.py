@@ -11,7 +11,7 @@ import torch.distributed as dist
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dovetail.engine.native import NativeEngine
+from dovetail.engine.native import Engine
 from dovetail.rl.tasks import SupervisedTask
 from dovetail.weights.shards import local_tensor
 from tests.checkpoints import tensors_of
@@ -76,7 +76,7 @@ def train_with_a_flip(argv: list[str]) -> Ended:
 
     def flipped(task: SupervisedTask, number: int, *given: Any) -> Any:
         if number == 1 and dist.get_rank() == 1:
-            assert isinstance(task.policy, NativeEngine)
+            assert isinstance(task.policy, Engine)
             gain = local_tensor(task.policy.model.get_parameter("model.norm.weight"))
             gain.data.view(torch.int32)[3] ^= 1 << 20
         return step(task, number, *given)

@@ -16,7 +16,7 @@ from dovetail.batch.packed import PackedBatch
 from dovetail.errors import ConfigError
 from dovetail.factory.engine import EngineOptions, from_pretrained
 from dovetail.nn.activation_checkpoint import Recompute
-from dovetail.optim.optimizer import OptimSettings, lr_factor
+from dovetail.optim.optimizer import OptimSettings
 from dovetail.parallel.layout import Layout
 from tests.distributed.bodies import BUDGET, made, tokenwise
 from tests.harness import run
@@ -261,8 +261,11 @@ def test_engines_of_different_layouts_live_side_by_side(tmp_path: Path) -> None:
 
 
 def test_schedules_rise_hold_and_fall() -> None:
-    def shape(kind: Any, **options: Any) -> list[float]:
-        return [lr_factor(kind, step, total=10, **options) for step in range(12)]
+    def shape(kind: Any, total: int = 10, warmup: int = 0, floor: float = 0.0, decay: int | None = None) -> list[float]:
+        settings = OptimSettings(
+            schedule=kind, warmup_steps=warmup, total_steps=total, min_lr_ratio=floor, decay_steps=decay
+        )
+        return [settings.factor_at(step) for step in range(12)]
 
     assert shape("constant") == [1.0] * 12
     assert shape("constant", warmup=3)[:4] == [0.25, 0.5, 0.75, 1.0]
@@ -270,10 +273,10 @@ def test_schedules_rise_hold_and_fall() -> None:
     assert shape("linear", floor=0.1)[9:] == pytest.approx([0.1] * 3)
     assert shape("linear")[3] == pytest.approx(6 / 9)
     assert shape("cosine")[0] == 1.0
-    assert lr_factor("cosine", 5, total=11) == pytest.approx(0.5)
+    assert shape("cosine", total=11)[5] == pytest.approx(0.5)
     assert shape("cosine")[9:] == pytest.approx([0.0] * 3)
     assert shape("linear", warmup=1, decay=3)[:5] == pytest.approx([0.5, 1.0, 0.5, 0.0, 0.0])
-    assert shape("cosine", decay=5)[:5] == pytest.approx([lr_factor("cosine", step, total=5) for step in range(5)])
+    assert shape("cosine", decay=5)[:5] == pytest.approx(shape("cosine", total=5)[:5])
     assert shape("linear", decay=99) == shape("linear")
     assert shape("wsd", decay=4) == pytest.approx([1.0] * 7 + [2 / 3, 1 / 3, 0.0, 0.0, 0.0])
     for decay in (None, 1, 2):  # a tenth of 10 steps is one

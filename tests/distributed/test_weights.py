@@ -19,7 +19,7 @@ from dovetail.checkpoint.conversion import convert_to_hf, convert_to_sharded
 from dovetail.checkpoint.reader import ShardedReader, open_checkpoint
 from dovetail.checkpoint.writer import save_sharded
 from dovetail.engine.fsdp import shard_over_data
-from dovetail.engine.native import NativeEngine
+from dovetail.engine.native import Engine
 from dovetail.errors import CheckpointError
 from dovetail.parallel.layout import Layout
 from dovetail.parallel.mesh import Mesh
@@ -238,7 +238,7 @@ def _stream_after_scoring(source: Path) -> dict[str, Tensor]:
     shard_over_data(model, mesh, torch.bfloat16)
     reader = open_checkpoint(source, mesh)
     load(model, reader, mesh)
-    NativeEngine(model, mesh, CheckpointSource(reader.dtype, tuple(reader.names), {})).score(
+    Engine(model, mesh, CheckpointSource(reader.dtype, tuple(reader.names), {})).score(
         PackedBatch.pack([torch.arange(5), torch.arange(9), torch.arange(3)])
     )
     assert not all(isinstance(param, DTensor) for param in model.parameters())  # the trap is there

@@ -14,7 +14,7 @@ from torch import nn
 from dovetail.checkpoint.manifest import Manifest, StoredFile
 from dovetail.checkpoint.reader import ShardedReader
 from dovetail.engine.fsdp import shard_over_data
-from dovetail.engine.native import NativeEngine
+from dovetail.engine.native import Engine
 from dovetail.factory.engine import from_pretrained
 from dovetail.parallel.collectives import gather_objects
 from dovetail.parallel.layout import Layout
@@ -83,7 +83,7 @@ def _load_and_stream(source: Path, layout: Layout) -> dict[str, int]:
     return {**figures, "stream": resident("VmHWM") - before}
 
 
-def _sparse_state(engine: NativeEngine, path: Path) -> None:
+def _sparse_state(engine: Engine, path: Path) -> None:
     """A training checkpoint of zeros that takes no room: weights and moments of all ranks in one file. By one rank."""
     exports = engine.export_training(ROLE)
     specs = [spec for export in exports for spec in export.specs.values()]

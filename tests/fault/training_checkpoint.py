@@ -8,7 +8,7 @@ import torch
 
 from dovetail.checkpoint.async_saver import Saver
 from dovetail.checkpoint.retention import Retention
-from dovetail.engine.native import NativeEngine
+from dovetail.engine.native import Engine
 from dovetail.factory.engine import EngineOptions, from_pretrained
 from dovetail.optim.optimizer import OptimSettings
 from dovetail.parallel.layout import Layout
@@ -18,14 +18,14 @@ ROLE = "policy"
 OPTIM = OptimSettings(lr=1e-2)
 
 
-def tiny_engine(source: Path, layout: Layout | None = None, **options: Any) -> NativeEngine:
+def tiny_engine(source: Path, layout: Layout | None = None, **options: Any) -> Engine:
     """An engine with moments that are not zero."""
     engine = from_pretrained(source, layout=layout, device="cpu", options=EngineOptions(optim=OPTIM, **options))
     fill(engine, 0.5)
     return engine
 
 
-def fill(engine: NativeEngine, value: float) -> None:
+def fill(engine: Engine, value: float) -> None:
     """Have every weight and moment be made of `value`, so that two saves cannot be mixed unseen."""
     moments = engine.optimizer.state_tensors()
     with torch.no_grad():
@@ -45,11 +45,11 @@ def state_of(order: int, step: int, ranks: int = 1, **changes: Any) -> dict[str,
     return {**dict(state), **changes}
 
 
-def saver_of(engine: NativeEngine, folder: Path, *, keep: int = 10, background: bool = False) -> Saver:
+def saver_of(engine: Engine, folder: Path, *, keep: int = 10, background: bool = False) -> Saver:
     return Saver(folder, engine.mesh, Retention(keep), background=background)
 
 
-def save(saver: Saver, engine: NativeEngine, step: int, state: Mapping[str, Any]) -> None:
+def save(saver: Saver, engine: Engine, step: int, state: Mapping[str, Any]) -> None:
     """One save, to its end."""
     saver.save(step, engine.export_training(ROLE, with_model=True), engine.origin.sides, state)
     saver.finish()

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from dovetail.batch.loss import LossFn
 from dovetail.batch.packed import PackedBatch
 from dovetail.engine.base import StepReport
-from dovetail.engine.native import NativeEngine
+from dovetail.engine.native import Engine
 from dovetail.errors import UserError
 from dovetail.rl.reward_manager import FunctionReward
 from dovetail.rl.step_metrics import Row
@@ -27,7 +27,7 @@ from tests.probe import parameters
 class Recorder:
     """An engine that writes down its updates, and otherwise does what the real one does."""
 
-    engine: NativeEngine
+    engine: Engine
     batches: list[PackedBatch] = field(default_factory=list)
     reports: list[StepReport] = field(default_factory=list)
 
@@ -43,7 +43,7 @@ class Recorder:
 class Watched:
     """A task that also says after every step which engines' weights have moved."""
 
-    def __init__(self, task: RLTask, engines: Mapping[str, NativeEngine]) -> None:
+    def __init__(self, task: RLTask, engines: Mapping[str, Engine]) -> None:
         self.task, self.engines, self.trained = task, engines, list(engines.values())
         self.moved: dict[str, list[bool]] = {name: [] for name in engines}
 
@@ -78,10 +78,10 @@ def record(given: Mapping[str, Any]) -> Recorded:
     task = job.task
     assert isinstance(task, RLTask)
     policy = task.policy
-    assert isinstance(policy, NativeEngine)
+    assert isinstance(policy, Engine)
     recorder, critic = Recorder(policy), task.critic
-    task.policy = recorder
-    watched = Watched(task, {"policy": policy, **({"critic": critic} if isinstance(critic, NativeEngine) else {})})
+    task.policy = cast(Any, recorder)
+    watched = Watched(task, {"policy": policy, **({"critic": critic} if isinstance(critic, Engine) else {})})
     try:
         job.start()
         rows = train(watched, job.run, job.recipe.trainer).rows
@@ -173,12 +173,12 @@ def critic_weights(given: Mapping[str, Any]) -> tuple[dict[str, Tensor], float, 
     task = job.task
     assert isinstance(task, RLTask)
     critic, policy = task.critic, task.policy
-    assert isinstance(critic, NativeEngine) and isinstance(policy, NativeEngine)
+    assert isinstance(critic, Engine) and isinstance(policy, Engine)
     found, stray = parameters(critic)
     whole, _ = parameters(policy)
     job.close()
     return found, stray, whole
 
 
-def _flat(engine: NativeEngine) -> Tensor:
+def _flat(engine: Engine) -> Tensor:
     return torch.cat([tensor.flatten() for tensor in parameters(engine)[0].values()])

@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeCon
 from bench.models import one_rank
 from dovetail.batch.loss import LossFn
 from dovetail.batch.packed import PackedBatch
-from dovetail.engine.native import NativeEngine
+from dovetail.engine.native import Engine
 from dovetail.engine.stage import TrainingRunner
 from dovetail.factory.engine import EngineOptions, from_pretrained
 from dovetail.optim.optimizer import OptimSettings
@@ -80,7 +80,7 @@ def test_a_step_returns_before_its_update_ends(tmp_path: Path, on_host: bool) ->
     found = []
     for late in (False, True):
         engine = from_pretrained(tmp_path, dtype=torch.bfloat16, device="cuda", options=options)
-        assert isinstance(engine, NativeEngine)
+        assert isinstance(engine, Engine)
         engine.train_step(batch(), SFTLoss())
         rule = engine.optimizer.rule
         with mock.patch.object(rule, "step", partial(updated_late, rule.step) if late else rule.step):
@@ -105,7 +105,7 @@ def play(
     tiny_model(config).save_pretrained(folder)
     options = EngineOptions(tokens_per_batch=256, fresh_head_seed=0)
     engine = from_pretrained(folder, dtype=torch.bfloat16, device=device, head=head, options=options)
-    assert isinstance(engine, NativeEngine)
+    assert isinstance(engine, Engine)
     for _warm in range(2):
         engine.train_step(batch(), fn)
     pairs = list(engine.micro_batches(batch()))

@@ -11,7 +11,7 @@ from transformers import Qwen2Config
 
 from bench.models import one_rank
 from dovetail.batch.packed import PackedBatch
-from dovetail.engine.native import NativeEngine
+from dovetail.engine.native import Engine
 from dovetail.factory.engine import EngineOptions, from_pretrained
 from dovetail.optim.adamw import CPUOffloadAdamW
 from dovetail.optim.optimizer import OptimSettings
@@ -48,11 +48,11 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def engine_of(source: Path, *, hosted: bool) -> NativeEngine:
+def engine_of(source: Path, *, hosted: bool) -> Engine:
     optim = OptimSettings(lr=1e-3, weight_decay=0.1)
     options = EngineOptions(optim=optim, offload_optimizer=hosted, tokens_per_batch=LENGTH)
     engine = from_pretrained(source, dtype=torch.bfloat16, device="cuda", options=options)
-    assert isinstance(engine, NativeEngine)
+    assert isinstance(engine, Engine)
     return engine
 
 
@@ -61,7 +61,7 @@ def batch() -> PackedBatch:
     return PackedBatch.pack([torch.randint(CONFIG.vocab_size, (LENGTH,), generator=draw)])
 
 
-def state(engine: NativeEngine) -> dict[str, Tensor]:
+def state(engine: Engine) -> dict[str, Tensor]:
     """Parameters and moments, on the host."""
     optimizer = engine.optimizer
     found = {shard.name: shard.local.detach().cpu() for shard in optimizer.shards}
@@ -93,7 +93,7 @@ def test_equal_gradients_leave_equal_bits(source: Path) -> None:
 
 def test_memory_is_less_by_the_moments_but_for_two_buckets(source: Path) -> None:
     gc.collect()  # what the tests before held, now and not on the way
-    held, peaks, moments, largest, alive = {}, {}, 0, 0, list[NativeEngine]()
+    held, peaks, moments, largest, alive = {}, {}, 0, 0, list[Engine]()
     for hosted in (False, True):
         before = torch.cuda.memory_allocated()
         engine = engine_of(source, hosted=hosted)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForImageTextToText
 
 from dovetail.batch.packed import PackedBatch
-from dovetail.engine.native import NativeEngine
+from dovetail.engine.native import Engine
 from dovetail.factory.engine import EngineOptions, from_pretrained
 from dovetail.hf.transformers_model import TransformersModel
 from dovetail.hf.vision import balance_images
@@ -85,7 +85,7 @@ def test_recomputing_changes_nothing(seen: dict[str, Path], recompute: Recompute
         compare(seen, name, Layout(cp=2), recompute)
 
 
-def engine_of(folder: Path, layout: Layout | None = None, budget: int | None = None) -> NativeEngine:
+def engine_of(folder: Path, layout: Layout | None = None, budget: int | None = None) -> Engine:
     options = EngineOptions(optim=PROBE, tokens_per_batch=budget)
     return from_pretrained(folder / "model", layout=layout, device="cpu", options=options)
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from dovetail.batch.loss import LossFn
-from dovetail.engine.native import NativeEngine
+from dovetail.engine.native import Engine
 from dovetail.factory.engine import EngineOptions, from_pretrained
 from dovetail.optim.optimizer import Shard
 from dovetail.parallel.layout import Layout
@@ -85,7 +85,7 @@ def _compare_one(folder: Path, layout: Layout, losses: tuple[LossFn, ...], *, ha
     return figures
 
 
-def _output_error(engine: NativeEngine, outputs: dict[str, Tensor]) -> float:
+def _output_error(engine: Engine, outputs: dict[str, Tensor]) -> float:
     """The worst output of the whole batch, and of one with fewer sequences than ranks."""
     batch = make_batch()
     few = batch.select(FEW)
@@ -98,13 +98,13 @@ def _output_error(engine: NativeEngine, outputs: dict[str, Tensor]) -> float:
     return worst
 
 
-def _stream_error(engine: NativeEngine, folder: Path) -> float:
+def _stream_error(engine: Engine, folder: Path) -> float:
     """How far the engine's streamed weights are from the file that they came from."""
     expected, streamed = load_file(folder / "model" / "model.safetensors"), dict(engine.weights())
     return worst_error(streamed, expected)[0] if set(streamed) == set(expected) else float("inf")
 
 
-def _defects(engine: NativeEngine) -> Iterator[tuple[str, list[Shard]]]:
+def _defects(engine: Engine) -> Iterator[tuple[str, list[Shard]]]:
     """Placements with one thing left out: what is to be summed over tp or both ends of pp, and copies of heads."""
     shards = engine.optimizer.shards
     if engine.mesh["tp"].size > 1 or (engine.model.tied and engine.mesh["pp"].size > 1):

@@ -14,8 +14,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from dovetail.rollout.base import Completion
 from dovetail.rollout.feed import Feed
-from dovetail.rollout.journal import Answer, Journal
+from dovetail.rollout.journal import Journal
 from dovetail.rollout.pool import Pool
 from dovetail.weights.atomic import replace_file
 
@@ -36,7 +37,7 @@ class Running:
     group: int
     sample: int
     length: int
-    future: "Future[Answer]" = field(default_factory=Future)
+    future: "Future[Completion]" = field(default_factory=Future)
     ids: tuple[int, ...] = ()
     versions: tuple[tuple[int, int, int], ...] = ()
 
@@ -50,7 +51,7 @@ class Engines:
         self.luck, self.lock = random.Random(str(log)), threading.Lock()
         threading.Thread(target=self._run, daemon=True).start()
 
-    def submit(self, samples: Sequence[tuple[int, int]]) -> "list[Future[Answer]]":
+    def submit(self, samples: Sequence[tuple[int, int]]) -> "list[Future[Completion]]":
         with open(self.log, "a") as log:
             log.writelines(f"{group}\n" for group, _ in samples)
         begun = [Running(*each, LENGTHS[int(digest(*each), 16) % len(LENGTHS)]) for each in samples]
@@ -69,7 +70,9 @@ class Engines:
                 done = [sampled for sampled in self.waiting[:4] if self._decode(sampled)]
                 self.waiting = [sampled for sampled in self.waiting if sampled not in done]
             for each in done:
-                each.future.set_result(Answer(each.sample, each.ids, (-0.5,) * each.length, each.versions, "stop"))
+                each.future.set_result(
+                    Completion(0, each.sample, each.ids, (-0.5,) * each.length, "stop", versions=each.versions)
+                )
 
     def _decode(self, each: Running) -> bool:
         start = len(each.ids)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dovetail import memory
 from dovetail.batch.packed import PackedBatch
-from dovetail.engine.native import NativeEngine
+from dovetail.engine.native import Engine
 from dovetail.errors import ModelError
 from dovetail.factory.engine import EngineOptions, from_pretrained
 from dovetail.memory import (
@@ -89,7 +89,7 @@ def test_shared_storages_are_parked_once() -> None:
     assert torch.equal(half, torch.arange(5.0))
 
 
-def resident(engine: NativeEngine) -> list[Tensor]:
+def resident(engine: Engine) -> list[Tensor]:
     found = [param.to_local() if hasattr(param, "to_local") else param for param in engine.model.parameters()]
     return [*found, *(t for tensors in engine.optimizer.state_tensors().values() for t in tensors.values())]
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import dovetail as dt
-from dovetail.engine.native import NativeEngine
+from dovetail.engine.native import Engine
 from dovetail.optim.groups import ParamGroup
 from dovetail.optim.optimizer import OptimSettings, param_groups, shards_of
 from dovetail.optim.rules import make_rule
@@ -48,7 +48,7 @@ def test_every_setting_reaches_the_schedule() -> None:
 
 def frozen(path: Path) -> None:
     engine = dt.from_pretrained(path, device="cpu", options=dt.EngineOptions(optim=OptimSettings(lr=0.1)))
-    assert isinstance(engine, NativeEngine)
+    assert isinstance(engine, Engine)
     before = {name: param.detach().clone() for name, param in engine.model.named_parameters()}
     for name, param in engine.model.named_parameters():
         param.requires_grad_(not name.endswith(FROZEN))

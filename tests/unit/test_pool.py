@@ -13,8 +13,9 @@ import pytest
 
 from dovetail.data.rows import batch_rows
 from dovetail.errors import MachineError
+from dovetail.rollout.base import Completion
 from dovetail.rollout.feed import Feed
-from dovetail.rollout.journal import Answer, FinishedGroup, Journal
+from dovetail.rollout.journal import FinishedGroup, Journal
 from dovetail.rollout.pool import Pool
 from tests.unit.pool_loop import BATCH, STEPS, Checkpoint, Engines, train
 
@@ -104,7 +105,7 @@ def test_groups_of_policies_that_are_not_made_again_are_lost(repeats: bool, tmp_
     journal = Journal(tmp_path, "")
     for group, version in ((4, 3), (5, 4), (6, 5), (7, 4)):
         spans = ((3, 0, 1), (version, 1, 2))
-        journal.save(FinishedGroup(group, (Answer(0, (5, 6), (-0.5, -0.25), spans, "stop"),)))
+        journal.save(FinishedGroup(group, (Completion(0, 0, (5, 6), (-0.5, -0.25), "stop", versions=spans),)))
     feed = Feed(Pool(1, 1, 4, 9), journal, lambda *_: pytest.fail("no engine is asked"))
     problems = feed.resume(4, repeats=repeats)
     kept = {4, 5, 6, 7} if repeats else {4, 5, 7}
@@ -114,7 +115,7 @@ def test_groups_of_policies_that_are_not_made_again_are_lost(repeats: bool, tmp_
 
 
 def test_what_an_engine_raises_is_raised_where_the_trainer_waits(tmp_path: Path) -> None:
-    future: Future[Answer] = Future()
+    future: Future[Completion] = Future()
     feed = Feed(Pool(1, 1, 0, 9), Journal(tmp_path / "pool", ""), lambda _: [future])
     feed.pushed(0)
     threading.Timer(0.05, future.set_exception, [MachineError("no engine is left")]).start()
@@ -124,8 +125,8 @@ def test_what_an_engine_raises_is_raised_where_the_trainer_waits(tmp_path: Path)
 
 def test_a_saved_group_comes_back_as_it_was(tmp_path: Path) -> None:
     answers = (
-        Answer(0, (5, 6, 7), (-0.1, -1e-300, -3.3333333333333335), ((4, 0, 2), (5, 2, 3)), "length"),
-        Answer(2, (9,), (-0.25,), ((5, 0, 1),), "stop"),
+        Completion(7, 0, (5, 6, 7), (-0.1, -1e-300, -3.3333333333333335), "length", versions=((4, 0, 2), (5, 2, 3))),
+        Completion(7, 2, (9,), (-0.25,), "stop", versions=((5, 0, 1),)),
     )
     journal, group = Journal(tmp_path / "pool", "one"), FinishedGroup(12, answers)
     journal.save(group)
@@ -146,7 +147,7 @@ def test_a_saved_group_comes_back_as_it_was(tmp_path: Path) -> None:
 def test_a_damaged_group_runs_again(tmp_path: Path) -> None:
     """One bit anywhere, or a cut: the file is refused, or what it holds is the same."""
     journal = Journal(tmp_path, "one")
-    group = FinishedGroup(3, (Answer(0, (5, 6), (-0.5, -0.25), ((1, 0, 2),), "stop"),))
+    group = FinishedGroup(3, (Completion(0, 0, (5, 6), (-0.5, -0.25), "stop", versions=((1, 0, 2),)),))
     journal.save(group)
     (file,) = tmp_path.iterdir()
     whole, refused = file.read_bytes(), 0

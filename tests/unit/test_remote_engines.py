@@ -12,11 +12,11 @@ import pytest
 
 from dovetail.errors import ConfigError
 from dovetail.rollout.base import SamplingParams
-from dovetail.rollout.remote.fleet import Fleet, Replica, Reply, Wire
+from dovetail.rollout.remote.fleet import Fleet, Replica, Wire
 from dovetail.rollout.remote.http import Client, EngineError
 from dovetail.rollout.remote.sglang import Sglang
 from dovetail.rollout.remote.vllm import Vllm
-from dovetail.rollout.remote.wire import Drawing, Request, check_log_probs
+from dovetail.rollout.remote.wire import Reply, Request, check_log_probs
 from tests.remote.fake_engine import VOCABULARY, FakeEngine, hashed_logits, log_softmax
 from tests.tolerances import OP_FP64
 
@@ -62,9 +62,11 @@ def expected_log_probs(reply: Reply, temperature: float = 1.0) -> list[float]:
 def test_a_sample_has_the_ids_and_log_probs_of_the_server_and_stops_where_asked(kind: Any) -> None:
     params = SamplingParams(max_new_tokens=80, temperature=0.7, seed=5, step=2, banned_ids=(2, 9))
     with fleet(FakeEngine(kind, stream_interval=7)) as (engines, _):
-        whole, other, again = (engines.submit(request(params, sample=i)).result() for i in (0, 1, 0))
+        whole, other, again = (
+            engines.threads.submit(engines.draw, request(params, sample=i)).result() for i in (0, 1, 0)
+        )
         stop = whole.ids[20]
-        ended = engines.submit(request(replace(params, stop_ids=(stop,)))).result()
+        ended = engines.threads.submit(engines.draw, request(replace(params, stop_ids=(stop,)))).result()
     assert len(whole.ids) == 80 and whole.finish == "length" and whole.versions == ((7, 0, 80),)
     assert whole.ids == again.ids != other.ids and not {2, 9} & {*whole.ids, *other.ids}
     if kind == "sglang":  # vLLM's are of the tokens that were not banned, which the policy hardly draws
@@ -81,7 +83,7 @@ def test_every_sampling_field_is_sent_and_known_to_the_server(kind: Any) -> None
     )
     fake = FakeEngine(kind)
     with fleet(fake) as (engines, _):
-        engines.submit(request(params)).result()
+        engines.threads.submit(engines.draw, request(params)).result()
     sent = fake.requests[0]["sampling_params"]
     names = {"temperature": 0.0, "top_p": 0.9, "top_k": 3, "min_p": 0.1, "stop": ["x"], "stop_token_ids": [1], "n": 1}
     names |= {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "ignore_eos": True}
@@ -97,7 +99,7 @@ def test_a_dead_replica_s_samples_go_on_elsewhere_with_their_tokens(kind: Any, t
     params = SamplingParams(max_new_tokens=60, temperature=temperature)
     dying, other = FakeEngine(kind, stream_interval=4, dies_after=22), FakeEngine(kind, stream_interval=4)
     with fleet(dying, other) as (engines, losses):
-        futures = [engines.submit(request(params, row=i)) for i in range(6)]
+        futures = [engines.threads.submit(engines.draw, request(params, row=i)) for i in range(6)]
         replies = [future.result(20) for future in futures]
     assert len(losses) == 1 and losses[0].url == dying.url
     for reply in replies:
@@ -116,7 +118,7 @@ def test_a_stop_string_may_span_replicas_so_its_sample_begins_anew() -> None:
     params = SamplingParams(max_new_tokens=30, temperature=0.0, stop=("end",))
     dying, other = FakeEngine(stream_interval=4, dies_after=10), FakeEngine()
     with fleet(dying, other) as (engines, _):
-        replies = [engines.submit(request(params, row=i)).result(20) for i in range(2)]
+        replies = [engines.threads.submit(engines.draw, request(params, row=i)).result(20) for i in range(2)]
     assert [len(reply.ids) for reply in replies] == [30, 30]
     assert all(each["token_ids"] == PROMPT for each in other.requests)
 
@@ -124,7 +126,7 @@ def test_a_stop_string_may_span_replicas_so_its_sample_begins_anew() -> None:
 def test_silence_loses_a_replica_and_nothing_is_lost_with_it() -> None:
     params = SamplingParams(max_new_tokens=20, temperature=0.0)
     with fleet(FakeEngine(stream_interval=2, stalls_after=6), FakeEngine(), silence=0.4) as (engines, losses):
-        replies = [engines.submit(request(params, row=i)).result(20) for i in range(2)]
+        replies = [engines.threads.submit(engines.draw, request(params, row=i)).result(20) for i in range(2)]
         assert not engines.replicas[0].serves and engines.replicas[1].serves
     assert "no whole answer" in str(losses[0]) and replies[0].ids == replies[1].ids and len(replies[0].ids) == 20
 
@@ -140,7 +142,9 @@ def test_a_push_is_no_silence_and_a_replica_that_does_not_take_it_is_left_at_onc
 
     good, bad = (FakeEngine(stream_interval=1, logits=partial(standing, which)) for which in range(2))
     with fleet(good, bad, silence=0.3) as (engines, losses):
-        futures = [engines.submit(request(SamplingParams(max_new_tokens=9), row=i)) for i in range(2)]
+        futures = [
+            engines.threads.submit(engines.draw, request(SamplingParams(max_new_tokens=9), row=i)) for i in range(2)
+        ]
         with engines.pushing():
             threading.Event().wait(0.8)
             good.version = "8"
@@ -156,7 +160,7 @@ def test_a_push_is_no_silence_and_a_replica_that_does_not_take_it_is_left_at_onc
 def test_requests_under_way_end_when_the_run_does() -> None:
     begun = time.monotonic()
     with fleet(FakeEngine(stream_interval=2, stalls_after=4), silence=60.0) as (engines, _):
-        future = engines.submit(request(SamplingParams(max_new_tokens=9)))
+        future = engines.threads.submit(engines.draw, request(SamplingParams(max_new_tokens=9)))
         time.sleep(0.1)
         engines.close()
         with pytest.raises(EngineError):
@@ -168,9 +172,9 @@ def test_a_busy_replica_is_asked_again_and_a_wrong_request_is_not() -> None:
     fake = FakeEngine()
     with fleet(fake) as (engines, losses):
         fake.failures = 2
-        assert len(engines.submit(request(SamplingParams(max_new_tokens=5))).result(20).ids) == 5
+        assert len(engines.threads.submit(engines.draw, request(SamplingParams(max_new_tokens=5))).result(20).ids) == 5
         with pytest.raises(EngineError, match="HTTP 400: 500 tokens behind 5"):
-            engines.submit(request(SamplingParams(max_new_tokens=500))).result(20)
+            engines.threads.submit(engines.draw, request(SamplingParams(max_new_tokens=500))).result(20)
         assert not losses and engines.replicas[0].serves
 
 
@@ -179,13 +183,16 @@ def test_a_replica_serves_only_after_a_push_that_it_took() -> None:
     with fleet(*fakes) as (engines, losses):
         first = engines.replicas[0]
         engines.pushed(first, 8, EngineError(first.client.url, "/update_weights", 500, "sum of lm_head.weight"))
-        replies = [engines.submit(request(SamplingParams(max_new_tokens=3), row=i)).result() for i in range(4)]
+        replies = [
+            engines.threads.submit(engines.draw, request(SamplingParams(max_new_tokens=3), row=i)).result()
+            for i in range(4)
+        ]
         assert not fakes[0].requests and len(fakes[1].requests) == 4 and len(replies) == 4
         engines.pushed(engines.replicas[1], 8, EngineError("u", "/pause", None, "gone"))
         with pytest.raises(EngineError, match=r"no engine is left.*sum of lm_head.*gone"):
-            engines.submit(request(SamplingParams())).result()
+            engines.threads.submit(engines.draw, request(SamplingParams())).result()
         engines.pushed(first, 9, None)
-        engines.submit(request(SamplingParams(max_new_tokens=3))).result()
+        engines.threads.submit(engines.draw, request(SamplingParams(max_new_tokens=3))).result()
     assert len(losses) == 2 and len(fakes[0].requests) == 1
 
 
@@ -201,7 +208,8 @@ def test_requests_go_to_the_replica_with_the_fewest_and_a_prompt_s_to_its_own() 
         for fake in fakes:
             fake.logits = logits
         futures = [
-            engines.submit(request(SamplingParams(max_new_tokens=2), row=i // 4, sample=i % 4)) for i in range(16)
+            engines.threads.submit(engines.draw, request(SamplingParams(max_new_tokens=2), row=i // 4, sample=i % 4))
+            for i in range(16)
         ]
         while sum(len(fake.requests) for fake in fakes) < 16:
             threading.Event().wait(0.01)
@@ -246,10 +254,20 @@ def test_log_probs_that_training_does_not_compute_are_refused(kind: Any, mode: s
     with FakeEngine(kind, log_probs=mode) as fake:
         server = probe(fake)
     fitting = {
-        "raw": [Drawing(), Drawing(temperature=0.0), Drawing(top_p=0.9), Drawing(repetition_penalty=1.1)],
-        "penalized": [Drawing(), Drawing(top_p=0.9)],
-        "processed": [Drawing(), Drawing(temperature=0.0, top_p=0.9), Drawing(temperature=0.5)],
-        "tempered": [Drawing(), Drawing(top_p=0.9), Drawing(temperature=0.5), Drawing(temperature=0.5, top_k=5)],
+        "raw": [
+            SamplingParams(),
+            SamplingParams(temperature=0.0),
+            SamplingParams(top_p=0.9),
+            SamplingParams(repetition_penalty=1.1),
+        ],
+        "penalized": [SamplingParams(), SamplingParams(top_p=0.9)],
+        "processed": [SamplingParams(), SamplingParams(temperature=0.0, top_p=0.9), SamplingParams(temperature=0.5)],
+        "tempered": [
+            SamplingParams(),
+            SamplingParams(top_p=0.9),
+            SamplingParams(temperature=0.5),
+            SamplingParams(temperature=0.5, top_k=5),
+        ],
     }
     kept = {
         ("vllm", "raw_logprobs"): "raw",
@@ -271,9 +289,9 @@ def test_the_message_on_log_probs_names_the_start_that_helps() -> None:
     with pytest.raises(
         ConfigError, match=r"with temperature=0.5 training .*; start it with --logprobs-mode processed_logprobs$"
     ):
-        check_log_probs(fake.url, server, WIRES["vllm"].starts, [Drawing(), Drawing(temperature=0.5)])
+        check_log_probs(fake.url, server, WIRES["vllm"].starts, [SamplingParams(), SamplingParams(temperature=0.5)])
     with pytest.raises(ConfigError, match=r"no start of it gives these, so change one of temperature=0.5, top_p=0.9"):
-        check_log_probs(fake.url, server, WIRES["vllm"].starts, [Drawing(temperature=0.5, top_p=0.9)])
+        check_log_probs(fake.url, server, WIRES["vllm"].starts, [SamplingParams(temperature=0.5, top_p=0.9)])
 
 
 def test_a_paused_server_is_not_asked_for_tokens() -> None:

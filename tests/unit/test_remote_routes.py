@@ -36,7 +36,8 @@ def test_routes_come_with_a_sample_where_they_are_asked_for(kind: Any) -> None:
     fake = FakeEngine(kind, experts=hashed_experts, stream_interval=4)
     with fleet(fake) as (engines, _):
         traced, plain = (
-            engines.submit(request(SamplingParams(max_new_tokens=9, trace=trace))).result() for trace in (True, False)
+            engines.threads.submit(engines.draw, request(SamplingParams(max_new_tokens=9, trace=trace))).result()
+            for trace in (True, False)
         )
         assert engines.replicas[0].server.routes and not plain.routes
     experts = read_experts(traced.routes, len(PROMPT) + 9, MOE)
@@ -52,7 +53,7 @@ def test_a_traced_sample_of_a_lost_replica_begins_anew(kind: Any) -> None:
     dying = FakeEngine(kind, experts=hashed_experts, stream_interval=4, dies_after=10)
     other = FakeEngine(kind, experts=hashed_experts)
     with fleet(dying, other) as (engines, losses):
-        replies = [engines.submit(request(params, row=i)).result(20) for i in range(2)]
+        replies = [engines.threads.submit(engines.draw, request(params, row=i)).result(20) for i in range(2)]
     assert len(losses) == 1 and all((each.get("token_ids") or each["input_ids"]) == PROMPT for each in other.requests)
     for reply in replies:
         experts = read_experts(reply.routes, len(PROMPT) + 30, MOE)

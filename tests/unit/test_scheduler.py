@@ -17,8 +17,8 @@ from dovetail.arch.registry import spec_from_config
 from dovetail.kernels.registry import KernelSet
 from dovetail.parallel.mesh import Mesh
 from dovetail.rollout.base import Completion, SamplingParams
-from dovetail.rollout.kv_cache import PageBudget, PagePool
-from dovetail.rollout.model_runner import GraphPool, ModelRunner, RunnerSize, pad_to_bucket
+from dovetail.rollout.kv_cache import PageBudget, PagedCache, PagePool
+from dovetail.rollout.model_runner import GraphPool, ModelRunner, pad_to_bucket
 from dovetail.rollout.native import NativeSampler, SamplerOptions
 from dovetail.rollout.scheduler import Group, Request, Scheduler
 from tests.parity.configs import VOCAB, moe_configs, tiny_configs, tiny_model
@@ -200,8 +200,8 @@ def test_a_step_neither_synchronizes_nor_copies(cuts: dict[str, float]) -> None:
     kernels = KernelSet(decode_attention=lambda q, *_: torch.empty_like(q))
     spec = spec_from_config(tiny_configs()["qwen3_window"].to_dict())
     sampler = NativeSampler(spec, mesh, kernels, torch.bfloat16)
-    size = RunnerSize(rows=8, table_width=3, decode_steps=4, pages=9, page_size=16)
-    runner = ModelRunner(sampler.model, torch.bfloat16, size, None)
+    cache = PagedCache(spec, mesh, torch.bfloat16, pages=9, page_size=16)
+    runner = ModelRunner(sampler.model, cache, rows=8, table_width=3, decode_steps=4, capture=None)
     runner.set_params(SamplingParams(**cuts))  # type: ignore[arg-type]  # of several kinds
     with torch.no_grad(), OnMeta():
         runner._decode_step(partial(runner._forward, 4), 4)

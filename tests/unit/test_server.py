@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -19,14 +20,13 @@ from dovetail.parallel.mesh import Mesh
 from dovetail.recipe.push import PushSection
 from dovetail.rollout.base import Completion, Prompt, SamplingParams
 from dovetail.rollout.remote import push, transports
-from dovetail.rollout.remote.fleet import Fleet, Replica, Reply
+from dovetail.rollout.remote.fleet import Fleet, Replica
 from dovetail.rollout.remote.http import Client, EngineError
-from dovetail.rollout.remote.native import Native
 from dovetail.rollout.remote.push import Pusher
 from dovetail.rollout.remote.sampler import RemoteSampler
 from dovetail.rollout.remote.sglang import Sglang
-from dovetail.rollout.remote.vllm import Vllm, generate_body
-from dovetail.rollout.remote.wire import Request
+from dovetail.rollout.remote.vllm import Native, Vllm, generate_body
+from dovetail.rollout.remote.wire import Reply, Request
 from dovetail.rollout.server import SamplerServer
 from dovetail.rollout.server_http import HttpServer
 from tests.parity.configs import VOCAB, tiny_configs, tiny_model
@@ -140,7 +140,9 @@ def test_requests_join_what_runs_and_draw_the_same() -> None:
     with serving(page_size=4, max_tokens=120) as server:
         fleet = fleet_of(server)
         asked = [(prompt, params) for prompt in prompts for params in kinds]
-        futures = [fleet.submit(request(prompt.ids, params, prompt.row)) for prompt, params in asked]
+        futures = [
+            fleet.threads.submit(fleet.draw, request(prompt.ids, params, prompt.row)) for prompt, params in asked
+        ]
         alone = zip(*(local.sample(prompts, params) for params in kinds), strict=True)
         for expected, future in zip(chain(*alone), futures, strict=True):
             reply = future.result()
@@ -162,13 +164,13 @@ def test_a_push_through_running_requests(kv: str, tmp_path: Path, monkeypatch: p
     with serving(page_size=4) as server:
         made, fleet, engine = pusher(server, tmp_path, monkeypatch, kv=kv), fleet_of(server), server.engine
         assert made.push(weights().items(), 3) == [None]
-        engine.pause(clear_cache=False)
-        futures = [fleet.submit(request(prompt.ids, params, prompt.row)) for prompt in prompts]
+        engine.call(partial(engine.pause, clear_cache=False))
+        futures = [fleet.threads.submit(fleet.draw, request(prompt.ids, params, prompt.row)) for prompt in prompts]
         wait_for(lambda: len(engine._living) == 2)
         while not all(len(sample.new) > 2 for sample in engine._living.values()):
-            engine.resume()
+            engine.call(engine.resume)
             time.sleep(0.001)
-            engine.pause(clear_cache=False)
+            engine.call(partial(engine.pause, clear_cache=False))
         assert made.push(weights(0.5).items(), 4) == [None]
         for prompt, reply in zip(prompts, [future.result() for future in futures], strict=True):
             check_parts(prompt, reply, params, kv)
@@ -223,7 +225,7 @@ def test_a_push_that_is_not_whole_leaves_the_server_alive_and_silent(
                 client.post("/resume")
         assert made.push(given.items(), 2) == [None] and client.get("/is_paused") == {"is_paused": False}
         fleet = fleet_of(server)
-        assert fleet.submit(request([1, 2], GREEDY)).result().versions == ((2, 0, 1),)
+        assert fleet.threads.submit(fleet.draw, request([1, 2], GREEDY)).result().versions == ((2, 0, 1),)
         fleet.close()
         with pytest.raises(EngineError, match="call /pause"):
             client.post("/start_weight_update")
@@ -241,7 +243,7 @@ def test_a_pause_keeps_requests_and_clients_that_leave_free_their_pages() -> Non
     with serving(page_size=4) as server:
         client, fleet, engine = Client(server.url), fleet_of(server), server.engine
         client.post("/pause?mode=keep&clear_cache=false")
-        future = fleet.submit(request([3, 4], replace(GREEDY, max_new_tokens=7)))
+        future = fleet.threads.submit(fleet.draw, request([3, 4], replace(GREEDY, max_new_tokens=7)))
         wait_for(lambda: len(engine._living) == 1)
         assert not future.done() and engine.pool.num_free == 1024
         client.post("/resume")
@@ -260,10 +262,12 @@ def test_a_batch_that_does_not_get_whole_begins_all_the_same(monkeypatch: pytest
     with serving() as server:
         fleet = fleet_of(server)
         lone = replace(request([1], GREEDY), batch=("b", 2, 0))
-        assert len(fleet.submit(lone).result().ids) == 1
+        assert len(fleet.threads.submit(fleet.draw, lone).result().ids) == 1
         pair = [replace(request([n], GREEDY), batch=("c", 2, n)) for n in (0, 1)]
-        assert all(len(future.result().ids) == 1 for future in [fleet.submit(one) for one in pair])
-        assert len(fleet.submit(pair[0]).result().ids) == 1, "a request that is sent again begins at once"
+        assert all(len(future.result().ids) == 1 for future in [fleet.threads.submit(fleet.draw, one) for one in pair])
+        assert len(fleet.threads.submit(fleet.draw, pair[0]).result().ids) == 1, (
+            "a request that is sent again begins at once"
+        )
         fleet.close()
 
 

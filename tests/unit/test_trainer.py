@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 
-from dovetail.engine.base import Engine
+from dovetail.engine.native import Engine
 from dovetail.errors import CallbackError, NumericsError
 from dovetail.launch.progress import Progress
 from dovetail.parallel.mesh import Mesh

@@ -24,8 +24,6 @@ from dovetail.errors import DataError
 
 T = TypeVar("T")
 
-MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-30, 1e30  # logits over it stay finite and distinct
-
 
 @dataclass(frozen=True, kw_only=True)
 class PackedBatch:

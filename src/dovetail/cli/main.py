@@ -83,7 +83,7 @@ def _run_as_rank(args: argparse.Namespace, rank: RankProcess, timeout: timedelta
             consistency.refuse_differences(store, me, world, consistency.job_inputs(args))
 
     with _ExitCode(rank.report) as exit_code:
-        with rank.among_hosts(), process_group.ProcessGroup(device, timeout, on_rendezvous):
+        with rank.among_hosts(), process_group.process_group(device, timeout, on_rendezvous):
             rank.progress.phase("load")
             run = importlib.import_module(f"dovetail.cli.{args.command}").run
             exit_code.value = run(args, rank.progress) or 0

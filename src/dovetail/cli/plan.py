@@ -3,16 +3,34 @@
 import argparse
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dovetail.errors import ConfigError, DataError, quoted
 from dovetail.launch.process import put
 from dovetail.report.read import ROLLOUT, check_runs, read_samples, sample_files
-from dovetail.rollout.plan import Plan, best, compare
-from dovetail.rollout.simulator import Setup, lognormal
+from dovetail.rollout.simulator import Outcome, Setup, Simulation, lognormal
 
+COUNTED = 16  # simulated steps, after those that fill the pool
+SPLITS = 12  # of the GPUs that are tried
+NEARLY = 0.97  # of the best throughput: a smaller lag is worth the rest
 LONGEST_TAIL = 100  # times the mean: the 99.9 % quantile of a log-normal distribution
 COLUMNS = "max_lag,running,trainer,engines,tokens/s,speedup,step,trainer idle,engines idle,mean lag"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """trainer, engines: their GPUs, in turns the same ones. running: most samples of an engine."""
+
+    max_lag: int
+    running: int
+    trainer: int
+    engines: int
+    outcome: Outcome
+
+    @property
+    def speed(self) -> float:
+        return self.outcome.tokens_per_second
 
 
 def run(args: argparse.Namespace) -> None:
@@ -82,3 +100,41 @@ def advice(plan: Plan, gpus: int, synchronous: float) -> str:
     taken = f"max_lag {plan.max_lag}, max_num_seqs {plan.running}, trainer {plan.trainer} and engines {plan.engines}"
     speedup = f"{plan.speed / synchronous:.2f} times the tokens/s of the fastest synchronous layout"
     return f"take {taken} of the {gpus} GPUs: {speedup}"
+
+
+def compare(
+    setup: Setup, lengths: Sequence[Sequence[int]], gpus: int, engine_gpus: int, lags: Sequence[int]
+) -> list[Plan]:
+    """All GPUs in turns, and the best split for max_lag 0 and each of `lags`. setup: a train speed of one GPU.
+
+    Numbers of running samples are those of setup.decode: fewer ones end sooner, and a step waits for its longest.
+    """
+
+    def simulated(lag: int, trainer: int, engines: int, running: int = setup.max_running) -> Plan:
+        made = replace(
+            setup,
+            max_running=running,
+            engines=engines // engine_gpus,
+            train_tokens_per_second=setup.train_tokens_per_second * trainer,
+            max_lag=lag,
+            warmup=lag + 2,
+            steps=lag + 2 + COUNTED,
+        )
+        return Plan(lag, running, trainer, engines, Simulation(made, lengths).run())
+
+    plans = [simulated(0, gpus, gpus - gpus % engine_gpus)]
+    splits = range(engine_gpus, gpus, engine_gpus)
+    tried = sorted({splits[i * (len(splits) - 1) // (SPLITS - 1)] for i in range(SPLITS)}) if splits else []
+    return plans + [
+        max(
+            (simulated(lag, gpus - count, count, running) for count in tried for running, _ in setup.decode),
+            key=lambda plan: plan.speed,
+        )
+        for lag in (sorted({0, *lags}) if tried else ())
+    ]
+
+
+def best(plans: Sequence[Plan]) -> Plan:
+    """The smallest lag that is nearly as fast as the fastest."""
+    fastest = max(plan.speed for plan in plans)
+    return next(plan for plan in plans if plan.speed >= NEARLY * fastest)

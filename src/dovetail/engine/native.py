@@ -40,8 +40,11 @@ from dovetail.weights.shards import reshard
 MICROS_PER_STAGE = 2  # at least: bubbles below 1/3
 
 
-class NativeEngine(EngineState):
-    """Implements `Engine`."""
+class Engine(EngineState):
+    """A sharded model. Calls are collective, take the same global batch on every rank, and return all tokens in order.
+
+    A call that raises has no effect, but forward_backward and optim_step then drop all accumulated gradients.
+    """
 
     def __init__(
         self,
@@ -84,6 +87,7 @@ class NativeEngine(EngineState):
         return ReshardPolicy.of(self.model, self.mesh, self.dtype)
 
     def score(self, batch: PackedBatch) -> TokenStats:
+        """Log-prob and entropy of `batch.targets` [T]; 0 where the mask is False."""
         with self._call(critic=False):
             return self._score(batch, self._prepare(batch))
 
@@ -102,6 +106,8 @@ class NativeEngine(EngineState):
         return TokenStats(*self._gather_tokens(out, batch))
 
     def values(self, batch: PackedBatch) -> Tensor:
+        """The value head's output [T]."""
+
         def keep(index: Tensor, micro: MicroBatch, values: Tensor) -> None:
             real = micro.order < len(index)
             out[0, index[micro.order[real]]] = values[real]
@@ -116,14 +122,14 @@ class NativeEngine(EngineState):
             self._infer(self._prepare(batch), keep, loss)
 
     def train_step(self, batch: PackedBatch, loss: LossFn, *, trace: bool = False) -> StepReport:
-        """trace: report the experts of every token."""
+        """`zero_grad`, `forward_backward` and `optim_step`. loss: of each micro-batch. trace: report every token's experts."""
         self.zero_grad()
         with self._call():
             self._accumulate(batch, ValidatedLoss(loss), trace=trace)
             return self._update(None)
 
     def forward_backward(self, batch: PackedBatch, loss: LossFn, *, trace: bool = False) -> BatchReport:
-        """trace: report the experts of every token. Over dp every call reduces gradients."""
+        """Add the batch's gradient and count to those before; reduced over dp. trace: report every token's experts."""
         with self._call():
             done = self._accumulate(batch, ValidatedLoss(loss), trace=trace)
             totals = done.read(self.mesh)
@@ -131,6 +137,10 @@ class NativeEngine(EngineState):
         return BatchReport(mean(*totals[""]), totals[""][1], len(batch), metrics, done.routing)
 
     def optim_step(self, *, denominator: float | None = None) -> StepReport:
+        """Divide gradients by `denominator` (default: the losses' counts), clip by the global norm, update, drop them.
+
+        Gradients that are not finite update nothing (`skipped`).
+        """
         if denominator is not None and not 0 < denominator < math.inf:
             raise ConfigError(f"denominator={denominator!r}; expected more than 0, or None for the sum of the counts")
         if not self._accumulated:

@@ -45,25 +45,31 @@ class EngineState:
 
     @property
     def param_groups(self) -> list[ParamGroup]:
+        """Set lr and weight_decay between steps, alike on every rank. The first has what matches no pattern."""
         return self.optimizer.groups
 
     def check_replicas(self) -> None:
+        """MachineError on every rank where replicas differ."""
         check_replicas(self.resident_model, self.mesh, self._optimizer)
 
     def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """(HF name, whole tensor), in bounded buckets. dtype: default: the saved ones."""
         dtype_of = self.origin.dtype_of if dtype is None else parameters_in(dtype, self.resident_model)
         return stream(self.resident_model, self.mesh, dtype_of=dtype_of, listed=self.origin.listed)
 
     def save_pretrained(self, path: Path | str) -> None:
+        """An HF directory, atomically."""
         save(self.resident_model, path, self.mesh, **self._saved())
 
     def save_sharded(self, path: Path | str) -> Path:
+        """Shards and their manifest, atomically -> their directory."""
         return save_sharded(self.resident_model, Path(path), self.mesh, **self._saved())
 
     def _saved(self) -> dict[str, Any]:
         return {"sides": self.origin.sides, "dtype_of": self.origin.dtype_of, "listed": self.origin.listed}
 
     def export_training(self, role: str, *, with_model: bool = False) -> list[Export]:
+        """Named by `role`. with_model: also the weights as saved."""
         model, origin = self.resident_model, self.origin
         saved = export(model, self.mesh, dtype_of=origin.dtype_of, listed=origin.listed) if with_model else None
         states, others = self.optimizer.state_tensors(), self.optimizer.rule.others()
@@ -71,6 +77,7 @@ class EngineState:
         return state if saved is None else [saved, *state]
 
     def load_training(self, role: str, reader: ShardedReader, updates: int) -> None:
+        """Continue as after `updates` optimizer steps, from any layout."""
         model = self.resident_model
         self.optimizer.resume(updates)
         states, others = self.optimizer.state_tensors(), self.optimizer.rule.others()
@@ -79,12 +86,14 @@ class EngineState:
             self.optimizer.restore(states, found)
 
     def save_state(self, path: Path | str, extra: Mapping[str, Any] | None = None) -> Path:
+        """Weights, optimizer, schedule and `extra` (JSON) to a new or empty directory, atomically; no accumulated gradients."""
         exports = self.export_training(MODEL_ROLE, with_model=True)
         groups = [asdict(group) for group in self.param_groups]
         state = {"updates": {MODEL_ROLE: self.updates}, "param_groups": groups, "extra": dict(extra or {})}
         return save_state(Path(path), self.mesh, exports, self.origin.sides, state)
 
     def load_state(self, path: Path | str) -> Mapping[str, Any]:
+        """Continue from `save_state` or a run's checkpoint, of any layout -> its `extra`."""
         reader = open_state(path, self.mesh)
         self.zero_grad()
         state: Any = reader.manifest.state
@@ -102,6 +111,7 @@ class EngineState:
         return 0 if self._optimizer is None else self._optimizer.steps
 
     def offload(self) -> None:
+        """All state to the host until `onload`."""
         assert self._offloaded is None, "offload() twice without onload()"
         self._offloaded = OffloadedState(self._device_state())
 

@@ -9,7 +9,7 @@ from dovetail.batch.loss import Loss, LossFn
 from dovetail.batch.micro import MicroBatch
 from dovetail.batch.packed import PackedBatch
 from dovetail.engine.base import BatchReport
-from dovetail.engine.native import NativeEngine
+from dovetail.engine.native import Engine
 from dovetail.engine.stage import Sums, add_sums, mean, reduce_sums, sums_by_name, unify_names
 from dovetail.engine.validation import ValidatedLoss
 from dovetail.errors import ModelError
@@ -24,12 +24,12 @@ from dovetail.weights.stream import export_params, gather_whole
 class Teacher:
     """Reads batches for a student's head. weight: its rows for this rank's columns."""
 
-    engine: NativeEngine
+    engine: Engine
     weight: Tensor
     needed: bool
 
     @classmethod
-    def of(cls, engine: NativeEngine, student: NativeEngine) -> "Teacher":
+    def of(cls, engine: Engine, student: Engine) -> "Teacher":
         """Layouts may differ; ranks and tokenizer are the same. Collective."""
         theirs, ours = engine.model.spec.vocab_size, student.model.spec.vocab_size
         if theirs < ours:
@@ -53,7 +53,7 @@ class Teacher:
         return batch.with_fields(**{ROW: rows}), TeacherStates(kept.to(self.weight.dtype), self.weight)
 
 
-def hidden_states(engine: NativeEngine, batch: PackedBatch) -> Tensor:
+def hidden_states(engine: Engine, batch: PackedBatch) -> Tensor:
     """[n, D] of counted tokens, in order, on every rank. Collective."""
     mesh, rows = engine.mesh, batch.mask.cumsum(0) - 1
     out = torch.zeros(int(batch.mask.sum()), engine.model.spec.width, dtype=engine.dtype, device=mesh.device)
@@ -65,7 +65,7 @@ def hidden_states(engine: NativeEngine, batch: PackedBatch) -> Tensor:
     return sum_over(sum_over(out, mesh["fsdp"]), mesh["pp"])
 
 
-def evaluate(engine: NativeEngine, batch: PackedBatch, loss: LossFn) -> BatchReport:
+def evaluate(engine: Engine, batch: PackedBatch, loss: LossFn) -> BatchReport:
     """Collective."""
     sums, mesh = Sums(), engine.mesh
 

@@ -17,7 +17,7 @@ from dovetail.batch.micro import DualBatch
 from dovetail.checkpoint.reader import ShardedReader, open_checkpoint
 from dovetail.engine.expert_routing import BalanceSettings
 from dovetail.engine.fsdp import shard_over_data
-from dovetail.engine.native import NativeEngine
+from dovetail.engine.native import Engine
 from dovetail.engine.nonfinite import StepWatch
 from dovetail.errors import CheckpointError, ConfigError, ModelError
 from dovetail.factory.layouts import Backend, check_layout
@@ -92,7 +92,7 @@ class EngineOptions:
             raise ConfigError(f"mlp_tile_tokens={self.mlp_tile_tokens}; expected 0 (all at once) or more")
 
 
-class SamplingEngine(NativeEngine):
+class SamplingEngine(Engine):
     source: Pretrained
     sampler: Sampler | None = None
 
@@ -293,9 +293,8 @@ def fill_fresh(model: StagedModel, mesh: Mesh, names: tuple[str, ...], seed: int
                     shard.local[as_index(region.local_slice)] = drawn[as_index(region.checkpoint_slice)].to(shard.local)
 
 
-def compile_kernels(engines: Iterable[object]) -> None:
+def compile_kernels(engines: Iterable[Engine]) -> None:
     for engine in engines:
-        assert isinstance(engine, NativeEngine)
         spec, layout = engine.model.spec, engine.mesh.layout
         if not isinstance(spec, ArchSpec) or engine.model.kernels.attention is not fa4.attention:
             continue

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 from dovetail.errors import ConfigError, listing
 from dovetail.launch.engines import KEY, EngineStart
 from dovetail.launch.process import python_module
+from dovetail.rollout.params import SamplingParams
 from dovetail.rollout.remote.fleet import Replica, Wire
 from dovetail.rollout.remote.http import Client, EngineError
-from dovetail.rollout.remote.native import Native
 from dovetail.rollout.remote.sglang import Sglang
-from dovetail.rollout.remote.vllm import DEV_MODE, STARTS, Vllm
-from dovetail.rollout.remote.wire import RETURNS_ROUTES, Drawing, check_log_probs, fitting_log_probs
+from dovetail.rollout.remote.vllm import DEV_MODE, STARTS, Native, Vllm
+from dovetail.rollout.remote.wire import RETURNS_ROUTES, check_log_probs, fitting_log_probs
 from dovetail.weights.config_file import pinned
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def connect(recipe: "Recipe", urls: Sequence[str], key: str | None, vocab_size: 
         try:
             client = Client(url, key=key, timeout=PROBE_SECONDS)
             server = wire.probe(client, vocab_size)
-            check_log_probs(url, server, wire.starts, drawings(recipe))
+            check_log_probs(url, server, wire.starts, asked(recipe))
             if rollout.router_replay == "rollout" and not server.routes:
                 why = "returns no routes of experts, which rollout.router_replay=rollout replays"
                 raise ConfigError(f"engine {url} {why}; start it with {RETURNS_ROUTES}")
@@ -64,9 +64,11 @@ def check_lengths(replicas: Sequence[Replica], longest: int) -> None:
             raise ConfigError(_too_short(replica.client.url, most, longest, what))
 
 
-def drawings(recipe: "Recipe") -> list[Drawing]:
-    rollout = {name: value for name, value in recipe.rollout if name in Drawing.__dataclass_fields__}
-    return [Drawing(**rollout), *(Drawing(temperature=each.temperature) for each in recipe.eval.sets)]
+def asked(recipe: "Recipe") -> list[SamplingParams]:
+    """What concerns log-probs, of training and evaluation."""
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    rollout = {name: value for name, value in recipe.rollout if name in names}
+    return [SamplingParams(**rollout), *(SamplingParams(temperature=each.temperature) for each in recipe.eval.sets)]
 
 
 def push_settings(rollout: "RolloutSection", replicas: Sequence[Replica]) -> "PushSection":
@@ -115,7 +117,7 @@ def engine_start(recipe: "Recipe", *, ranks_on_gpus: bool) -> EngineStart | None
 
 
 def _vllm_flags(recipe: "Recipe") -> list[str]:
-    fits = [kind for kind in STARTS if all(kind in fitting_log_probs(each) for each in drawings(recipe))]
+    fits = [kind for kind in STARTS if all(kind in fitting_log_probs(each) for each in asked(recipe))]
     mode = STARTS[fits[-1]].split() if fits else []
     transfer = json.dumps({"backend": transfer_backend(recipe.rollout.push)})
     return ["--enable-scale-out", "--weight-transfer-config", transfer, *mode]

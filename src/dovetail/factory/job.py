@@ -10,7 +10,7 @@ from typing import Any
 
 from dovetail.checkpoint.retention import from_a_whole_step
 from dovetail.data.examples import Prompt, load_preferences, load_prompts, load_sft
-from dovetail.engine.native import NativeEngine
+from dovetail.engine.native import Engine
 from dovetail.engine.teacher import Teacher
 from dovetail.errors import ConfigError
 from dovetail.factory.engine import compile_kernels, make_engine
@@ -130,7 +130,7 @@ class Builder(RunParts):
         task = SupervisedTask(loss=loss, rows=rows, **self._shared(policy, held_out, sets, first_row))
         return task, fingerprint, {POLICY: policy}
 
-    def _shared(self, policy: NativeEngine, held_out: Any, eval_sets: Any, first_row: int) -> dict[str, Any]:
+    def _shared(self, policy: Engine, held_out: Any, eval_sets: Any, first_row: int) -> dict[str, Any]:
         """Fields of every task."""
         given = {"policy": policy, "held_out": held_out, "eval_sets": eval_sets, "first_row": first_row}
         return {**given, "recipe": self.recipe, "progress": self.progress, "parts": self.parts}

@@ -16,7 +16,7 @@ from dovetail.data.encode import Tokenizer
 from dovetail.data.examples import Limits, Prompt, sequences_of
 from dovetail.data.files import Source
 from dovetail.engine.expert_routing import BalanceSettings
-from dovetail.engine.native import NativeEngine
+from dovetail.engine.native import Engine
 from dovetail.engine.nonfinite import StepWatch
 from dovetail.errors import ConfigError, LayoutError
 from dovetail.factory.engine import EngineOptions, make_engine, make_mesh
@@ -57,7 +57,7 @@ from dovetail.weights.hf_directory import Pretrained
 RoleSection = CriticSection | ReferenceSection | TeacherSection | RewardModelSection
 Parts = tuple[tuple[int, float], ...]  # rows and weight of each part of a mixture
 TEMPLATE = "chat_template.jinja"
-Engines = dict[str, NativeEngine]  # by the role in a checkpoint
+Engines = dict[str, Engine]  # by the role in a checkpoint
 Example = TypeVar("Example")
 
 
@@ -161,7 +161,7 @@ class RunParts:
         check = partial(check_layout, source.spec)
         return source, self._mesh(section.layout or self.recipe.layout, f"{name}.layout", check)
 
-    def _trained(self, source: Pretrained, mesh: Mesh, role: str, lr: float) -> NativeEngine:
+    def _trained(self, source: Pretrained, mesh: Mesh, role: str, lr: float) -> Engine:
         recipe, resumed, moe = self.recipe, self.resumed, self.recipe.model.moe
         of_rewards = isinstance(recipe.algorithm, Reward)
         head: Literal["lm", "value"] = "lm" if role == POLICY and not of_rewards else "value"
@@ -181,7 +181,7 @@ class RunParts:
         )
         return make_engine(source, mesh, self.dtype, head, options)
 
-    def _reward_model(self, section: RewardModelSection) -> tuple[NativeEngine, Tokenizer]:
+    def _reward_model(self, section: RewardModelSection) -> tuple[Engine, Tokenizer]:
         source, mesh = self._role(section, "reward.model", own_words=True)
         with agreed(self.mesh):
             tokenizer: Tokenizer = load_tokenizer(source, trust_remote_code=self.recipe.model.trust_remote_code)

@@ -17,9 +17,9 @@ from dovetail.factory.engines import WIRES, check_lengths, push_settings
 from dovetail.parallel.mesh import Mesh
 from dovetail.recipe.schema import Recipe
 from dovetail.rl.tasks import step_rows
-from dovetail.rollout.base import Prompt, SamplingParams
+from dovetail.rollout.base import Completion, Prompt, SamplingParams
 from dovetail.rollout.feed import Feed
-from dovetail.rollout.journal import Answer, Journal
+from dovetail.rollout.journal import Journal
 from dovetail.rollout.pool import Pool
 from dovetail.rollout.remote.fleet import Fleet, Replica
 from dovetail.rollout.remote.images import check_media
@@ -88,7 +88,7 @@ def make_stream(
     def rows(step: int) -> Sequence[int]:
         return step_rows(recipe, len(prompts), step, first_row, parts)
 
-    def submit(samples: Sequence[tuple[int, int]]) -> "list[Future[Answer]]":
+    def submit(samples: Sequence[tuple[int, int]]) -> "list[Future[Completion]]":
         requests = []
         for group, sample in samples:
             step, row = divmod(group, trainer.prompts_per_step)

@@ -8,7 +8,7 @@ from typing import Any
 
 from dovetail.data.chat import Renderer
 from dovetail.data.examples import Prompt
-from dovetail.engine.base import Engine
+from dovetail.engine.native import Engine
 from dovetail.errors import ConfigError, DataError
 from dovetail.parallel.consensus import agreed
 from dovetail.parallel.mesh import Mesh

@@ -86,20 +86,13 @@ class DistillationPass(HeadPass):
         assert z is not None and w is not None
         temperature = part.fields["temperature"].to(stats.logprob.dtype) if "temperature" in part.fields else None
         pair = Pair(w, *normalizer, other.peak, other.total, temperature)
-        local_targets = part.targets - self.shard.first
         divergence: Tensor
         gradient: Callable[..., Tensor]
         if self.top_k is None:
             sums = stack_over(self.shard.kernels.divergence_sums(z, pair, self.divergence), self.shard.axis).sum(0)
             divergence = self.divergence.of(*sums.unbind(-1))
-            gradient = partial(
-                self.shard.kernels.divergence_grad_,
-                z,
-                pair,
-                local_targets,
-                second=sums[:, 1],
-                divergence=self.divergence,
-            )
+            given: dict[str, Any] = {"second": sums[:, 1], "divergence": self.divergence}
+            gradient = partial(self.shard.kernels.divergence_grad_, z, pair, part.targets - self.shard.first, **given)
         else:
             chosen = top_columns(z, pair, self.shard, self.top_k.k)
             divergence, slopes = top_divergence(chosen, self.divergence, self.top_k)

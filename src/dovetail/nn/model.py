@@ -10,8 +10,9 @@ from torch.distributed.tensor import DTensor
 
 from dovetail.arch.spec import ArchSpec, MoeSpec
 from dovetail.arch.transformers_spec import AnySpec
-from dovetail.batch.packed import MAX_TEMPERATURE, MIN_TEMPERATURE, PackedBatch
+from dovetail.batch.packed import PackedBatch
 from dovetail.batch.routing import RoutingTrace
+from dovetail.bounds import MAX_TEMPERATURE, MIN_TEMPERATURE
 from dovetail.errors import DataError
 from dovetail.kernels.registry import KernelSet
 from dovetail.memory import ask_once

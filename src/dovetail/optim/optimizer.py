@@ -149,32 +149,26 @@ class OptimSettings:
             object.__setattr__(self, name, value)
 
     def factor_at(self, step: int) -> float:
-        warmup, total, floor = self.warmup_steps, self.total_steps, self.min_lr_ratio
-        return lr_factor(self.schedule, step, warmup=warmup, total=total, floor=floor, decay=self.decay_steps)
+        """The factor on the base rate at `step` >= 0: warm-up, (step + 1) / (warmup + 1), then the schedule.
 
-
-def lr_factor(
-    schedule: Schedule, step: int, *, warmup: int = 0, total: int = 1, floor: float = 0.0, decay: int | None = None
-) -> float:
-    """The factor on the base rate at `step` >= 0: warm-up, (step + 1) / (warmup + 1), then the schedule.
-
-    linear, cosine: to `floor` in `decay` steps (default: to the end). wsd: 1, then linearly to `floor` in the last `decay`
-    (default: a tenth of `total`, at least 2).
-    """
-    if step < warmup:
-        return (step + 1) / (warmup + 1)
-    if schedule == "constant":
-        return 1.0
-    start, last = warmup, total - 1
-    if schedule == "wsd":
-        start = max(warmup, total - max(2, total // 10 if decay is None else decay))  # the first has factor 1
+        linear, cosine: to the floor in `decay_steps` (default: to the end). wsd: 1, then linearly to the floor in the last
+        `decay_steps` (default: a tenth of all, at least 2).
+        """
+        start, total, decay, floor = self.warmup_steps, self.total_steps, self.decay_steps, self.min_lr_ratio
         if step < start:
+            return (step + 1) / (start + 1)
+        if self.schedule == "constant":
             return 1.0
-    elif decay is not None:
-        last = min(last, start + decay - 1)
-    progress = min(1.0, (step - start) / max(1, last - start))
-    shape = 0.5 * (1 + math.cos(math.pi * progress)) if schedule == "cosine" else 1 - progress
-    return floor + (1 - floor) * shape
+        last = total - 1
+        if self.schedule == "wsd":
+            start = max(start, total - max(2, total // 10 if decay is None else decay))  # the first has factor 1
+            if step < start:
+                return 1.0
+        elif decay is not None:
+            last = min(last, start + decay - 1)
+        progress = min(1.0, (step - start) / max(1, last - start))
+        shape = 0.5 * (1 + math.cos(math.pi * progress)) if self.schedule == "cosine" else 1 - progress
+        return floor + (1 - floor) * shape
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Self
 
 import torch
@@ -99,32 +99,21 @@ def deterministic(enabled: bool) -> Iterator[None]:
         torch.utils.deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined]  # a documented setting
 
 
-class ProcessGroup:
+@contextlib.contextmanager
+def process_group(
+    device: torch.device, timeout: timedelta = TIMEOUT, met: Callable[..., None] = lambda *_: None
+) -> Iterator[None]:
     """The default one, unless there is one. Only the first failing rank raises its own error. met: gets store, rank, world."""
-
-    def __init__(
-        self, device: torch.device, timeout: timedelta = TIMEOUT, met: Callable[..., None] = lambda *_: None
-    ) -> None:
-        self.device, self.timeout, self.met = device, timeout, met
-        self.store: Store | None = None
-
-    def __enter__(self) -> Self:
-        if not dist.is_initialized():
-            store, rank, world = _meet()
-            with _one_report(store):
-                self.met(store, rank, world)
-                _initialize(self.device, store, rank, world, self.timeout)
-            self.store = store
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        if self.store is None:
-            return
-        with _one_report(self.store):
-            if error is not None:
-                raise error
-            dist.barrier()
-        dist.destroy_process_group()
+    if dist.is_initialized():
+        yield
+        return
+    store, rank, world = _meet()
+    with _one_report(store):
+        met(store, rank, world)
+        _initialize(device, store, rank, world, timeout)
+        yield
+        dist.barrier()
+    dist.destroy_process_group()
 
 
 @contextlib.contextmanager

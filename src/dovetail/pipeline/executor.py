@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dovetail.errors import Caught
 from dovetail.parallel.mesh import Mesh, P2PChannel
 from dovetail.pipeline.schedule import Action, Plan, num_stages, simulate
 
@@ -68,7 +69,7 @@ def run(plan: Plan, stages: Any, mesh: Mesh) -> None:
     """
     actions, count = plan[mesh["pp"].rank], num_stages(plan)
     last = max((i for i, action in enumerate(actions) if action.kind in ("backward", "input")), default=None)
-    mail, failure = Mailbox(plan, stages, mesh), Failure(recovers=is_alone(mesh))
+    mail, failure = Mailbox(plan, stages, mesh), Caught(Exception if is_alone(mesh) else ())
     for i, action in enumerate(actions):
         mail.post(i)
         received, result, message = mail.wait(needed(action, count)), None, produced(action, count)
@@ -90,20 +91,6 @@ def run(plan: Plan, stages: Any, mesh: Mesh) -> None:
 
 def is_alone(mesh: Mesh) -> bool:
     return mesh["world"].size == mesh["pp"].size
-
-
-class Failure:
-    def __init__(self, *, recovers: bool) -> None:
-        self.recovers = recovers
-        self.error: Exception | None = None
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> bool:
-        if self.recovers and isinstance(error, Exception):
-            self.error = error
-        return self.error is not None
 
 
 class Mailbox:

@@ -11,7 +11,7 @@ import torch
 from dovetail.batch.loss import LossFn
 from dovetail.batch.packed import PackedBatch, Sequence
 from dovetail.data.examples import Prompt
-from dovetail.engine.native import NativeEngine
+from dovetail.engine.native import Engine
 from dovetail.engine.teacher import Teacher, evaluate
 from dovetail.rl.distillation import DistillationLoss, SampledReverseKL
 from dovetail.rl.experience import Sample, pack_samples, score_old
@@ -29,8 +29,7 @@ Rows = Seq[Sequence | Prompt]
 class DistillationTask(Task):
     """teacher: of sampled_reverse_kl an engine that scores. sampler: if lmbda > 0."""
 
-    policy: NativeEngine
-    teacher: Teacher | NativeEngine
+    teacher: Teacher | Engine
     rows: Rows
     held_out: Rows
     sampler: Sampler | None = None

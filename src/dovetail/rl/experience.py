@@ -12,7 +12,7 @@ from dovetail.batch.balancing import split_units
 from dovetail.batch.packed import PackedBatch, Sequence
 from dovetail.batch.packing import kind_of
 from dovetail.data.examples import Prompt
-from dovetail.engine.base import Engine
+from dovetail.engine.native import Engine
 from dovetail.errors import DataError
 from dovetail.kernels.reference import sum_rows, widened
 from dovetail.rl.advantages import gae, group_relative, leave_one_out, terminal_rewards, whiten

@@ -12,7 +12,8 @@ import torch
 from dovetail.batch.loss import LossFn, TokenStats
 from dovetail.batch.packed import PackedBatch, Sequence
 from dovetail.data.examples import Preference
-from dovetail.engine.base import Engine, StepReport
+from dovetail.engine.base import StepReport
+from dovetail.engine.native import Engine
 from dovetail.rl.preference_losses import last_tokens, nll_fields
 from dovetail.rl.step_metrics import Row, length_metrics, update_metrics
 from dovetail.rl.tasks import Task, inner_batches, never

@@ -7,7 +7,7 @@ from itertools import accumulate
 
 from dovetail.batch.packed import PackedBatch
 from dovetail.data.examples import Prompt
-from dovetail.engine.base import Engine
+from dovetail.engine.native import Engine
 from dovetail.parallel.consensus import agreed, of_first
 from dovetail.parallel.mesh import Mesh
 from dovetail.rewards.runner import MOST_REWARD_ERRORS, RewardInput, RewardResult, RewardRunner

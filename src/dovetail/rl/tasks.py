@@ -10,7 +10,7 @@ from dovetail.batch.loss import LossFn
 from dovetail.batch.packed import PackedBatch, Sequence
 from dovetail.data.examples import Prompt
 from dovetail.data.rows import batch_rows, mixed_rows
-from dovetail.engine.base import Engine
+from dovetail.engine.native import Engine
 from dovetail.errors import DataError
 from dovetail.launch.progress import Phase, Progress
 from dovetail.rl.correction import importance_weights, lag_metrics, mismatch

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -11,51 +11,14 @@ from torch import Tensor
 
 from dovetail.arch.spec import MoeSpec
 from dovetail.batch.balancing import plan_microbatches
-from dovetail.batch.packed import MAX_TEMPERATURE, MIN_TEMPERATURE, Media
+from dovetail.batch.packed import Media
 from dovetail.batch.routing import RoutingTrace, narrow_dtype
-from dovetail.bounds import MAX_NEW_TOKENS, MAX_SAMPLES
-from dovetail.errors import CheckpointError, ConfigError, DataError, ModelError, listing
+from dovetail.errors import CheckpointError, DataError, ModelError, listing
 from dovetail.parallel.collectives import sum_over
 from dovetail.parallel.mesh import Mesh
+from dovetail.rollout.params import Finish, SamplingParams as SamplingParams, Spans
 
 Numbers = NDArray[np.int64]
-
-
-@dataclass(frozen=True, kw_only=True)
-class SamplingParams:
-    """Noise depends on (seed, step, row, sample, position)."""
-
-    samples: int = 1
-    max_new_tokens: int = 64
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0  # of inference servers, as stop
-    stop: tuple[str, ...] = ()
-    seed: int = 0
-    step: int = 0
-    stop_ids: tuple[int, ...] = ()
-    banned_ids: tuple[int, ...] = ()  # log-probs ignore them
-    trace: bool = False
-
-    def __post_init__(self) -> None:
-        heat = self.temperature == 0 or MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE
-        expected = {
-            "samples": (1 <= self.samples <= MAX_SAMPLES, f"1 to {MAX_SAMPLES:,}"),
-            "max_new_tokens": (1 <= self.max_new_tokens <= MAX_NEW_TOKENS, f"1 to {MAX_NEW_TOKENS:,}"),
-            "temperature": (heat, f"0 (the likeliest token), or {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}"),
-            "top_p": (0 < self.top_p <= 1, "above 0 and at most 1 (which cuts nothing)"),
-            "top_k": (self.top_k >= 0, "0 (which cuts nothing) or more"),
-            "min_p": (0 <= self.min_p <= 1, "0 (which cuts nothing) to 1"),
-        }
-        for name, (fits, range_) in expected.items():
-            if not fits:
-                raise ConfigError(f"sampling {name}={vars(self)[name]!r}: expected {range_}")
-
-    @property
-    def cuts(self) -> bool:
-        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
 
 @dataclass(frozen=True)
@@ -71,9 +34,9 @@ class Completion:
     sample: int
     ids: tuple[int, ...]  # with the stop token
     log_probs: tuple[float, ...]  # at the temperature (greedy: 1), before cuts and penalties
-    finish: Literal["stop", "length"]
+    finish: Finish
     routing: RoutingTrace | None = None  # of the prompt, too
-    versions: tuple[tuple[int, int, int], ...] = ()  # of the weights: version, start, end
+    versions: Spans = ()
 
 
 Watch = Callable[[int, int, int], None]  # samples done, all samples, tokens
@@ -141,7 +104,7 @@ class SampleBuffer:
                 valid = torch.arange(length) < length - 1  # the last token was not routed
                 routed = experts[slot, :length].to(torch.int32) * valid[:, None, None]
                 trace = RoutingTrace(self.moe.numbers, routed, valid)
-            finish: Literal["stop", "length"] = "stop" if drawn[-1] in self.params.stop_ids else "length"
+            finish: Finish = "stop" if drawn[-1] in self.params.stop_ids else "length"
             out.append(Completion(prompt.row, sample, drawn, tuple(log_probs[slot][:count]), finish, trace))
         return out
 

@@ -7,12 +7,12 @@ from concurrent.futures import Future
 from functools import partial
 
 from dovetail.errors import Caught, MachineError
-from dovetail.rollout.journal import Answer, FinishedGroup, Journal
+from dovetail.rollout.base import Completion, Watch
+from dovetail.rollout.journal import FinishedGroup, Journal
 from dovetail.rollout.pool import Pool
 
-Done = tuple[int, "Future[Answer]"]
-Submit = Callable[[Sequence[tuple[int, int]]], "Sequence[Future[Answer]]"]
-Watch = Callable[[int, int, int], None]  # samples of the step: complete, all; 0
+Done = tuple[int, "Future[Completion]"]
+Submit = Callable[[Sequence[tuple[int, int]]], "Sequence[Future[Completion]]"]
 
 
 class Feed:
@@ -21,10 +21,10 @@ class Feed:
     def __init__(self, pool: Pool, journal: Journal, submit: Submit, *, keeps: bool = True) -> None:
         self.pool, self.journal, self.submit, self.keeps = pool, journal, submit, keeps
         self._changed = threading.Condition()  # guards the pool and what follows
-        self._running: dict[int, list[Answer]] = {}
+        self._running: dict[int, list[Completion]] = {}
         self._finished: dict[int, FinishedGroup] = {}
         self._error: BaseException | None = None
-        self.watch: Watch | None = None
+        self.watch: Watch | None = None  # gets samples of the step: complete, all; 0
         self._done: queue.SimpleQueue[Done | None] = queue.SimpleQueue()
         threading.Thread(target=self._save_finished, name="feed", daemon=True).start()
 
@@ -95,7 +95,7 @@ class Feed:
     def close(self) -> None:
         self._done.put(None)
 
-    def _hand_over(self, group: int, future: "Future[Answer]") -> None:
+    def _hand_over(self, group: int, future: "Future[Completion]") -> None:
         self._done.put((group, future))
 
     def _save_finished(self) -> None:
@@ -109,7 +109,7 @@ class Feed:
                     self._error = caught.error  # the first one, for `take`
                     self._changed.notify()
 
-    def _add(self, number: int, answer: Answer) -> None:
+    def _add(self, number: int, answer: Completion) -> None:
         with self._changed:
             self._running[number].append(answer)
             self._changed.notify()

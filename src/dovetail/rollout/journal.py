@@ -9,13 +9,14 @@ import zlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
+from dovetail.rollout.base import Completion
 from dovetail.weights.atomic import make_directory, replace_file
 from dovetail.weights.safe_paths import LEFTOVERS
 
@@ -23,18 +24,9 @@ NAME = re.compile(r"group_(\d{9,})\.safetensors")
 
 
 @dataclass(frozen=True)
-class Answer:
-    sample: int
-    ids: tuple[int, ...]
-    log_probs: tuple[float, ...]
-    versions: tuple[tuple[int, int, int], ...]  # version, start, end
-    finish: Literal["stop", "length"]
-
-
-@dataclass(frozen=True)
 class FinishedGroup:
     id: int
-    answers: tuple[Answer, ...]  # by sample
+    answers: tuple[Completion, ...]  # by sample
 
     @property
     def ages(self) -> tuple[int, int]:
@@ -54,6 +46,7 @@ class Journal:
         """On disk when it returns."""
         answers = group.answers
         arrays = {
+            "row": np.array([answer.row for answer in answers], np.int64),
             "sample": np.array([answer.sample for answer in answers], np.int64),
             "length": np.array([len(answer.ids) for answer in answers], np.int64),
             "ids": np.array([token for answer in answers for token in answer.ids], np.int64),
@@ -106,14 +99,15 @@ class Journal:
         if int(metadata["crc32"]) != _checksum(arrays, metadata["facts"]):
             raise ValueError("its checksum does not fit: it has changed since it was written")
         facts: Mapping[str, Any] = json.loads(metadata["facts"])
-        token, span, answers = 0, 0, list[Answer]()
+        token, span, answers = 0, 0, list[Completion]()
         for i, sample in enumerate(arrays["sample"].tolist()):
             tokens = slice(token, token + int(arrays["length"][i]))
             spans = slice(span, span + int(arrays["spans"][i]))
             token, span = tokens.stop, spans.stop
             ids, log_probs = (tuple(arrays[name][tokens].tolist()) for name in ("ids", "log_probs"))
             versions = tuple((version, start, end) for version, start, end in arrays["versions"][spans].tolist())
-            answers.append(Answer(sample, ids, log_probs, versions, facts["finish"][i]))
+            row, finish = int(arrays["row"][i]), facts["finish"][i]
+            answers.append(Completion(row, sample, ids, log_probs, finish, versions=versions))
         return FinishedGroup(number, tuple(answers))
 
 

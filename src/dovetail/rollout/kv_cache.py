@@ -24,6 +24,7 @@ class PagedCache:
     """Entries beyond a length are masked, not always unread, so they must be finite."""
 
     def __init__(self, spec: ArchSpec, mesh: Mesh, dtype: torch.dtype, pages: int, page_size: int) -> None:
+        self.pages, self.page_size = pages, page_size
         self.entries = torch.zeros(cache_shape(spec, mesh, pages, page_size), dtype=dtype, device=mesh.device)
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:

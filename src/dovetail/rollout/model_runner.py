@@ -1,7 +1,7 @@
 """Prefill and decode of the running batch. Decode steps use fixed memory and may be captured as CUDA graphs."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from weakref import WeakSet
@@ -36,39 +36,30 @@ def pad_to_bucket(n: int, *, fine: bool = False) -> int:
     return -(-n // NEXT_BUCKET) * NEXT_BUCKET if fine else max(NEXT_BUCKET, 1 << (n - 1).bit_length())
 
 
-@dataclass(frozen=True)
-class RunnerSize:
-    """decode_steps: between two looks of the host."""
-
-    rows: int
-    table_width: int
-    decode_steps: int
-    pages: int
-    page_size: int
-
-
 class ModelRunner:
-    """With `capture`, rows are padded to buckets, and each bucket's step is captured. cache: default: one of its own."""
+    """With `capture`, rows are padded to buckets, and each bucket's step is captured. decode_steps: between looks of the host."""
 
     def __init__(
         self,
         model: Decoder,
-        dtype: torch.dtype,
-        size: RunnerSize,
+        cache: PagedCache,
+        *,
+        rows: int,
+        table_width: int,
+        decode_steps: int,
         capture: Capture | None,
-        cache: PagedCache | None = None,
     ) -> None:
-        self.model, self.size, self.capture = model, size, capture
         assert isinstance(model.spec, ArchSpec)
+        self.model, self.cache, self.capture = model, cache, capture
+        self.rows, self.table_width, self.decode_steps = rows, table_width, decode_steps
         self.spec, self.mesh, self.kernels = model.spec, model.mesh, model.kernels
         device = model.mesh.device
-        self.cache = cache or PagedCache(self.spec, self.mesh, dtype, size.pages, size.page_size)
-        positions = torch.arange(size.table_width * size.page_size, device=device)
-        self.cos, self.sin = rope_tables(self.spec.rope, positions, (), dtype)
-        self.state = torch.zeros(len(STATE), size.rows, dtype=torch.int64, device=device)
-        self.page_table = torch.zeros(size.rows, size.table_width, dtype=torch.int64, device=device)
+        positions = torch.arange(table_width * cache.page_size, device=device)
+        self.cos, self.sin = rope_tables(self.spec.rope, positions, (), cache.entries.dtype)
+        self.state = torch.zeros(len(STATE), rows, dtype=torch.int64, device=device)
+        self.page_table = torch.zeros(rows, table_width, dtype=torch.int64, device=device)
         self.step_index = torch.zeros(1, dtype=torch.int64, device=device)
-        self.outputs = torch.zeros(size.decode_steps, 2, size.rows, dtype=torch.float64, device=device)
+        self.outputs = torch.zeros(decode_steps, 2, rows, dtype=torch.float64, device=device)
         self.experts: Tensor | None = None
         self.params: SamplingParams | None = None
         self.fine_buckets = False
@@ -84,7 +75,7 @@ class ModelRunner:
         self.banned_mask = None if not params.banned_ids else mask_of(self.banned, self.spec.vocab_size)
         moe = self.spec.moe if params.trace else None
         if moe is not None:
-            shape = (self.size.decode_steps, self.size.rows, len(moe.numbers), moe.top_k)
+            shape = (self.decode_steps, self.rows, len(moe.numbers), moe.top_k)
             self.experts = torch.zeros(shape, dtype=torch.int32, device=self.mesh.device)
 
     def drop_graphs(self) -> None:
@@ -93,7 +84,7 @@ class ModelRunner:
 
     def prefill(self, prompts: Sequence[tuple[Sequence[int], list[int]]]) -> tuple[Tensor, Tensor | None]:
         """Prompts (ids, pages) into the cache: last hidden states [n, D], and all tokens' experts [T, M, K]."""
-        device, page_size = self.mesh.device, self.size.page_size
+        device, page_size = self.mesh.device, self.cache.page_size
         lengths = [len(ids) for ids, _ in prompts]
         missing = -sum(lengths) % self.mesh.token_multiple
         packed = (*lengths, missing) if missing else tuple(lengths)
@@ -172,7 +163,7 @@ class ModelRunner:
 
     def _forward(self, n: int) -> Tensor:
         tokens, lengths = self.state[:2, :n]
-        page_size, page_table = self.size.page_size, self.page_table[:n]
+        page_size, page_table = self.cache.page_size, self.page_table[:n]
         pages = page_table.gather(1, (lengths // page_size)[:, None])[:, 0]
         missing = -n % self.mesh.token_multiple
         positions, tokens = (F.pad(x, (0, missing)) if missing else x for x in (lengths, tokens))

@@ -17,8 +17,8 @@ from dovetail.parallel.collectives import stack_over
 from dovetail.parallel.mesh import Mesh
 from dovetail.parallel.placement import as_index, checkpoint_shapes
 from dovetail.rollout.base import Completion, Prompt, SampleBuffer, SamplingParams, Watch, check_request, check_weights
-from dovetail.rollout.kv_cache import PageBudget, PagePool, cache_shape
-from dovetail.rollout.model_runner import Capture, ModelRunner, RunnerSize, cuda_capture, pad_to_bucket
+from dovetail.rollout.kv_cache import PageBudget, PagedCache, PagePool, cache_shape
+from dovetail.rollout.model_runner import Capture, ModelRunner, cuda_capture, pad_to_bucket
 from dovetail.rollout.sampling import streams
 from dovetail.rollout.scheduler import GenerationLoop, Group, Scheduler
 from dovetail.weights.hf_reader import TensorSource
@@ -102,7 +102,7 @@ class NativeSampler:
         budget = PageBudget(params.samples, params.max_new_tokens, options.page_size)
         runner, self._runner = self._runner_for(lengths, budget), None
         runner.set_params(params)
-        pool = PagePool(runner.size.pages - 1)
+        pool = PagePool(runner.cache.pages - 1)
         scheduler = Scheduler(pool, options.max_num_seqs, options.max_prefill_tokens)
         experts = buffer.experts if runner.experts is not None else None
         loop = GenerationLoop(runner, scheduler, params.stop_ids, buffer.store, experts)
@@ -129,16 +129,20 @@ class NativeSampler:
         width = longest + -(-self.decode_steps // page_size)  # finished rows run on
         wanted = min(sum(map(budget.pages_for_all, values)), (rows + 1) * longest)
         if self._runner is not None:
-            size = self._runner.size
-            fits = size.table_width >= width and size.rows >= rows and size.pages > least
+            fits = self._runner.table_width >= width and self._runner.rows >= rows and self._runner.cache.pages > least
             if fits and self._wanted_pages >= wanted:
                 return self._runner
             self._runner.drop_graphs()
             self._runner = None  # its memory is part of the new one's budget
         self._wanted_pages = wanted
         pages = 1 + min(wanted, max(least, self.max_entries() // page_size))
-        size = RunnerSize(pad_to_bucket(rows), width, self.decode_steps, pages, page_size)
-        return ModelRunner(self.model, self.dtype, size, self.capture)
+        return self.make_runner(
+            PagedCache(self.spec, self.mesh, self.dtype, pages, page_size), pad_to_bucket(rows), width
+        )
+
+    def make_runner(self, cache: PagedCache, rows: int, width: int) -> ModelRunner:
+        steps, capture = self.decode_steps, self.capture
+        return ModelRunner(self.model, cache, rows=rows, table_width=width, decode_steps=steps, capture=capture)
 
     def max_entries(self, share: float = FREE_SHARE, *, of_all: bool = False) -> int:
         """Tokens that a new cache may hold, the same on every tp rank.
@@ -161,7 +165,15 @@ class Refilling:
 
     def __init__(self, sampler: NativeSampler) -> None:
         sampler.filled, self._sampler = False, sampler
-        self._shards, self._shapes = _shards(sampler)
+        self._shards: dict[str, list[tuple[Tensor, tuple[slice, ...]]]] = defaultdict(
+            list
+        )  # our views, with their slices
+        self._shapes: dict[str, tuple[int, ...]] = {}  # of all ranks', which refuse alike
+        for param in checkpoint_params(sampler.model, sampler.mesh):
+            self._shapes |= checkpoint_shapes(param.name, param.placement, param.shape)
+            for region in param.regions:
+                view = param.local[as_index(region.local_slice)]
+                self._shards[region.checkpoint_name].append((view, as_index(region.checkpoint_slice)))
         self._problems, self._missing = list[str](), set(self._shapes)
 
     def put(self, listed: str, tensor: Tensor) -> None:
@@ -184,20 +196,6 @@ class Refilling:
         """CheckpointError for tensors that are missing, unknown or of another shape."""
         check_weights(self._problems + [f"{name}: missing" for name in sorted(self._missing)])
         self._sampler.filled = True
-
-
-def _shards(
-    sampler: NativeSampler,
-) -> tuple[dict[str, list[tuple[Tensor, tuple[slice, ...]]]], dict[str, tuple[int, ...]]]:
-    """By checkpoint name: our views with their slices, and all shapes, so that all ranks refuse alike."""
-    shards: dict[str, list[tuple[Tensor, tuple[slice, ...]]]] = defaultdict(list)
-    shapes: dict[str, tuple[int, ...]] = {}
-    for param in checkpoint_params(sampler.model, sampler.mesh):
-        shapes |= checkpoint_shapes(param.name, param.placement, param.shape)
-        for region in param.regions:
-            view = param.local[as_index(region.local_slice)]
-            shards[region.checkpoint_name].append((view, as_index(region.checkpoint_slice)))
-    return shards, shapes
 
 
 def capture_for(spec: ArchSpec, mesh: Mesh, kernels: KernelSet, dtype: torch.dtype) -> Capture | None:

@@ -1,9 +1,7 @@
 """Sampling from logits: temperature, top-k and top-p (equally likely tokens stay or go together), inverse CDF in float64.
 
-Noise hashes (seed, step, row, sample, position), each by a round of SplitMix64 (Steele, Lea, Flood 2014).
+Noise hashes (seed, step, row, sample, position), each by a round of SplitMix64.
 """
-
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -12,8 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dovetail.rollout.base import SamplingParams
-
-Words = TypeVar("Words", NDArray[np.int64], Tensor)
+from dovetail.rollout.remote.sums import STEP, Words, mixed, shifted, signed
 
 BLOCK = 256  # a draw picks a block of tokens, then a token
 CPU_ELEMENTS = 1 << 22  # logits of one pass
@@ -22,35 +19,25 @@ NUCLEUS_GUESSES = (64, 2048)  # tokens to sort before all are
 BELOW_ONE = 1 - 2.0**-53
 
 
-def _signed(value: int) -> int:
-    """As a signed 64-bit number."""
-    value &= (1 << 64) - 1
-    return value - (value >> 63 << 64)
-
-
-_GAMMA = _signed(0x9E3779B97F4A7C15)
-_FACTORS = (_signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB))
-
-
 def uniforms(
     seed: int, step: int, rows: NDArray[np.int64], samples: NDArray[np.int64], position: int
 ) -> NDArray[np.float64]:
     """Noise [n] in [0, 1) for `rows` [n] and `samples` [n]."""
     keys = streams(seed, step, rows, samples)
-    return bits_at(keys, np.full_like(keys, _signed(position))).astype(np.float64) * 2.0**-53
+    return bits_at(keys, np.full_like(keys, signed(position))).astype(np.float64) * 2.0**-53
 
 
 def streams(seed: int, step: int, rows: NDArray[np.int64], samples: NDArray[np.int64]) -> NDArray[np.int64]:
     """All keys but the position."""
     state = np.zeros(rows.shape, np.int64)
-    for key in (_signed(seed), _signed(step), rows.astype(np.int64), samples.astype(np.int64)):
-        state = _mixed((state ^ key) + _GAMMA)
+    for key in (signed(seed), signed(step), rows.astype(np.int64), samples.astype(np.int64)):
+        state = mixed((state ^ key) + signed(STEP))
     return state
 
 
 def bits_at(streams: Words, positions: Words) -> Words:
     """The noise times 2^53."""
-    return _shifted(_mixed((streams ^ positions) + _GAMMA), 11)
+    return shifted(mixed((streams ^ positions) + signed(STEP)), 11)
 
 
 def draw(z: Tensor, uniforms: Tensor, params: SamplingParams, banned: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -131,15 +118,3 @@ def _in_blocks(weights: Tensor) -> Tensor:
     """[n, V] -> [n, blocks, BLOCK], padded with zeros."""
     missing = -weights.shape[1] % BLOCK
     return (F.pad(weights, (0, missing)) if missing else weights).unflatten(1, (-1, BLOCK))
-
-
-def _mixed(x: Words) -> Words:
-    """SplitMix64's finalizer."""
-    x = (x ^ _shifted(x, 30)) * _FACTORS[0]
-    x = (x ^ _shifted(x, 27)) * _FACTORS[1]
-    return x ^ _shifted(x, 31)
-
-
-def _shifted(x: Words, by: int) -> Words:
-    """Logical, to the right."""
-    return (x >> by) & ((1 << (64 - by)) - 1)

@@ -170,7 +170,7 @@ class GenerationLoop:
     ) -> None:
         self.runner, self.scheduler, self.store, self.experts = runner, scheduler, store, experts
         self.stop_ids = np.array(stop_ids, np.int64)
-        self.rows = np.zeros((0, PAGES + runner.size.table_width), np.int64)
+        self.rows = np.zeros((0, PAGES + runner.table_width), np.int64)
         self.finished = self.tokens = 0
         self._changed = True
         self._hidden: dict[Group, Tensor] = {}  # last hidden states of prompts with waiting samples
@@ -190,7 +190,7 @@ class GenerationLoop:
         if self._changed:
             self.runner.set_rows(self.rows[:, :SLOT].T, self.rows[:, PAGES:])
         count = len(self.rows)
-        outputs = self.runner.decode(count, min(self.runner.size.decode_steps, left))
+        outputs = self.runner.decode(count, min(self.runner.decode_steps, left))
         self.rows = self._accept(self.rows, outputs, self.runner.experts)
         self._changed = len(self.rows) < count
         return True
@@ -212,7 +212,7 @@ class GenerationLoop:
 
     def widen(self, runner: ModelRunner) -> None:
         """Go on with a runner of a wider page table and the same cache."""
-        more = runner.size.table_width - self.runner.size.table_width
+        more = runner.table_width - self.runner.table_width
         self.runner, self.rows, self._changed = runner, np.pad(self.rows, ((0, 0), (0, more))), True
 
     def _admit(self, prefilled: Sequence[CachedPrompt], requests: Sequence[Request]) -> bool:
@@ -225,7 +225,7 @@ class GenerationLoop:
         groups = list(dict.fromkeys(request.group for request in requests))
         hidden = torch.stack([self._hidden[group] for group in groups])
         places = {group: place for place, group in enumerate(groups)}
-        rows = _new_rows(requests, self.runner.size.table_width)
+        rows = _new_rows(requests, self.runner.table_width)
         owners = [places[request.group] for request in requests]
         outputs = self.runner.sample_first(hidden, owners, rows[:, [STREAM, DRAWN]].T)
         self.rows = np.concatenate((self.rows, self._accept(rows, outputs)))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,14 +19,14 @@ from numpy.typing import NDArray
 from dovetail.errors import CheckpointError, ConfigError
 from dovetail.rollout.base import Numbers, SamplingParams
 from dovetail.rollout.kv_cache import PageBudget, PagedCache, PagePool
-from dovetail.rollout.model_runner import ModelRunner, RunnerSize, pad_to_bucket
+from dovetail.rollout.model_runner import ModelRunner, pad_to_bucket
 from dovetail.rollout.native import NativeSampler, Refilling
+from dovetail.rollout.params import Finish
+from dovetail.rollout.remote.background import settle
 from dovetail.rollout.remote.receive import Receiver
-from dovetail.rollout.remote.wire import Finish
 from dovetail.rollout.sampling import streams
 from dovetail.rollout.scheduler import GenerationLoop, Group, Scheduler
 
-T = TypeVar("T")
 FIRST_VERSION = "default"  # of weights that no trainer pushed, in vLLM's words
 BATCHES = 64  # names that are remembered: a request that is sent again does not wait for its batch
 HOLD_SECONDS = 10.0  # without a request of a batch that is not whole: those that came begin
@@ -76,7 +76,7 @@ class Sample:
 
 
 class SamplerServer:
-    """Samples of any clients by one filled sampler. Public methods but `run` are for other threads."""
+    """Samples of any clients by one filled sampler. Other threads use `submit`, `abort`, and the rest through `call`."""
 
     def __init__(self, sampler: NativeSampler, max_length: int | None = None, utilization: float = 0.8) -> None:
         """max_length: of the model. utilization: share of a GPU's memory, for weights, keys and values."""
@@ -87,7 +87,7 @@ class SamplerServer:
         longest = (pages - 1) * size  # a prompt that several samples share may take a page more
         self.max_length = longest if max_length is None else min(longest, max_length)
         self.version, self.paused = FIRST_VERSION, False
-        self._receiver = Receiver(sampler.mesh.device)
+        self.receiver = Receiver(sampler.mesh.device)
         self._refilling: Refilling | None = None
         self._work: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self._loops: dict[SamplingParams, GenerationLoop] = {}
@@ -115,37 +115,11 @@ class SamplerServer:
     def abort(self, sample: Sample) -> None:
         self._work.put(lambda: self._leave(sample))
 
-    def pause(self, *, clear_cache: bool) -> None:
-        """Between two turns. clear_cache: what runs is computed anew by the weights it goes on with."""
-        self._call(lambda: self._pause(clear_cache))
-
-    def resume(self) -> None:
-        self._call(self._resume)
-
-    def connect(self, info: Mapping[str, Any]) -> None:
-        self._call(lambda: self._receiver.connect(info))
-
-    def start_update(self) -> None:
-        self._call(self._start_update)
-
-    def update(self, info: Mapping[str, Any]) -> None:
-        """A bucket or the manifest. A refusal ends the update: the server stays paused until another one is whole."""
-        self._call(lambda: self._update(info))
-
-    def finish_update(self, version: str) -> None:
-        self._call(lambda: self._finish_update(version))
-
-    def _call(self, work: Callable[[], T]) -> T:
-        future: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                future.set_result(work())
-            except (RuntimeError, OSError, ValueError, LookupError, TypeError) as error:
-                future.set_exception(error)
-
-        self._work.put(run)
-        return future.result()
+    def call(self, work: Callable[[], object]) -> None:
+        """Between two turns. Raises what it raises."""
+        future: Future[object] = Future()
+        self._work.put(lambda: settle(future, work))
+        future.result()
 
     def _do_work(self) -> None:
         """What other threads asked for; waits for it if nothing runs."""
@@ -217,7 +191,7 @@ class SamplerServer:
         width = slack + max(group.budget.pages_for_sample(group.length) for group in groups)
         loop = self._loops.get(key)
         exact = exact and not (loop is not None and loop.busy)
-        has = 0 if loop is None else loop.runner.size.table_width
+        has = 0 if loop is None else loop.runner.table_width
         if loop is None or not (has == width or (has > width and not exact)):
             loop = self._new_loop(key, loop, width, slack - (-self.max_length // size))
         loop.runner.fine_buckets = not exact
@@ -227,7 +201,7 @@ class SamplerServer:
         """Or the one that runs, with a wider page table."""
         if loop is not None and loop.busy:
             loop.runner.drop_graphs()
-            loop.widen(self._runner(key, max(width, min(2 * loop.runner.size.table_width, most))))
+            loop.widen(self._runner(key, max(width, min(2 * loop.runner.table_width, most))))
             return loop
         for other in [other for other, idle in self._loops.items() if not idle.busy]:
             self._loops.pop(other).runner.drop_graphs()
@@ -236,10 +210,7 @@ class SamplerServer:
         return self._loops[key]
 
     def _runner(self, params: SamplingParams, width: int) -> ModelRunner:
-        sampler, options = self.sampler, self.options
-        rows = pad_to_bucket(options.max_num_seqs)
-        size = RunnerSize(rows, width, sampler.decode_steps, len(self.cache.entries[0, 0]), options.page_size)
-        runner = ModelRunner(sampler.model, sampler.dtype, size, sampler.capture, self.cache)
+        runner = self.sampler.make_runner(self.cache, pad_to_bucket(self.options.max_num_seqs), width)
         runner.set_params(params)
         return runner
 
@@ -257,7 +228,8 @@ class SamplerServer:
             if ends:
                 del self._living[slot]
 
-    def _pause(self, clear_cache: bool) -> None:
+    def pause(self, *, clear_cache: bool) -> None:
+        """clear_cache: what runs is computed anew by the weights it goes on with."""
         self.paused = True
         if clear_cache:
             waiting = {*self._arrived, *itertools.chain(*self._held.values())}
@@ -265,32 +237,33 @@ class SamplerServer:
                 loop.clear()
             self._begin([sample for sample in self._living.values() if sample not in waiting])
 
-    def _resume(self) -> None:
+    def resume(self) -> None:
         if not self.sampler.filled:
             raise ConfigError(
                 "the weights are not whole: the last update was refused or left; push again before /resume"
             )
         self.paused = False
 
-    def _start_update(self) -> None:
+    def start_update(self) -> None:
         if not self.paused:
             raise ConfigError("weights change while generation is paused: call /pause?mode=keep first")
-        self._receiver.begin()
+        self.receiver.begin()
         self._refilling = Refilling(self.sampler)
 
-    def _update(self, info: Mapping[str, Any]) -> None:
+    def update(self, info: Mapping[str, Any]) -> None:
+        """A bucket or the manifest. A refusal ends the update: the server stays paused until another one is whole."""
         refilling, self._refilling = self._refilling, None
         if refilling is None or info.get("abort"):
             raise CheckpointError("no update is under way; call /start_weight_update first")
         if info.get("manifest") is None:
-            for name, tensor in self._receiver.take(info):
+            for name, tensor in self.receiver.take(info):
                 refilling.put(name, tensor)
         else:
-            self._receiver.check(info["manifest"])
+            self.receiver.check(info["manifest"])
             refilling.finish()
         self._refilling = refilling
 
-    def _finish_update(self, version: str) -> None:
+    def finish_update(self, version: str) -> None:
         if self._refilling is None or not self.sampler.filled:
             raise CheckpointError("the update ends without a manifest that it fulfils")
         self._refilling, self.version = None, version

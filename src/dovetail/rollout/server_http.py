@@ -14,8 +14,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from dovetail.errors import ConfigError, UserError, shortened
 from dovetail.rollout.base import SamplingParams
-from dovetail.rollout.remote.native import TITLE
-from dovetail.rollout.remote.vllm import GENERATE, PUSH_PATHS
+from dovetail.rollout.remote.vllm import GENERATE, PUSH_PATHS, TITLE
 from dovetail.rollout.remote.wire import NO_BIAS
 from dovetail.rollout.server import Event, Sample, SamplerServer
 
@@ -85,14 +84,14 @@ class HttpServer(ThreadingHTTPServer):
         calls: dict[str, Callable[[], None]] = {
             "/pause": lambda: self._pause(query),
             "/resume": engine.resume,
-            "/init_weight_transfer_engine": lambda: engine.connect(body["init_info"]),
+            "/init_weight_transfer_engine": lambda: engine.receiver.connect(body["init_info"]),
             "/start_weight_update": engine.start_update,
             "/update_weights": lambda: engine.update(body["update_info"]),
             "/finish_weight_update": lambda: engine.finish_update(str(body.get("weight_version"))),
         }
         if path not in calls:
             return None
-        calls[path]()
+        engine.call(calls[path])
         return {"message": "done"}
 
     def sample(self, body: Mapping[str, Any]) -> Sample:

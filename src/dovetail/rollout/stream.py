@@ -11,7 +11,6 @@ from dovetail.parallel.consensus import agreed, of_first
 from dovetail.parallel.mesh import Mesh
 from dovetail.rollout.base import Completion, Prompt, SamplingParams
 from dovetail.rollout.feed import Feed
-from dovetail.rollout.journal import Answer
 from dovetail.rollout.remote.sampler import RemoteSampler
 
 
@@ -64,7 +63,7 @@ class StreamSampler:
         of_step = replace(params, step=0) == replace(self.params, step=0) and params.step == self.step
         if not of_step or [prompt.row for prompt in prompts] != list(range(self.groups_per_step)):
             return self.sampler.sample(prompts, params)
-        answers, counts, problem = list[Answer](), {}, None
+        answers, counts, problem = list[Completion](), {}, None
         if self.feed is not None:
             try:
                 answers = [answer for group in self.feed.take() for answer in group.answers]

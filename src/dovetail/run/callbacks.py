@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dovetail.engine.base import Engine
+from dovetail.engine.native import Engine
 from dovetail.errors import CallbackError, quoted
 from dovetail.parallel.consensus import of_all, of_first
 from dovetail.parallel.mesh import Mesh

@@ -24,7 +24,7 @@ from dovetail.checkpoint.async_saver import Saver
 from dovetail.checkpoint.retention import NONE, Retention, clear_debris, oldest_of_last, set_aside
 from dovetail.checkpoint.train_state import MODEL_ROLE
 from dovetail.device import peak_flops, peak_memory_gib, usage
-from dovetail.engine.base import Engine
+from dovetail.engine.native import Engine
 from dovetail.errors import CheckpointError, ConfigError
 from dovetail.jsonl import ODD_LETTERS, append, json_line
 from dovetail.launch.progress import Progress

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from dovetail.engine.base import Engine
+from dovetail.engine.native import Engine
 from dovetail.errors import NumericsError
 from dovetail.launch.progress import Phase, Progress
 

@@ -10,14 +10,14 @@ T = TypeVar("T")
 
 def in_background(work: Callable[[], T]) -> Future[T]:
     future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            value = work()
-        except (RuntimeError, OSError, ValueError, LookupError, TypeError) as error:
-            future.set_exception(error)
-        else:
-            future.set_result(value)
-
-    threading.Thread(target=run, daemon=True).start()
+    threading.Thread(target=settle, args=(future, work), daemon=True).start()
     return future
+
+
+def settle(future: Future[T], work: Callable[[], T]) -> None:
+    try:
+        value = work()
+    except (RuntimeError, OSError, ValueError, LookupError, TypeError) as error:
+        future.set_exception(error)
+    else:
+        future.set_result(value)

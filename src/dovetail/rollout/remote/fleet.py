@@ -5,15 +5,16 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from dovetail.batch.balancing import plan_microbatches
+from dovetail.rollout.params import Spans
 from dovetail.rollout.remote.http import Client, EngineError
 from dovetail.rollout.remote.sglang import Sglang
 from dovetail.rollout.remote.vllm import Vllm
-from dovetail.rollout.remote.wire import Abilities, Finish, Request, Spans
+from dovetail.rollout.remote.wire import Abilities, Reply, Request
 
 Wire = Vllm | Sglang
 BATCHES = 64  # whose replica is remembered
@@ -21,25 +22,6 @@ MOST_IMBALANCE = 16  # requests, to keep a prompt's samples together
 HEALTH_SECONDS = 10.0
 ATTEMPTS, FIRST_WAIT = 6, 0.25  # without a token; seconds, doubled
 PASSING = frozenset({408, 409, 425, 429, 500, 502, 503, 504})  # not due to the request
-
-
-@dataclass
-class Reply:
-    """Tokens received so far."""
-
-    ids: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-    versions: Spans = ()
-    finish: Finish | None = None
-    routes: str = ""
-
-    def keep(self, versions: Spans) -> None:
-        """Append spans, joined where the version is the same."""
-        for version, start, end in versions:
-            if self.versions and self.versions[-1][0] == version:
-                start, self.versions = self.versions[-1][1], self.versions[:-1]
-            if end > start:
-                self.versions = (*self.versions, (version, start, end))
 
 
 class Replica:
@@ -75,9 +57,6 @@ class Fleet:
         most = max_num_seqs * len(replicas)  # each has a thread with a connection
         self.capacity = most if files == resource.RLIM_INFINITY else min(most, max(1, files // 2))
         self.threads = ThreadPoolExecutor(self.capacity, thread_name_prefix="engines")
-
-    def submit(self, request: Request) -> "Future[Reply]":
-        return self.threads.submit(self.draw, request)
 
     @contextmanager
     def pushing(self) -> Iterator[None]:

@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dovetail.arch.spec import MoeSpec
@@ -48,10 +49,15 @@ def read_experts(text: str, tokens: int, moe: MoeSpec) -> Tensor:
     return torch.from_numpy(experts.astype(np.int32)).to(narrow_dtype(moe.num_experts))
 
 
-def share_trace(experts: Tensor | None, tokens: int, moe: MoeSpec, mesh: Mesh) -> RoutingTrace:
-    """experts: of the first rank. Collective."""
-    whole = torch.zeros((tokens, len(moe.numbers), moe.top_k), dtype=narrow_dtype(moe.num_experts))
-    if experts is not None:
-        whole[:-1] = experts
-    valid = torch.arange(tokens) < tokens - 1
-    return RoutingTrace(moe.numbers, sum_over(whole.to(mesh.device), mesh["world"]).cpu().to(torch.int32), valid)
+def read_trace(text: str, tokens: int, moe: MoeSpec) -> RoutingTrace:
+    """`read_experts` of a sample with its prompt, in a narrow type."""
+    experts = F.pad(read_experts(text, tokens, moe), (0, 0, 0, 0, 0, 1))
+    return RoutingTrace(moe.numbers, experts, torch.arange(tokens) < tokens - 1)
+
+
+def share_trace(trace: RoutingTrace | None, tokens: int, moe: MoeSpec, mesh: Mesh) -> RoutingTrace:
+    """trace: of the first rank. Collective."""
+    shape = (tokens, len(moe.numbers), moe.top_k)
+    own = torch.zeros(shape, dtype=narrow_dtype(moe.num_experts)) if trace is None else trace.indices
+    whole = sum_over(own.to(mesh.device), mesh["world"]).cpu().to(torch.int32)
+    return RoutingTrace(moe.numbers, whole, torch.arange(tokens) < tokens - 1)

@@ -15,12 +15,11 @@ from dovetail.parallel.collectives import sum_over
 from dovetail.parallel.consensus import of_first
 from dovetail.parallel.mesh import Mesh
 from dovetail.rollout.base import Completion, Prompt, SamplingParams, Watch, check_request
-from dovetail.rollout.journal import Answer
-from dovetail.rollout.remote.fleet import Fleet, Reply
+from dovetail.rollout.remote.fleet import Fleet
 from dovetail.rollout.remote.images import image_features
 from dovetail.rollout.remote.push import Pusher
-from dovetail.rollout.remote.routes import read_experts, share_trace
-from dovetail.rollout.remote.wire import Request
+from dovetail.rollout.remote.routes import read_trace, share_trace
+from dovetail.rollout.remote.wire import Reply, Request
 
 
 class RemoteSampler:
@@ -70,31 +69,28 @@ class RemoteSampler:
 
     def sample(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Completion]:
         check_request(prompts, params, self.vocab_size, None, filled=self.version is not None)
-        problem, replies, experts = None, list[Reply](), list[Tensor]()
+        problem, drawn = None, list[Completion]()
         if self.fleet is not None:
             try:
-                replies = self._draw(self.fleet, prompts, params)
-                experts = self._experts(prompts, params, replies)
+                drawn = self._draw(prompts, params)
             except (MachineError, DataError) as error:
                 problem = error
-        return self.shared(prompts, params, replies, problem, experts)
+        return self.shared(prompts, params, drawn, problem)
 
-    def submit(self, samples: Sequence[tuple[Prompt, int, SamplingParams]]) -> "list[Future[Answer]]":
+    def submit(self, samples: Sequence[tuple[Prompt, int, SamplingParams]]) -> "list[Future[Completion]]":
         """Of the first rank. Returns at once; pushes do not end them."""
-        fleet, version = self.fleet, self.version
-        assert fleet is not None and version is not None, "the first rank, after a push"
-        requests = [replace(self._request(prompt, params), sample=sample) for prompt, sample, params in samples]
-        return [fleet.threads.submit(self._answer, fleet, request, version) for request in fleet.together(requests)]
+        return self._begin(
+            [replace(self._request(prompt, params), sample=sample) for prompt, sample, params in samples]
+        )
 
     def shared(
         self,
         prompts: Sequence[Prompt],
         params: SamplingParams,
-        replies: Sequence[Reply | Answer],
+        replies: Sequence[Completion],
         problem: Exception | None,
-        experts: Sequence[Tensor] = (),
     ) -> list[Completion]:
-        """The first rank's replies, by prompt, then sample; its problem is raised on every rank. Collective."""
+        """The first rank's, by prompt, then sample; its problem is raised on every rank. Collective."""
         outcome: dict[str, Any] = {"problem": str(problem or ""), "data": isinstance(problem, DataError)}
         outcome |= {"finish": [reply.finish for reply in replies], "versions": [reply.versions for reply in replies]}
         outcome = self._agree(outcome | {"lengths": [len(reply.ids) for reply in replies]})
@@ -114,7 +110,7 @@ class RemoteSampler:
             spans = tuple((version, start, end) for version, start, end in versions)
             trace = None
             if self.moe is not None and params.trace:
-                mine = experts[slot] if experts else None
+                mine = replies[slot].routing if replies else None
                 trace = share_trace(mine, len(prompts[index].ids) + length, self.moe, self.mesh)
             completions.append(
                 Completion(prompts[index].row, sample, tuple(drawn[span]), tuple(scored[span]), finish, trace, spans)
@@ -122,23 +118,28 @@ class RemoteSampler:
             first += length
         return completions
 
-    def _answer(self, fleet: Fleet, request: Request, oldest: int) -> Answer:
+    def _begin(self, requests: Sequence[Request]) -> "list[Future[Completion]]":
+        fleet, version = self.fleet, self.version
+        assert fleet is not None and version is not None, "the first rank, after a push"
+        return [fleet.threads.submit(self._complete, fleet, request, version) for request in fleet.together(requests)]
+
+    def _complete(self, fleet: Fleet, request: Request, oldest: int) -> Completion:
         reply = fleet.draw(request)
         self._check(reply, oldest)
         assert reply.finish is not None
-        return Answer(request.sample, tuple(reply.ids), tuple(reply.log_probs), reply.versions, reply.finish)
+        ids, log_probs, trace = tuple(reply.ids), tuple(reply.log_probs), None
+        if self.moe is not None and request.params.trace:
+            trace = read_trace(reply.routes, len(request.ids) + len(ids), self.moe)
+        return Completion(request.row, request.sample, ids, log_probs, reply.finish, trace, reply.versions)
 
-    def _draw(self, fleet: Fleet, prompts: Sequence[Prompt], params: SamplingParams) -> list[Reply]:
-        assert self.version is not None
+    def _draw(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Completion]:
         prepared = [self._request(prompt, params) for prompt in prompts]
         requests = [replace(request, sample=sample) for request in prepared for sample in range(params.samples)]
-        futures: list[Future[Reply]] = [fleet.submit(request) for request in fleet.together(requests)]
+        futures = self._begin(requests)
         try:
             tokens = 0
             for done, future in enumerate(as_completed(futures), 1):
-                reply = future.result()
-                tokens += len(reply.ids)
-                self._check(reply, self.version)
+                tokens += len(future.result().ids)
                 if self.watch is not None:
                     self.watch(done, len(futures), tokens)
         finally:
@@ -168,16 +169,6 @@ class RemoteSampler:
             )
         if max(reply.ids) >= self.vocab_size:
             raise MachineError(f"an engine drew the id {max(reply.ids)} of a vocabulary of {self.vocab_size}")
-
-    def _experts(self, prompts: Sequence[Prompt], params: SamplingParams, replies: Sequence[Reply]) -> list[Tensor]:
-        """Of each reply with its prompt, if traced."""
-        if self.moe is None or not params.trace:
-            return []
-        lengths = [len(prompt.ids) for prompt in prompts for _ in range(params.samples)]
-        return [
-            read_experts(reply.routes, length + len(reply.ids), self.moe)
-            for length, reply in zip(lengths, replies, strict=True)
-        ]
 
     def _agree(self, outcome: dict[str, Any]) -> dict[str, Any]:
         """The first rank's; its problem is raised on every rank. Collective."""

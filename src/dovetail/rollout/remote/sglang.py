@@ -1,14 +1,12 @@
 """SGLang's server, by the message classes of 0.5.10.post1; never run against a real one."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from dovetail.errors import ConfigError
+from dovetail.rollout.params import SamplingParams
 from dovetail.rollout.remote.http import Client, Deadline, EngineError
-from dovetail.rollout.remote.wire import FINISHES, NO_BIAS, STREAMED, Abilities, LogProbs, Part, Request
-
-if TYPE_CHECKING:
-    from dovetail.rollout.base import SamplingParams
+from dovetail.rollout.remote.wire import FINISHES, STREAMED, Abilities, LogProbs, Reply, Request
 
 GENERATE = "/generate"
 PUSH_PATHS = (
@@ -49,7 +47,7 @@ class Sglang:
 
     def generate(
         self, client: Client, server: Abilities, request: Request, received: Sequence[int], deadline: Deadline
-    ) -> Iterator[Part]:
+    ) -> Iterator[Reply]:
         drawn, spans = 0, list[tuple[int, int, int]]()
         for event in client.stream(GENERATE, generate_body(server, request, received), deadline):
             meta = event["meta_info"]
@@ -67,9 +65,9 @@ class Sglang:
             drawn += fresh
             versions = tuple(spans) if finish and sum(end - start for _, start, end in spans) == drawn else ()
             routes = meta.get("routed_experts") or ""
-            yield Part(ids, [entry[0] for entry in entries], FINISHES.get(finish), versions, routes)
+            yield Reply(ids, [entry[0] for entry in entries], FINISHES.get(finish), versions, routes)
 
-    def continues(self, params: "SamplingParams") -> bool:
+    def continues(self, params: SamplingParams) -> bool:
         """As of `Vllm`; its repetition penalty may count the tokens of a reply alone."""
         return not params.stop and not params.trace and params.repetition_penalty == 1
 
@@ -78,25 +76,14 @@ def generate_body(server: Abilities, request: Request, received: Sequence[int]) 
     params = request.params
     left = params.max_new_tokens - len(received)
     sampling = {
-        "n": 1,
-        "temperature": params.temperature,
-        "top_p": params.top_p,
+        **request.sampling,
         "top_k": params.top_k or -1,
-        "min_p": params.min_p,
-        "repetition_penalty": params.repetition_penalty,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
         "sampling_seed": request.seed(len(received)),
-        "stop": list(params.stop),
-        "stop_token_ids": list(params.stop_ids),
-        "ignore_eos": True,
         "no_stop_trim": True,
         "max_new_tokens": left,
         "min_new_tokens": 0,
         "stream_interval": STREAMED if server.incremental else max(STREAMED, -(-left // MOST_EVENTS)),
     }
-    if params.banned_ids:
-        sampling["logit_bias"] = {str(banned): NO_BIAS for banned in params.banned_ids}
     return {
         "input_ids": [*request.ids, *received],
         "sampling_params": sampling,

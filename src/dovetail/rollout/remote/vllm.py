@@ -1,14 +1,13 @@
-"""vLLM's server, as of 0.33.0."""
+"""vLLM's server, as of 0.33.0, and `dovetail serve`, which speaks its wire."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import replace
+from typing import Any, ClassVar
 
 from dovetail.errors import ConfigError, MachineError
+from dovetail.rollout.params import SamplingParams
 from dovetail.rollout.remote.http import Client, Deadline, EngineError
-from dovetail.rollout.remote.wire import FINISHES, NO_BIAS, STREAMED, Abilities, LogProbs, Part, Request, pushed_spans
-
-if TYPE_CHECKING:
-    from dovetail.rollout.base import SamplingParams
+from dovetail.rollout.remote.wire import FINISHES, STREAMED, Abilities, LogProbs, Reply, Request, pushed_spans
 
 GENERATE = "/inference/v1/generate"
 PUSH_PATHS = (
@@ -18,6 +17,7 @@ PUSH_PATHS = (
 MODES: Mapping[str, LogProbs] = {"raw_logprobs": "raw", "processed_logprobs": "processed"}
 STARTS: Mapping[LogProbs, str] = {kind: f"--logprobs-mode {mode}" for mode, kind in MODES.items()}
 DEV_MODE = "the environment variable VLLM_SERVER_DEV_MODE=1"
+TITLE = "dovetail serve"  # in its OpenAPI description
 TRANSFER = '--weight-transfer-config \'{"backend": "dovetail_nccl"}\' and the plugin dovetail-vllm'
 
 
@@ -64,7 +64,7 @@ class Vllm:
 
     def generate(
         self, client: Client, server: Abilities, request: Request, received: Sequence[int], deadline: Deadline
-    ) -> Iterator[Part]:
+    ) -> Iterator[Reply]:
         """Continue the prompt and the tokens received."""
         drawn, body = 0, generate_body(server, request, received)
         for event in client.stream(GENERATE, body, deadline):
@@ -79,37 +79,39 @@ class Vllm:
                     raise EngineError(client.url, GENERATE, None, f"the request ended with {finish!r}")
                 versions = pushed_spans(choice.get("weight_versions"), drawn, client.url) if finish else ()
                 routes = choice.get("routed_experts") or "" if request.params.trace else ""
-                yield Part(ids, [each["logprob"] for each in content], FINISHES.get(finish), versions, routes)
+                yield Reply(ids, [each["logprob"] for each in content], FINISHES.get(finish), versions, routes)
 
-    def continues(self, params: "SamplingParams") -> bool:
+    def continues(self, params: SamplingParams) -> bool:
         """Whether a reply can be continued: stop strings may have begun in it; routes come with the last token."""
         return not params.stop and not params.trace
 
 
+class Native(Vllm):
+    """`dovetail serve`: with the noise of the embedded sampler."""
+
+    starts: ClassVar[Mapping[LogProbs, str]] = {"tempered": TITLE}
+
+    def probe(self, client: Client, vocab_size: int | None) -> Abilities:
+        if client.get("/openapi.json").get("info", {}).get("title") != TITLE:
+            raise ConfigError(
+                f"engine {client.url} is not started by `{TITLE}`, which rollout.backend=native is for; set "
+                "rollout.backend=vllm or sglang"
+            )
+        return replace(super().probe(client, vocab_size), log_probs="tempered", keyed=True)
+
+
 def generate_body(server: Abilities, request: Request, received: Sequence[int]) -> dict[str, Any]:
-    """All sampling fields: others would come from generation_config.json."""
     params = request.params
     sampling = {
-        "n": 1,
-        "temperature": params.temperature,
-        "top_p": params.top_p,
+        **request.sampling,
         "top_k": params.top_k,
-        "min_p": params.min_p,
-        "repetition_penalty": params.repetition_penalty,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
         "seed": request.seed(len(received)),
-        "stop": list(params.stop),
-        "stop_token_ids": list(params.stop_ids),
-        "ignore_eos": True,  # it stops at stop_token_ids alone
         "max_tokens": params.max_new_tokens - len(received),
         "min_tokens": 0,
         "logprobs": 0,  # of the sampled token
         "detokenize": bool(params.stop),
         "stream_interval": STREAMED,
     }
-    if params.banned_ids:
-        sampling["logit_bias"] = {str(banned): NO_BIAS for banned in params.banned_ids}
     if server.keyed:
         sampling["extra_args"] = request.keys(len(received))
     if "stream_interval" not in server.fields:

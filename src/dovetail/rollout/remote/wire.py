@@ -2,17 +2,13 @@
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from dovetail.errors import ConfigError
+from dovetail.rollout.params import Finish, SamplingParams, Spans
 from dovetail.rollout.remote.http import EngineError
 
-if TYPE_CHECKING:  # imports torch
-    from dovetail.rollout.base import SamplingParams
-
-Spans = tuple[tuple[int, int, int], ...]  # (version of the weights, first token, behind the last)
-Finish = Literal["stop", "length"]
 LogProbs = Literal["processed", "tempered", "penalized", "raw"]
 FINISHES: Mapping[object, Finish] = {"stop": "stop", "length": "length"}
 STREAMED = 128  # tokens of an event; each costs Python time of the server and the trainer
@@ -27,10 +23,29 @@ class Request:
     ids: Sequence[int]
     row: int
     sample: int
-    params: "SamplingParams"
+    params: SamplingParams
     salt: str  # of the prefix cache
     images: Mapping[str, Any] | None = None  # vLLM's `features`
     batch: tuple[str, int, int] | None = None  # name, number of requests, own number
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """All fields that both servers have: others would come from generation_config.json."""
+        params = self.params
+        fields = {
+            "n": 1,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "min_p": params.min_p,
+            "repetition_penalty": params.repetition_penalty,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "stop": list(params.stop),
+            "stop_token_ids": list(params.stop_ids),
+            "ignore_eos": True,  # it stops at stop_token_ids alone
+        }
+        bans = {str(banned): NO_BIAS for banned in params.banned_ids}
+        return fields | ({"logit_bias": bans} if bans else {})
 
     def seed(self, received: int) -> int:
         """Depends on the tokens received: a server counts draws from its first one."""
@@ -44,14 +59,23 @@ class Request:
         return {"noise": [params.seed, params.step, self.row, self.sample], "drawn": received, "batch": batch}
 
 
-class Part(NamedTuple):
-    """Tokens of a stream. versions and routes, of all, come with the last."""
+@dataclass
+class Reply:
+    """Tokens received so far, or those of one event. versions and routes, of all, come with the last event."""
 
-    ids: Sequence[int]
-    log_probs: Sequence[float]
+    ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
     finish: Finish | None = None
     versions: Spans = ()  # empty: unknown
     routes: str = ""  # see routes.py
+
+    def keep(self, versions: Spans) -> None:
+        """Append spans, joined where the version is the same."""
+        for version, start, end in versions:
+            if self.versions and self.versions[-1][0] == version:
+                start, self.versions = self.versions[-1][1], self.versions[:-1]
+            if end > start:
+                self.versions = (*self.versions, (version, start, end))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,23 +95,11 @@ class Abilities:
     keyed: bool = False  # the embedded sampler
 
 
-@dataclass(frozen=True, kw_only=True)
-class Drawing:
-    """Sampling parameters that concern log-probs."""
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-
-
-def fitting_log_probs(drawing: Drawing) -> list[LogProbs]:
+def fitting_log_probs(params: SamplingParams) -> list[LogProbs]:
     """The kinds that equal those at the temperature, before cuts and penalties."""
-    plain, warm = drawing.repetition_penalty == 1, drawing.temperature not in (0, 1)
-    cut = drawing.temperature > 0 and (drawing.top_p < 1 or drawing.top_k > 0 or drawing.min_p > 0)
+    plain, warm = params.repetition_penalty == 1, params.temperature not in (0, 1)
     fits: dict[LogProbs, bool] = {
-        "processed": plain and not cut,
+        "processed": plain and not params.cuts,
         "tempered": plain,
         "penalized": plain and not warm,
         "raw": not warm,
@@ -95,13 +107,15 @@ def fitting_log_probs(drawing: Drawing) -> list[LogProbs]:
     return [kind for kind, fit in fits.items() if fit]
 
 
-def check_log_probs(url: str, server: Abilities, starts: Mapping[LogProbs, str], drawings: Sequence[Drawing]) -> None:
+def check_log_probs(
+    url: str, server: Abilities, starts: Mapping[LogProbs, str], asked: Sequence[SamplingParams]
+) -> None:
     """ConfigError if training needs another kind. starts: how to get a kind."""
-    kinds = [kind for kind in starts if all(kind in fitting_log_probs(drawing) for drawing in drawings)]
-    wrong = next((drawing for drawing in drawings if server.log_probs not in fitting_log_probs(drawing)), None)
+    kinds = [kind for kind in starts if all(kind in fitting_log_probs(params) for params in asked)]
+    wrong = next((params for params in asked if server.log_probs not in fitting_log_probs(params)), None)
     if wrong is None:
         return
-    usual = vars(Drawing())
+    usual = vars(SamplingParams())
     given = ", ".join(f"{name}={value:g}" for name, value in vars(wrong).items() if value != usual[name])
     remedy = f"start it with {starts[kinds[0]]}" if kinds else f"no start of it gives these, so change one of {given}"
     raise ConfigError(

@@ -1,0 +1,47 @@
+"""What is asked of samplers, and how samples end. Imports no torch."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from dovetail.bounds import MAX_NEW_TOKENS, MAX_SAMPLES, MAX_TEMPERATURE, MIN_TEMPERATURE
+from dovetail.errors import ConfigError
+
+Spans = tuple[tuple[int, int, int], ...]  # (version of the weights, first token, behind the last)
+Finish = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """Noise depends on (seed, step, row, sample, position)."""
+
+    samples: int = 1
+    max_new_tokens: int = 64
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0  # of inference servers, as stop
+    stop: tuple[str, ...] = ()
+    seed: int = 0
+    step: int = 0
+    stop_ids: tuple[int, ...] = ()
+    banned_ids: tuple[int, ...] = ()  # log-probs ignore them
+    trace: bool = False
+
+    def __post_init__(self) -> None:
+        heat = self.temperature == 0 or MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE
+        expected = {
+            "samples": (1 <= self.samples <= MAX_SAMPLES, f"1 to {MAX_SAMPLES:,}"),
+            "max_new_tokens": (1 <= self.max_new_tokens <= MAX_NEW_TOKENS, f"1 to {MAX_NEW_TOKENS:,}"),
+            "temperature": (heat, f"0 (the likeliest token), or {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}"),
+            "top_p": (0 < self.top_p <= 1, "above 0 and at most 1 (which cuts nothing)"),
+            "top_k": (self.top_k >= 0, "0 (which cuts nothing) or more"),
+            "min_p": (0 <= self.min_p <= 1, "0 (which cuts nothing) to 1"),
+        }
+        for name, (fits, range_) in expected.items():
+            if not fits:
+                raise ConfigError(f"sampling {name}={vars(self)[name]!r}: expected {range_}")
+
+    @property
+    def cuts(self) -> bool:
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
