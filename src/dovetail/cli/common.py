@@ -20,7 +20,7 @@ from rich.console import Console as RichConsole
 import dovetail
 from dovetail.cli.preflight import check_out
 from dovetail.data.encode import Tokenizer
-from dovetail.data.examples import Prompt, Scored
+from dovetail.data.examples import Prompt
 from dovetail.data.files import needs_text
 from dovetail.data.processor import Processor
 from dovetail.errors import ConfigError
@@ -171,7 +171,7 @@ class RowFile:
                 self.part.unlink(missing_ok=True)
 
 
-def fingerprint_of(args: argparse.Namespace, source: Pretrained, rows: Iterable[Scored | Prompt]) -> str:
+def fingerprint_of(args: argparse.Namespace, source: Pretrained, rows: Iterable[Prompt]) -> str:
     """Of flags, model and rows."""
     flags = {name: value for name, value in vars(args).items() if name != "out"}
     digest = hashlib.sha256(f"{dovetail.__version__} {sampled_fingerprint(source)} {sorted(flags.items())}".encode())

@@ -99,11 +99,30 @@ def lengths_of(batch: PackedBatch) -> Row:
 
 
 @dataclass(kw_only=True)
-class SupervisedTask(Task):
+class RowsTask(Task):
+    """Of rows that are evaluated as they are."""
+
+    rows: Seq[Any]
+    held_out: Seq[Any]
+    eval_sets: Mapping[str, Seq[Any]] = field(default_factory=dict)
+
+    def measure(self, name: str, rows: Seq[Any]) -> Row:
+        """Metrics of the set `name` ("": held_out)."""
+        raise NotImplementedError
+
+    def evaluate(self, step: int) -> Row:
+        row: Row = {}
+        for name, rows in {"": self.held_out, **self.eval_sets}.items():
+            if rows:
+                self.progress.phase("eval", step)
+                prefix = f"eval/{name}/" if name else "eval_"
+                row |= {f"{prefix}{metric}": value for metric, value in self.measure(name, rows).items()}
+        return row
+
+
+@dataclass(kw_only=True)
+class SupervisedTask(RowsTask):
     loss: LossFn
-    rows: Seq[Sequence]
-    held_out: Seq[Sequence]
-    eval_sets: Mapping[str, Seq[Sequence]] = field(default_factory=dict)
 
     def step(self, step: int, stopping: Callable[[], bool] = never) -> Row | None:
         self.progress.phase("update", step + 1)
@@ -113,16 +132,9 @@ class SupervisedTask(Task):
         work = {"update": (len(batch) * self.recipe.algorithm.epochs, len(chosen) * self.recipe.algorithm.epochs)}
         return {**update_metrics(reports), "tokens": len(batch), **lengths_of(batch), "work": work}
 
-    def evaluate(self, step: int) -> Row:
-        row: Row = {}
-        sets = {"eval_loss": self.held_out, **{f"eval/{name}/loss": rows for name, rows in self.eval_sets.items()}}
-        for name, rows in sets.items():
-            if rows:
-                self.progress.phase("eval", step)
-                batch = PackedBatch.pack(rows)
-                stats = self.policy.score(batch)
-                row[name] = -float(stats.logprob.sum()) / max(int(batch.mask.sum()), 1)
-        return row
+    def measure(self, name: str, rows: Seq[Sequence]) -> Row:
+        batch = PackedBatch.pack(rows)
+        return {"loss": -float(self.policy.score(batch).logprob.sum()) / max(int(batch.mask.sum()), 1)}
 
 
 def _added(before: Row, more: Row) -> Row:

@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
-from dovetail.checkpoint.async_saver import Saver
 from dovetail.checkpoint.retention import NONE, Retention, clear_debris, oldest_of_last, set_aside
 from dovetail.checkpoint.train_state import MODEL_ROLE
+from dovetail.checkpoint.writer import Saver
 from dovetail.device import peak_flops, peak_memory_gib, usage
 from dovetail.engine.base import Engine
 from dovetail.errors import CheckpointError, ConfigError
