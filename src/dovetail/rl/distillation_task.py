@@ -16,7 +16,7 @@ from dovetail.engine.teacher import Teacher, evaluate
 from dovetail.rl.distillation import DistillationLoss, SampledReverseKL
 from dovetail.rl.experience import Sample, pack_samples, score_old
 from dovetail.rl.step_metrics import Row, sample_metrics, update_metrics
-from dovetail.rl.tasks import RowsTask, inner_batches, lengths_of, never, weighted
+from dovetail.rl.tasks import RowsTask, inner_batches, lengths_of, weighted
 from dovetail.rollout.base import Prompt as SamplerPrompt, Sampler, SamplingParams
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class DistillationTask(RowsTask):
     def algorithm(self) -> "Distillation":
         return cast("Distillation", self.recipe.algorithm)
 
-    def step(self, step: int, stopping: Callable[[], bool] = never) -> Row | None:
+    def step(self, step: int, stopping: Callable[[], bool] = bool) -> Row | None:
         rows = [self.rows[i] for i in self.rows_of(step, len(self.rows))]
         self.samples, on_policy = [], self.is_on_policy(step)
         if on_policy:

@@ -15,7 +15,7 @@ from dovetail.data.examples import Preference
 from dovetail.engine.base import Engine, StepReport
 from dovetail.rl.preference_losses import last_tokens, nll_fields
 from dovetail.rl.step_metrics import Row, length_metrics, update_metrics
-from dovetail.rl.tasks import RowsTask, inner_batches, never
+from dovetail.rl.tasks import RowsTask, inner_batches
 
 Rows = Seq[Preference]
 
@@ -29,7 +29,7 @@ class PreferenceTask(RowsTask):
     reference: Engine | None = None
     precompute: bool = False
 
-    def step(self, step: int, stopping: Callable[[], bool] = never) -> Row | None:
+    def step(self, step: int, stopping: Callable[[], bool] = bool) -> Row | None:
         self._precompute(step)
         batch = self._scored([self.rows[i] for i in self.rows_of(step, len(self.rows))], step + 1)
         reports = []

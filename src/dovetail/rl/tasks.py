@@ -65,10 +65,6 @@ def weighted(batch: PackedBatch, recipe: "Recipe") -> PackedBatch:
     return batch.with_fields(**weight_fields(batch, algorithm.aggregation, longest))
 
 
-def never() -> bool:
-    return False
-
-
 @dataclass(kw_only=True)
 class Task:
     """first_row, parts: as `step_rows`."""
@@ -124,7 +120,7 @@ class RowsTask(Task):
 class SupervisedTask(RowsTask):
     loss: LossFn
 
-    def step(self, step: int, stopping: Callable[[], bool] = never) -> Row | None:
+    def step(self, step: int, stopping: Callable[[], bool] = bool) -> Row | None:
         self.progress.phase("update", step + 1)
         chosen = self.rows_of(step, len(self.rows))
         batch = weighted(PackedBatch.pack([self.rows[i] for i in chosen]), self.recipe)
@@ -179,7 +175,7 @@ class RLTask(Task):
             return own
         return correction.old == "recomputed"
 
-    def step(self, step: int, stopping: Callable[[], bool] = never) -> Row | None:
+    def step(self, step: int, stopping: Callable[[], bool] = bool) -> Row | None:
         self.progress.phase("push", step + 1)
         self.sampler.refill(self.policy.weights(self.sampler.dtype))
         if (found := self._rollout(step, stopping)) is None:
@@ -199,7 +195,7 @@ class RLTask(Task):
         update = self._update(batch, step) if batch.num_sequences else {}
         return {**row, **EMPTY_UPDATE, **update, **distances, "work": work}
 
-    def _rollout(self, step: int, stopping: Callable[[], bool] = never) -> tuple[list[Sample], Row] | None:
+    def _rollout(self, step: int, stopping: Callable[[], bool] = bool) -> tuple[list[Sample], Row] | None:
         """Samples to train on, and metrics. Resampling (DAPO) takes rows of steps after the run's last."""
         recipe, wanted = self.recipe, self.recipe.trainer.prompts_per_step
         algorithm = cast("AnyRL", recipe.algorithm)
