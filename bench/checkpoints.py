@@ -30,9 +30,9 @@ from bench.given import device as device_here, positive, run_main
 from bench.harness import RESULTS, Case, compare, surroundings
 from bench.models import one_rank, sequences, smollm2_pair
 from dovetail.batch.packed import PackedBatch
-from dovetail.checkpoint.async_saver import Saver
 from dovetail.checkpoint.reader import ShardedReader
 from dovetail.checkpoint.retention import Retention
+from dovetail.checkpoint.writer import Saver
 from dovetail.engine.native import Engine
 from dovetail.memory import wait_for
 from dovetail.weights.parallel_read import JOB_BYTES, READERS

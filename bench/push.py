@@ -27,7 +27,7 @@ from bench.engines import SHAPES, Session, add_options, random_engine, spec_of, 
 from bench.given import run_main
 from dovetail import Layout
 from dovetail.engine.native import Engine
-from dovetail.recipe.push import PushSection
+from dovetail.recipe.rollout import PushSection
 from dovetail.rollout.remote.checksums import ExpectedDigests
 from dovetail.rollout.remote.http import Client, EngineError
 from dovetail.rollout.remote.push import Pusher

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from dovetail.factory.server import make_server
+from dovetail.cli.serve import make_server
 from tests.commands.program import here, program, read_rows, write_recipe, write_rows
 
 CLOCKS = ("seconds", "per_second", "time", "memory", "mfu", "lag", "idle", "pool")
@@ -49,7 +49,7 @@ def result(run: Path) -> tuple[list[dict[str, Any]], list[list[dict[str, Any]]],
 
 
 def test_a_server_gives_the_bits_of_the_sampler_inside(recipe: Path, model: Path, tmp_path: Path) -> None:
-    server = make_server(str(model), torch.device("cpu"), torch.float32, ("127.0.0.1", 0), version="test")
+    server = make_server(str(model), torch.device("cpu"), torch.float32, ("127.0.0.1", 0))
 
     def own() -> None:
         with suppress(SystemExit):

@@ -6,9 +6,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dovetail.checkpoint.async_saver import Saver
 from dovetail.checkpoint.reader import ShardedReader
 from dovetail.checkpoint.retention import Retention, clear_debris, open_newest
+from dovetail.checkpoint.writer import Saver
 from dovetail.parallel.layout import Layout
 from dovetail.parallel.mesh import Mesh
 from dovetail.parallel.placement import Region, Slices

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from dovetail.checkpoint.async_saver import Saver
 from dovetail.checkpoint.retention import Retention
+from dovetail.checkpoint.writer import Saver
 from dovetail.engine.native import Engine
 from dovetail.factory.engine import EngineOptions, from_pretrained
 from dovetail.optim.optimizer import OptimSettings

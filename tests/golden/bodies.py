@@ -17,7 +17,7 @@ from dovetail.engine.native import Engine
 from dovetail.errors import UserError
 from dovetail.rl.reward_manager import FunctionReward
 from dovetail.rl.step_metrics import Row
-from dovetail.rl.tasks import RLTask, never
+from dovetail.rl.tasks import RLTask
 from dovetail.run.trainer import train
 from tests.golden.job import builder_of
 from tests.probe import parameters
@@ -47,7 +47,7 @@ class Watched:
         self.task, self.engines, self.trained = task, engines, list(engines.values())
         self.moved: dict[str, list[bool]] = {name: [] for name in engines}
 
-    def step(self, step: int, stopping: Callable[[], bool] = never) -> Row | None:
+    def step(self, step: int, stopping: Callable[[], bool] = bool) -> Row | None:
         before = {name: _flat(engine) for name, engine in self.engines.items()}
         row = self.task.step(step, stopping)
         for name, engine in self.engines.items():

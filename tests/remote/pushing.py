@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from dovetail.recipe.push import PushSection
+from dovetail.recipe.rollout import PushSection
 from dovetail.rollout.remote.http import Client
 from dovetail.rollout.remote.push import Pusher
 

@@ -24,7 +24,7 @@ import torch
 from dovetail.batch.packed import PackedBatch, Sequence as Row
 from dovetail.factory.engine import from_pretrained
 from dovetail.parallel.process_group import temporary_process_group
-from dovetail.recipe.push import PushSection
+from dovetail.recipe.rollout import PushSection
 from dovetail.rollout.remote.http import Client, EngineError
 from dovetail.rollout.remote.push import Pusher
 from dovetail.rollout.remote.transports import Bucket

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from dovetail.rl.step_metrics import EMPTY_UPDATE
-from dovetail.run.console import WIDTH, Console, curve
-from dovetail.run.rank_log import log_path, note_failure, rank_log
+from dovetail.run.console import WIDTH, Console, curve, log_path, note_failure, rank_log
 
 
 def test_a_rising_curve_rises() -> None:

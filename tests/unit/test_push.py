@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from dovetail.parallel.private_group import UNIQUE_ID, PrivateGroup
-from dovetail.recipe.push import PushSection
+from dovetail.recipe.rollout import PushSection
 from dovetail.rollout.remote.background import in_background
 from dovetail.rollout.remote.http import Client
 from dovetail.rollout.remote.push import Pusher

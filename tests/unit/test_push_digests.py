@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from dovetail.errors import ConfigError
-from dovetail.recipe.push import PushSection
+from dovetail.recipe.rollout import PushSection
 from dovetail.rollout.remote.checksums import EMPTY, ExpectedDigests
 from dovetail.rollout.remote.http import Client
 from dovetail.rollout.remote.push import Pusher

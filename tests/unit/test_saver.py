@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from dovetail.checkpoint.async_saver import Saver
 from dovetail.checkpoint.reader import ShardedReader
 from dovetail.checkpoint.retention import Retention, SavedStep, clear_debris, open_newest, saved_steps
+from dovetail.checkpoint.writer import Saver
 from dovetail.errors import CheckpointError, DataError
 from dovetail.parallel.mesh import Axis, Mesh
 from dovetail.rl.step_metrics import Row

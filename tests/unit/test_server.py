@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dovetail.errors import ConfigError
 from dovetail.parallel.mesh import Mesh
-from dovetail.recipe.push import PushSection
+from dovetail.recipe.rollout import PushSection
 from dovetail.rollout.base import Completion, Prompt, SamplingParams
 from dovetail.rollout.remote import push, transports
 from dovetail.rollout.remote.fleet import Fleet, Replica

@@ -14,7 +14,6 @@ from dovetail.parallel.mesh import Mesh
 from dovetail.recipe.schema import TrainerSection, make_recipe
 from dovetail.recipe.tracking import ProfileSection
 from dovetail.rl.step_metrics import Row
-from dovetail.rl.tasks import never
 from dovetail.run import trainer
 from dovetail.run.callbacks import Callbacks, TrainerCallback, TrainerState
 from dovetail.run.profiler import Profiler
@@ -53,7 +52,7 @@ class PretendedTask:
         self.trained: list[Engine] = []
         self.evaluated: list[int] = []
 
-    def step(self, step: int, stopping: Callable[[], bool] = never) -> Row:
+    def step(self, step: int, stopping: Callable[[], bool] = bool) -> Row:
         self.clock.now += self.seconds
         return {"tokens": 10, "loss": 0.0, "reward_mean": (step + 1) / 10}
 

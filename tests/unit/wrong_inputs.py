@@ -192,7 +192,7 @@ train: reference.path=none => none is not a directory
 train: reference.layout.tp=4 --layout dp=4 => reference.layout: layout tp=4: tp=4 does not fit this llama model
 train: reward.name=exactmatch => reward.name='exactmatch' is no built-in reward | did you mean 'exact_match'?
 train: reward.import=absent_module:f => No module named 'absent_module'; put absent_module.py into the directory of the recipe
-train: reward.import=rewards => import is 'rewards'; expected module:function
+train: reward.import=rewards => reward.import: 'rewards'; expected module:function
 train: reward.weight=heavy => reward.weight is 'heavy'
 train: run_dir=used => run_dir used is not empty; choose another run_dir
 train: run_dir=D.jsonl => run_dir D.jsonl is not empty

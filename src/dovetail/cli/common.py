@@ -5,7 +5,6 @@ import fcntl
 import hashlib
 import math
 import os
-import time
 import uuid
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,12 +14,10 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from rich.console import Console as RichConsole
-
 import dovetail
 from dovetail.cli.preflight import check_out
 from dovetail.data.encode import Tokenizer
-from dovetail.data.examples import Prompt, Scored
+from dovetail.data.examples import Prompt
 from dovetail.data.files import needs_text
 from dovetail.data.processor import Processor
 from dovetail.errors import ConfigError
@@ -32,7 +29,7 @@ from dovetail.parallel.consensus import agreed, of_first
 from dovetail.parallel.layout import Layout
 from dovetail.parallel.mesh import Mesh
 from dovetail.parallel.process_group import pick_device
-from dovetail.run.console import QUIET_SECONDS, bars
+from dovetail.run.console import Console
 from dovetail.run.state import sampled_fingerprint
 from dovetail.weights.hf_directory import Pretrained
 
@@ -71,14 +68,9 @@ class RowFile:
         self.given, self.path, self.mesh, self.job = path, Path(os.path.realpath(path)), mesh, job
         self.part = self._part(job or uuid.uuid4().hex)
         self._file: FileIO | None = None
-        self._written = self._not_finite = 0
-        console = RichConsole(stderr=True)
+        self._written = self._tokens = self._not_finite = 0
         self.total, self.is_shown = total, mesh["world"].rank == 0 and total > 0
-        self.is_live = self.is_shown and console.is_terminal
-        self._progress = bars(console, shown=self.is_live)
-        self._bar = self._progress.add_task("rows", total=total, rate="")
-        self._rates = (time.monotonic(), 0)  # start, tokens written
-        self._said = time.monotonic()
+        self._console = Console(speaks=self.is_shown, stderr=True)
 
     def _part(self, name: str) -> Path:
         return self.path.with_name(f"{self.path.name}.{name[:8]}.part")
@@ -92,7 +84,8 @@ class RowFile:
                 except OSError as error:
                     problem = f"{error.strerror}: {error.filename}"
                     raise ConfigError(f"--out {self.path} cannot be written: {problem}; give another path") from error
-        self._progress.start()
+        self._console.start()
+        self._console.phase("rows", 0, 0, 0)
         return self
 
     def _opened(self) -> FileIO:
@@ -120,7 +113,7 @@ class RowFile:
                 self._written = kept
                 if kept:
                     complain(f"dovetail: going on after {kept} rows of an earlier start, kept in {self.part}\n")
-        self._progress.update(self._bar, completed=kept)
+        self.advance(0, self.total, 0)
         kept, rows = of_first(kept, self.mesh), 0
         for part in parts:
             rows += len(part) * each
@@ -128,19 +121,8 @@ class RowFile:
                 yield part
 
     def advance(self, done: int, _: int, tokens: int) -> None:
-        self._show(self._written + done, tokens)
-
-    def _show(self, done: int, tokens: int = 0) -> None:
-        """A bar on a terminal, else a line a minute."""
-        now, (begun, before) = time.monotonic(), self._rates
-        if not self.is_shown or (not self.is_live and now - self._said < QUIET_SECONDS):
-            return
-        made = before + tokens
-        rate = f"{made / max(now - begun, 1e-9):,.0f} tokens/s" if made else ""
-        self._progress.update(self._bar, completed=done, rate=rate)
-        if not self.is_live:
-            self._said = now
-            complain(f"dovetail: {done} of {self.total} rows{', ' * bool(rate)}{rate}\n")
+        """After those that are written."""
+        self._console.phase("rows", self._written + done, self.total, self._tokens + tokens)
 
     def write(self, rows: Iterable[Mapping[str, Any]]) -> None:
         with agreed(self.mesh, self.path):
@@ -149,8 +131,8 @@ class RowFile:
                     write_whole(self._file, json_line(row).encode(errors=ODD_LETTERS))
                     self._written += 1
                     self._not_finite += not _is_finite(row)
-                    self._rates = (self._rates[0], self._rates[1] + len(row.get("token_ids", ())))
-                self._show(self._written)
+                    self._tokens += len(row.get("token_ids", ()))
+                self.advance(0, self.total, 0)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
@@ -161,7 +143,7 @@ class RowFile:
                         tell(f"wrote {self._written} rows to {self.given}\n" if self.job else "")
                     self._file.close()
         finally:
-            self._progress.stop()
+            self._console.stop()
             if self._not_finite:
                 rows = f"{self._not_finite} of {self._written} rows of {self.path} hold numbers that are not finite"
                 complain(f"dovetail: {rows}, written as null; check the weights, or try --dtype float32\n")
@@ -171,7 +153,7 @@ class RowFile:
                 self.part.unlink(missing_ok=True)
 
 
-def fingerprint_of(args: argparse.Namespace, source: Pretrained, rows: Iterable[Scored | Prompt]) -> str:
+def fingerprint_of(args: argparse.Namespace, source: Pretrained, rows: Iterable[Prompt]) -> str:
     """Of flags, model and rows."""
     flags = {name: value for name, value in vars(args).items() if name != "out"}
     digest = hashlib.sha256(f"{dovetail.__version__} {sampled_fingerprint(source)} {sorted(flags.items())}".encode())

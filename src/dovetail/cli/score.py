@@ -8,7 +8,7 @@ import torch
 
 from dovetail.batch.packed import PackedBatch, Sequence
 from dovetail.cli.common import RowFile, fingerprint_of, mesh_of, open_inputs, portions, say
-from dovetail.data.examples import Limits, Scored, load_score
+from dovetail.data.examples import Limits, Prompt, load_score
 from dovetail.engine.native import Engine
 from dovetail.factory.engine import EngineOptions, make_engine
 from dovetail.launch.progress import Progress
@@ -43,12 +43,12 @@ def run(args: argparse.Namespace, progress: Progress) -> None:
             out.write((_values if args.head == "value" else _stats)(engine, batch, part))
 
 
-def _stats(engine: Engine, batch: PackedBatch, rows: Seq[Scored]) -> Iterator[dict[str, Any]]:
+def _stats(engine: Engine, batch: PackedBatch, rows: Seq[Prompt]) -> Iterator[dict[str, Any]]:
     stats = engine.score(batch)
     columns = zip(rows, stats.logprob.split(batch.lengths), stats.entropy.split(batch.lengths), strict=True)
     return ({"id": row.id, "log_probs": p[:-1].tolist(), "entropy": h[:-1].tolist()} for row, p, h in columns)
 
 
-def _values(engine: Engine, batch: PackedBatch, rows: Seq[Scored]) -> Iterator[dict[str, Any]]:
+def _values(engine: Engine, batch: PackedBatch, rows: Seq[Prompt]) -> Iterator[dict[str, Any]]:
     columns = zip(rows, engine.values(batch).split(batch.lengths), strict=True)
     return ({"id": row.id, "values": v.tolist()} for row, v in columns)

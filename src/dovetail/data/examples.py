@@ -40,13 +40,6 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class Scored:
-    id: Any
-    ids: tuple[int, ...]
-    media: Media | None = None
-
-
-@dataclass(frozen=True)
 class Preference:
     """Sequences of prompt and completion: a pair, or a single good or bad one."""
 
@@ -154,18 +147,18 @@ def load_preferences(
     return _load(source, example, limits, encode)
 
 
-def load_score(source: Rows, tokenizer: Tokenizer | None, limits: Limits, **reading: Unpack[Reading]) -> list[Scored]:
+def load_score(source: Rows, tokenizer: Tokenizer | None, limits: Limits, **reading: Unpack[Reading]) -> list[Prompt]:
     """Rows {"input_ids"}, or {"prompt", "completion"}, scored without an EOS."""
     encode = _encoder(tokenizer, reading)
 
-    def example(index: int | str, row: JsonRow) -> Scored:
+    def example(index: int | str, row: JsonRow) -> Prompt:
         if row.gives("input_ids", instead_of="prompt"):
             ids, media = encode.input_ids(row)
         else:
             row.require("prompt", "completion")
             sequence = encode.pair(row, "completion", ends=False)
             ids, media = list(sequence.ids), sequence.media
-        return Scored(row.id(index), tuple(ids), media)
+        return Prompt(id=row.id(index), ids=tuple(ids), media=media)
 
     return _load(source, example, limits, encode)
 

@@ -17,8 +17,7 @@ from dovetail.rollout.remote.wire import RETURNS_ROUTES, check_log_probs, fittin
 from dovetail.weights.config_file import pinned
 
 if TYPE_CHECKING:
-    from dovetail.recipe.push import PushSection
-    from dovetail.recipe.rollout import RolloutSection
+    from dovetail.recipe.rollout import PushSection, RolloutSection
     from dovetail.recipe.schema import Recipe
 
 WIRES: Mapping[str, Wire] = {"vllm": Vllm(), "sglang": Sglang(), "native": Native()}

@@ -3,8 +3,9 @@
 import importlib
 import inspect
 import traceback
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from functools import partial, update_wrapper
 from pathlib import Path
 from typing import Any
@@ -46,16 +47,21 @@ def policy_loss(algorithm: PolicyGradient, folder: Path, given: Collection[str] 
 
 def preference_loss(algorithm: AnyPreference) -> LossFn:
     if isinstance(algorithm, DPO):
-        return DPOLoss(kind=algorithm.loss, beta=algorithm.beta, label_smoothing=algorithm.label_smoothing)
+        return DPOLoss(kind=algorithm.loss, **same_keys(algorithm, DPOLoss))
     if isinstance(algorithm, KTO):
-        weights = {"desirable_weight": algorithm.desirable_weight, "undesirable_weight": algorithm.undesirable_weight}
-        return KTOLoss(beta=algorithm.beta, **weights)
+        return KTOLoss(**same_keys(algorithm, KTOLoss))
     if isinstance(algorithm, CPO | SimPO):
         margin = {"gamma": algorithm.simpo_gamma} if isinstance(algorithm, SimPO) else {}
-        return CPOLoss(kind=algorithm.loss, beta=algorithm.beta, label_smoothing=algorithm.label_smoothing, **margin)
+        return CPOLoss(kind=algorithm.loss, **same_keys(algorithm, CPOLoss), **margin)
     if isinstance(algorithm, ORPO):
         return ORPOLoss(beta=algorithm.beta)
     return RewardLoss(center=algorithm.center_rewards_coefficient)
+
+
+def same_keys(section: Iterable[tuple[str, Any]], settings: type) -> dict[str, Any]:
+    """Values whose keys are fields of `settings`."""
+    names = {field.name for field in fields(settings)}
+    return {name: value for name, value in section if name in names}
 
 
 def fields_of(recipe: Recipe, algorithm: PolicyGradient) -> list[str]:

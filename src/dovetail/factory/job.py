@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -14,10 +14,10 @@ from dovetail.engine.native import Engine
 from dovetail.engine.teacher import Teacher
 from dovetail.errors import ConfigError
 from dovetail.factory.engine import compile_kernels, make_engine
-from dovetail.factory.functions import advantage, fields_of, policy_loss, preference_loss, sft_loss
+from dovetail.factory.functions import advantage, fields_of, policy_loss, preference_loss, same_keys, sft_loss
 from dovetail.factory.layouts import Backend, check_positions
 from dovetail.factory.notes import notes
-from dovetail.factory.parts import Engines, RunParts, reads_answer, same_keys
+from dovetail.factory.parts import Engines, RunParts, reads_answer
 from dovetail.factory.remote import check_prompts, check_sent, make_remote_sampler, make_stream
 from dovetail.factory.rewards import make_rewards
 from dovetail.factory.sampler import backend_layout, make_sampler
@@ -55,8 +55,8 @@ class Job:
     run: RunDirectory
     contents: Contents
     rewards: RewardManager | None
+    at_close: ExitStack
     notes: Sequence[str] = ()
-    metrics: ExitStack = field(default_factory=ExitStack)  # processes of own metrics
     stream: StreamSampler | None = None  # of an asynchronous run
 
     def start(self) -> None:
@@ -73,10 +73,7 @@ class Job:
         compile_kernels(self.contents.engines.values())
 
     def close(self) -> None:
-        self.run.close()
-        self.metrics.close()
-        if self.rewards is not None:
-            self.rewards.close()
+        self.at_close.close()
 
 
 class Builder(RunParts):
@@ -87,9 +84,8 @@ class Builder(RunParts):
     def _job(self, damaged: Mapping[str, str]) -> Job:
         recipe, rewards = self.recipe, None
         run = RunDirectory(recipe, self.mesh, self.resume, self.stop_signal, self.progress)
-        with ExitStack() as on_failure:
-            on_failure.callback(run.close)
-            on_failure.callback(self.metrics.close)
+        with ExitStack() as self.at_close:
+            self.at_close.callback(run.close)
             self.say = None if self.dry_run else run.say
             if run.lead and not self.dry_run:
                 self.progress.listener = run.console.phase
@@ -109,17 +105,17 @@ class Builder(RunParts):
             else:
                 run_dir = Path(recipe.run_dir)
                 rewards = make_rewards(recipe.reward, self.mesh, self.recipe_folder, run_dir, self._reward_model)
-                on_failure.callback(rewards.close)
+                self.at_close.callback(rewards.close)
                 task, rows, engines = self._rl(recipe.algorithm, run, rewards)
             if self.resumed is not None:
                 self.resumed.reader.verify_checksums(self.mesh, training=True)
             run.console.plan(self.recipe.trainer.steps)
             contents = Contents(engines=engines, sides=engines[POLICY].origin.sides, model=model, data=rows)
             run.check_space(contents)
-            on_failure.pop_all()
+            at_close = self.at_close.pop_all()
         done = 0 if self.resumed is None else self.resumed.state.step
         lines = notes(self.recipe, self.source.config, self.lengths, self.notes, done)
-        return Job(self.recipe, task, run, contents, rewards, lines, self.metrics, self.stream)
+        return Job(self.recipe, task, run, contents, rewards, at_close, lines, self.stream)
 
     def _sft(self, algorithm: SFT, first_row: int) -> tuple[Task, str, Engines]:
         with agreed(self.mesh):
@@ -196,7 +192,7 @@ class Builder(RunParts):
         if not rollout.inside:
             say = self.say or self.notes.append
             remote = make_remote_sampler(self.source, recipe, mesh, self.dtype, self.replicas, say, self.processor)
-            self.metrics.callback(remote.close)
+            self.at_close.callback(remote.close)
             sampler: AnySampler = remote
         else:
             options = SamplerOptions(max_num_seqs=rollout.max_num_seqs)
@@ -219,7 +215,7 @@ class Builder(RunParts):
     ) -> StreamSampler:
         inputs = [self.first_weights, rows]
         stream = make_stream(sampling["sampler"], self.recipe, run, sampling["sampling"], prompts, self.parts, inputs)
-        self.metrics.callback(stream.close)
+        self.at_close.callback(stream.close)
         run.after_save = stream.saved
         sampling |= {"sampler": stream, "sampler_metrics": lambda: stream.counts}
         return stream

@@ -2,9 +2,9 @@
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -21,7 +21,7 @@ from dovetail.engine.nonfinite import StepWatch
 from dovetail.errors import ConfigError, LayoutError
 from dovetail.factory.engine import EngineOptions, make_engine, make_mesh
 from dovetail.factory.engines import connect
-from dovetail.factory.functions import imported
+from dovetail.factory.functions import imported, same_keys
 from dovetail.factory.layouts import check_layout
 from dovetail.factory.notes import check_experts, rows_line
 from dovetail.factory.rewards import own_metrics
@@ -86,7 +86,7 @@ class RunParts:
         self.first_weights = ""  # fingerprint
         self.notes: list[str] = [*recipe.notes]
         self.meshes: dict[Layout, Mesh] = {}
-        self.metrics = ExitStack()  # processes of own metrics
+        self.at_close = ExitStack()
         self.mesh = self._mesh(recipe.layout)
         self.dtype = getattr(torch, recipe.model.dtype)
         with agreed(self.mesh):
@@ -107,7 +107,7 @@ class RunParts:
     def _eval_sets(self, prompts: Mapping[str, Sequence[Prompt]], say: Callable[[str], None]) -> list[EvalSet]:
         recipe, sets = self.recipe, list[EvalSet]()
         named = list(dict.fromkeys(metric for each in recipe.eval.sets for metric in each.metrics))
-        own = own_metrics(named, self.mesh, self.recipe_folder, recipe.reward.timeout_seconds, say, self.metrics)
+        own = own_metrics(named, self.mesh, self.recipe_folder, recipe.reward.timeout_seconds, say, self.at_close)
         for each in recipe.eval.sets:
             keys = {**same_keys(each, EvalSet), "metrics": each.metrics or default_metrics(each.samples)}
             sets.append(EvalSet(**keys, prompts=prompts[each.name], own=own))
@@ -238,12 +238,6 @@ def optim_settings(recipe: Recipe, folder: Path, lr: float, role: str) -> OptimS
         total_steps=max(1, recipe.trainer.steps - waits) * updates,
         decay_steps=None if optim.decay_steps is None else optim.decay_steps * updates,
     )
-
-
-def same_keys(section: Iterable[tuple[str, Any]], settings: type) -> dict[str, Any]:
-    """Values whose keys are fields of `settings`."""
-    names = {field.name for field in fields(settings)}
-    return {name: value for name, value in section if name in names}
 
 
 def load_parts(

@@ -3,11 +3,11 @@
 Not threads: a compiler may hold Python's lock for too long.
 """
 
+import asyncio
 import contextlib
 import json
 import os
 import secrets
-import selectors
 import signal
 import socket
 import subprocess
@@ -26,7 +26,7 @@ GONE_SECONDS = 20.0  # after a process ended: its job may be ending
 LOST_SECONDS = 1.0  # until all hosts know that a process ended
 KILL_SECONDS = 3.0
 KEY = "dovetail/hosts"  # in the store
-MAX_LINE = 1 << 12
+MAX_LINE, MOST_WAITING = 1 << 12, 4096  # characters; connections that are not accepted yet
 
 
 class Store(Protocol):
@@ -44,7 +44,7 @@ class HostWatch:
         if rank == 0:
             dual = socket.has_dualstack_ipv6()
             family = socket.AF_INET6 if dual else socket.AF_INET
-            with socket.create_server(("", 0), family=family, backlog=4096, dualstack_ipv6=dual) as listener:
+            with socket.create_server(("", 0), family=family, backlog=MOST_WAITING, dualstack_ipv6=dual) as listener:
                 hub = {"address": _own_address(master), "port": listener.getsockname()[1], "host": setup["host"]}
                 hub["token"] = secrets.token_hex(16)
                 store.set(KEY, json.dumps(hub))
@@ -126,133 +126,100 @@ class Heartbeats:
         return "; ".join(parts)
 
 
-class _Peer:
-    """rank -1: before its hello."""
-
-    def __init__(self, connection: socket.socket, rank: int = -1, host: str = "") -> None:
-        connection.setblocking(False)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.connection, self.rank, self.host = connection, rank, host
-        self._rest = b""
-
-    def lines(self) -> list[str] | None:
-        """None: the connection has ended."""
-        try:
-            data = self.connection.recv(MAX_LINE)
-        except BlockingIOError:
-            return []
-        except OSError:
-            return None
-        *whole, self._rest = (self._rest + data).split(b"\n")
-        return [line.decode(errors="replace") for line in whole] if data and len(self._rest) < MAX_LINE else None
-
-
 class _Monitor:
+    """peers: connections by rank, after their hello."""
+
     def __init__(self, setup: Mapping[str, Any]) -> None:
-        self.setup = setup
-        self.heartbeats = Heartbeats(setup["limit"], setup["gone"])
-        self.peers: list[_Peer] = []
-        self.selector = selectors.DefaultSelector()
-        self.selector.register(0, selectors.EVENT_READ)
-        self.listener = None
-        if "hub" in setup:
-            self._join(setup["hub"])
-        else:
-            self.listener = socket.socket(fileno=setup["listener"])
-            self.selector.register(self.listener, selectors.EVENT_READ)
+        self.setup, self.heartbeats = setup, Heartbeats(setup["limit"], setup["gone"])
+        self.peers: dict[int, asyncio.StreamWriter] = {}
 
-    def run(self) -> str:
+    async def run(self) -> str:
         """Why the rank must end; "": it has ended by itself."""
-        due, reason = time.monotonic(), ""
-        while not reason:
-            for key, _ in self.selector.select(max(due - time.monotonic(), 0.0)):
-                if key.fileobj == 0:
-                    if os.read(0, MAX_LINE):  # it ends well
-                        self._send("bye")
-                    return ""
-                if key.data is not None:
-                    reason = reason or self._receive(key.data)
-                elif self.listener is not None:
-                    with contextlib.suppress(OSError):
-                        self._add(_Peer(self.listener.accept()[0]))
-            if not reason and time.monotonic() >= due:
-                if os.getppid() != self.setup["parent"]:
-                    return ""
-                due = time.monotonic() + self.setup["beat"]
-                reason = self._beat()
-        self._send(f"end {reason}")
+        loop = asyncio.get_running_loop()
+        self.end: asyncio.Future[str] = loop.create_future()
+        loop.add_reader(0, self._leave)
+        if "hub" in self.setup:
+            self.joining = asyncio.create_task(self._join(self.setup["hub"]))
+        else:
+            listener = socket.socket(fileno=self.setup["listener"])
+            await asyncio.start_server(self._welcome, sock=listener, limit=MAX_LINE, backlog=MOST_WAITING)
+        done, _ = await asyncio.wait([self.end, asyncio.create_task(self._beat())], return_when="FIRST_COMPLETED")
+        reason = done.pop().result()
+        if reason:
+            self._send(f"end {reason}")
         return reason
 
-    def _beat(self) -> str:
+    def _leave(self) -> None:
+        if os.read(0, MAX_LINE):  # the rank ends well
+            self._send("bye")
+        self._stop("")
+
+    def _stop(self, reason: str) -> None:
+        if not self.end.done():
+            self.end.set_result(reason)
+
+    async def _beat(self) -> str:
         parent, launcher = self.setup["parent"], self.setup["launcher"]
-        if system.kernel_state(parent) not in STOPPED_STATES:
-            self._send("beat")
-        reason = self.heartbeats.verdict(time.monotonic())
-        if not reason and launcher is not None and system.parent_of(parent) not in (launcher, None):
-            reason = f"host {self.setup['host']} (rank {self.setup['rank']}): its launcher, process {launcher}, ended"
-        return reason
+        while os.getppid() == parent:
+            if system.kernel_state(parent) not in STOPPED_STATES:
+                self._send("beat")
+            if reason := self.heartbeats.verdict(time.monotonic()):
+                return reason
+            if launcher is not None and system.parent_of(parent) not in (launcher, None):
+                return f"host {self.setup['host']} (rank {self.setup['rank']}): its launcher, process {launcher}, ended"
+            await asyncio.sleep(self.setup["beat"])
+        return ""
 
-    def _join(self, hub: Mapping[str, Any]) -> None:
+    async def _join(self, hub: Mapping[str, Any]) -> None:
         rank, deadline, problem = self.setup["rank"], time.monotonic() + self.setup["limit"], ""
-        while time.monotonic() < deadline and os.getppid() == self.setup["parent"]:
+        while time.monotonic() < deadline:
             try:
-                connection = socket.create_connection((hub["address"], hub["port"]), timeout=self.setup["limit"])
+                connecting = asyncio.open_connection(hub["address"], hub["port"], limit=MAX_LINE)
+                reader, writer = await asyncio.wait_for(connecting, self.setup["limit"])
             except OSError as error:
                 problem = f"{hub['address']}, port {hub['port']} ({error})"
-                time.sleep(1.0)
+                await asyncio.sleep(1.0)
                 continue
-            self._add(_Peer(connection, 0, hub["host"]))
-            self.heartbeats.note(0, hub["host"], time.monotonic())
-            self._send(f"hello {hub['token']} {rank} {self.setup['host']}")
+            writer.write(f"hello {hub['token']} {rank} {self.setup['host']}\n".encode())
+            await self._follow(reader, writer, 0, hub["host"])
+            writer.close()
             return
         tell(f"warn rank {rank} cannot reach {problem}: the loss of a host will be noticed late\n")
 
-    def _receive(self, peer: _Peer) -> str:
-        lines, now = peer.lines(), time.monotonic()
-        if lines is None:
-            self.heartbeats.end(peer.rank, now)
-            self._drop(peer)
-            if peer.rank >= 0:
-                lost = f"lost host {peer.host} (rank {peer.rank}): the process ended"
-                tell(f"{lost}\n")
-                if self.listener is not None:
-                    self._send(lost)
-            return ""
-        for line in lines:
-            word, _, text = line.partition(" ")
-            if word == "bye" or (peer.rank < 0 and not self._greets(peer, line)):
-                self.heartbeats.last.pop(peer.rank, None)
-                self._drop(peer)
-                return ""
-            if word == "end":
-                return text
-            if word == "lost":
-                tell(f"{line}\n")
-            self.heartbeats.note(peer.rank, peer.host, now)
-        return ""
-
-    def _greets(self, peer: _Peer, line: str) -> bool:
+    async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Anybody on the network can connect."""
-        words, token = line.split(" ", 3), self.setup["token"]
-        if len(words) != 4 or words[0] != "hello" or not secrets.compare_digest(words[1].encode(), token.encode()):
-            return False
-        peer.rank, peer.host = int(words[2]), words[3]
-        return True
+        with contextlib.suppress(OSError, ValueError, asyncio.CancelledError):  # Python 3.11 reports a cancelled one
+            line = (await reader.readline()).decode(errors="replace").rstrip("\n")
+            hello, token, rank, host = line.split(" ", 3)
+            if hello == "hello" and secrets.compare_digest(token.encode(), self.setup["token"].encode()):
+                await self._follow(reader, writer, int(rank), host)
+        writer.close()
 
-    def _add(self, peer: _Peer) -> None:
-        self.peers.append(peer)
-        self.selector.register(peer.connection, selectors.EVENT_READ, peer)
-
-    def _drop(self, peer: _Peer) -> None:
-        self.selector.unregister(peer.connection)
-        peer.connection.close()
-        self.peers.remove(peer)
+    async def _follow(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, rank: int, host: str) -> None:
+        """A peer until it leaves or its connection ends."""
+        self.peers[rank], word = writer, "hello"
+        with contextlib.suppress(OSError, ValueError):  # ValueError: a line longer than MAX_LINE
+            while word not in ("bye", ""):
+                self.heartbeats.note(rank, host, time.monotonic())
+                line = (await reader.readline()).decode(errors="replace").rstrip("\n")
+                word, _, text = line.partition(" ")
+                if word == "end":
+                    self._stop(text)
+                elif word == "lost":
+                    tell(f"{line}\n")
+        del self.peers[rank]
+        if word == "bye":
+            del self.heartbeats.last[rank]
+            return
+        self.heartbeats.end(rank, time.monotonic())
+        lost = f"lost host {host} (rank {rank}): the process ended"
+        tell(f"{lost}\n")
+        if "listener" in self.setup:
+            self._send(lost)
 
     def _send(self, line: str) -> None:
-        for peer in self.peers:
-            if peer.rank >= 0:
-                with contextlib.suppress(OSError):
-                    peer.connection.send(f"{line}\n".encode())
+        for writer in self.peers.values():
+            writer.write(f"{line}\n".encode())
 
 
 def main() -> None:
@@ -261,10 +228,10 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):  # for the rank: it may have a checkpoint to write
         signal.signal(number, signal.SIG_IGN)
     line = b""
-    while not line.endswith(b"\n"):  # `select` would not see buffered bytes
+    while not line.endswith(b"\n"):  # the rest stays in the pipe
         line += os.read(0, 1) or sys.exit()
     setup = json.loads(line)
-    if reason := _Monitor(setup).run():
+    if reason := asyncio.run(_Monitor(setup).run()):
         tell(f"end {reason}\n")
         time.sleep(KILL_SECONDS)
         if os.getppid() == setup["parent"]:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 import pydantic
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from dovetail.errors import quoted
+from dovetail.recipe.functions import FunctionName
 from dovetail.recipe.types import Options, OwnLayout, PathText, Section, key
 
 KINDS = ("name", "import", "judge", "model")
@@ -58,7 +58,7 @@ class RewardPart(Section):
     """What a completion is worth."""
 
     name: str | None = key(None, "a built-in reward; exact_match where nothing else is given")
-    function: str | None = Field(None, alias="import", description="a function of yours: module:function")
+    function: FunctionName | None = Field(None, alias="import", description="a function of yours: module:function")
     judge: JudgeSection | None = key(None, "a language model behind an OpenAI-compatible address")
     model: RewardModelSection | None = key(None, "a reward model")
     options: Options = key({}, "keyword arguments for the reward")
@@ -76,9 +76,6 @@ class RewardPart(Section):
         kinds = [kind for kind in KINDS if given.get(kind) is not None]
         if len(kinds) > 1:
             raise ValueError(f"give {' or '.join(kinds)}, not both (drop the other with reward.{kinds[0]}=null)")
-        function = given.get("import")
-        if function is not None and not (isinstance(function, str) and all(function.partition(":")[::2])):
-            raise ValueError(f"import is {quoted(function)}; expected module:function")
         given = dict(given) if kinds or given.get("function") is not None else {**given, "name": "exact_match"}
         if kinds in (["judge"], ["model"]) and "timeout_seconds" not in given:
             given["timeout_seconds"] = JUDGE_SECONDS

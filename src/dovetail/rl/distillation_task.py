@@ -2,7 +2,7 @@
 
 import random
 import zlib
-from collections.abc import Callable, Mapping, Sequence as Seq
+from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -16,7 +16,7 @@ from dovetail.engine.teacher import Teacher, evaluate
 from dovetail.rl.distillation import DistillationLoss, SampledReverseKL
 from dovetail.rl.experience import Sample, pack_samples, score_old
 from dovetail.rl.step_metrics import Row, sample_metrics, update_metrics
-from dovetail.rl.tasks import Task, inner_batches, lengths_of, never, weighted
+from dovetail.rl.tasks import RowsTask, inner_batches, lengths_of, weighted
 from dovetail.rollout.base import Prompt as SamplerPrompt, Sampler, SamplingParams
 
 if TYPE_CHECKING:
@@ -26,22 +26,19 @@ Rows = Seq[Sequence | Prompt]
 
 
 @dataclass(kw_only=True)
-class DistillationTask(Task):
+class DistillationTask(RowsTask):
     """teacher: of sampled_reverse_kl an engine that scores. sampler: if lmbda > 0."""
 
     teacher: Teacher | Engine
-    rows: Rows
-    held_out: Rows
     sampler: Sampler | None = None
     sampling: SamplingParams = field(default_factory=SamplingParams)
     decode: Callable[[Seq[int]], str] = str
-    eval_sets: Mapping[str, Rows] = field(default_factory=dict)
 
     @property
     def algorithm(self) -> "Distillation":
         return cast("Distillation", self.recipe.algorithm)
 
-    def step(self, step: int, stopping: Callable[[], bool] = never) -> Row | None:
+    def step(self, step: int, stopping: Callable[[], bool] = bool) -> Row | None:
         rows = [self.rows[i] for i in self.rows_of(step, len(self.rows))]
         self.samples, on_policy = [], self.is_on_policy(step)
         if on_policy:
@@ -65,21 +62,14 @@ class DistillationTask(Task):
         row = {"tokens": len(batch), "on_policy": float(on_policy), **lengths, "work": work}
         return {**update_metrics(reports), **row}
 
-    def evaluate(self, step: int) -> Row:
+    def measure(self, name: str, rows: Rows) -> Row:
         """The loss and its metrics; with lmbda 1 on samples, of the same noise at every step."""
-        row: Row = {}
-        for name, rows in {"": self.held_out, **self.eval_sets}.items():
-            if not rows:
-                continue
-            self.progress.phase("eval", step)
-            given: Seq[Sequence | Prompt | Sample] = rows
-            if self.algorithm.lmbda == 1:
-                seed = zlib.crc32(f"{self.sampling.seed}/eval/{name}".encode())
-                given = self._sampled(rows, replace(self.sampling, samples=1, seed=seed), "eval")
-            report = evaluate(self.policy, *self._taught(self._packed(given)))
-            prefix = f"eval/{name}/" if name else "eval_"
-            row |= {f"{prefix}{metric}": value for metric, value in {"loss": report.loss, **report.metrics}.items()}
-        return row
+        given: Seq[Sequence | Prompt | Sample] = rows
+        if self.algorithm.lmbda == 1:
+            seed = zlib.crc32(f"{self.sampling.seed}/eval/{name}".encode())
+            given = self._sampled(rows, replace(self.sampling, samples=1, seed=seed), "eval")
+        report = evaluate(self.policy, *self._taught(self._packed(given)))
+        return {"loss": report.loss, **report.metrics}
 
     def is_on_policy(self, step: int) -> bool:
         return random.Random(f"{self.recipe.trainer.seed}/{step}/on_policy").random() < self.algorithm.lmbda

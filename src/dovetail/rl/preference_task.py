@@ -2,8 +2,8 @@
 
 import math
 from array import array
-from collections.abc import Callable, Mapping, Sequence as Seq
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence as Seq
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,24 +16,21 @@ from dovetail.engine.base import StepReport
 from dovetail.engine.native import Engine
 from dovetail.rl.preference_losses import last_tokens, nll_fields
 from dovetail.rl.step_metrics import Row, length_metrics, update_metrics
-from dovetail.rl.tasks import Task, inner_batches, never
+from dovetail.rl.tasks import RowsTask, inner_batches
 
 Rows = Seq[Preference]
 
 
 @dataclass(kw_only=True)
-class PreferenceTask(Task):
+class PreferenceTask(RowsTask):
     """reference: of dpo and kto. precompute: score with it once, then drop it. longest: tokens of a sequence."""
 
     loss: LossFn
-    rows: Rows
-    held_out: Rows
     longest: int
     reference: Engine | None = None
     precompute: bool = False
-    eval_sets: Mapping[str, Rows] = field(default_factory=dict)
 
-    def step(self, step: int, stopping: Callable[[], bool] = never) -> Row | None:
+    def step(self, step: int, stopping: Callable[[], bool] = bool) -> Row | None:
         self._precompute(step)
         batch = self._scored([self.rows[i] for i in self.rows_of(step, len(self.rows))], step + 1)
         reports = []
@@ -51,19 +48,15 @@ class PreferenceTask(Task):
 
     def evaluate(self, step: int) -> Row:
         self._precompute(step)
-        row: Row = {}
-        sets = {"eval_": self.held_out, **{f"eval/{name}/": rows for name, rows in self.eval_sets.items()}}
-        for prefix, rows in sets.items():
-            if rows:
-                self.progress.phase("eval", step)
-                batch = self._complete(self._scored(rows))
-                counted = batch.compact(batch.mask.nonzero().flatten())
-                with torch.no_grad():
-                    total, count, sums = self.loss(self._stats(batch), counted)
-                metrics = {name: float(s.total) / float(s.count) for name, s in sums.items() if float(s.count)}
-                metrics = with_margins({"loss": float(total) / float(count), **metrics})
-                row |= {f"{prefix}{name}": value for name, value in metrics.items()}
-        return row
+        return super().evaluate(step)
+
+    def measure(self, name: str, rows: Rows) -> Row:
+        batch = self._complete(self._scored(rows))
+        counted = batch.compact(batch.mask.nonzero().flatten())
+        with torch.no_grad():
+            total, count, sums = self.loss(self._stats(batch), counted)
+        metrics = {name: float(s.total) / float(s.count) for name, s in sums.items() if float(s.count)}
+        return with_margins({"loss": float(total) / float(count), **metrics})
 
     def _precompute(self, step: int) -> None:
         if self.reference is None or not self.precompute:

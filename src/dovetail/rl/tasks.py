@@ -65,10 +65,6 @@ def weighted(batch: PackedBatch, recipe: "Recipe") -> PackedBatch:
     return batch.with_fields(**weight_fields(batch, algorithm.aggregation, longest))
 
 
-def never() -> bool:
-    return False
-
-
 @dataclass(kw_only=True)
 class Task:
     """first_row, parts: as `step_rows`."""
@@ -99,13 +95,32 @@ def lengths_of(batch: PackedBatch) -> Row:
 
 
 @dataclass(kw_only=True)
-class SupervisedTask(Task):
-    loss: LossFn
-    rows: Seq[Sequence]
-    held_out: Seq[Sequence]
-    eval_sets: Mapping[str, Seq[Sequence]] = field(default_factory=dict)
+class RowsTask(Task):
+    """Of rows that are evaluated as they are."""
 
-    def step(self, step: int, stopping: Callable[[], bool] = never) -> Row | None:
+    rows: Seq[Any]
+    held_out: Seq[Any]
+    eval_sets: Mapping[str, Seq[Any]] = field(default_factory=dict)
+
+    def measure(self, name: str, rows: Seq[Any]) -> Row:
+        """Metrics of the set `name` ("": held_out)."""
+        raise NotImplementedError
+
+    def evaluate(self, step: int) -> Row:
+        row: Row = {}
+        for name, rows in {"": self.held_out, **self.eval_sets}.items():
+            if rows:
+                self.progress.phase("eval", step)
+                prefix = f"eval/{name}/" if name else "eval_"
+                row |= {f"{prefix}{metric}": value for metric, value in self.measure(name, rows).items()}
+        return row
+
+
+@dataclass(kw_only=True)
+class SupervisedTask(RowsTask):
+    loss: LossFn
+
+    def step(self, step: int, stopping: Callable[[], bool] = bool) -> Row | None:
         self.progress.phase("update", step + 1)
         chosen = self.rows_of(step, len(self.rows))
         batch = weighted(PackedBatch.pack([self.rows[i] for i in chosen]), self.recipe)
@@ -113,16 +128,9 @@ class SupervisedTask(Task):
         work = {"update": (len(batch) * self.recipe.algorithm.epochs, len(chosen) * self.recipe.algorithm.epochs)}
         return {**update_metrics(reports), "tokens": len(batch), **lengths_of(batch), "work": work}
 
-    def evaluate(self, step: int) -> Row:
-        row: Row = {}
-        sets = {"eval_loss": self.held_out, **{f"eval/{name}/loss": rows for name, rows in self.eval_sets.items()}}
-        for name, rows in sets.items():
-            if rows:
-                self.progress.phase("eval", step)
-                batch = PackedBatch.pack(rows)
-                stats = self.policy.score(batch)
-                row[name] = -float(stats.logprob.sum()) / max(int(batch.mask.sum()), 1)
-        return row
+    def measure(self, name: str, rows: Seq[Sequence]) -> Row:
+        batch = PackedBatch.pack(rows)
+        return {"loss": -float(self.policy.score(batch).logprob.sum()) / max(int(batch.mask.sum()), 1)}
 
 
 def _added(before: Row, more: Row) -> Row:
@@ -167,7 +175,7 @@ class RLTask(Task):
             return own
         return correction.old == "recomputed"
 
-    def step(self, step: int, stopping: Callable[[], bool] = never) -> Row | None:
+    def step(self, step: int, stopping: Callable[[], bool] = bool) -> Row | None:
         self.progress.phase("push", step + 1)
         self.sampler.refill(self.policy.weights(self.sampler.dtype))
         if (found := self._rollout(step, stopping)) is None:
@@ -187,7 +195,7 @@ class RLTask(Task):
         update = self._update(batch, step) if batch.num_sequences else {}
         return {**row, **EMPTY_UPDATE, **update, **distances, "work": work}
 
-    def _rollout(self, step: int, stopping: Callable[[], bool] = never) -> tuple[list[Sample], Row] | None:
+    def _rollout(self, step: int, stopping: Callable[[], bool] = bool) -> tuple[list[Sample], Row] | None:
         """Samples to train on, and metrics. Resampling (DAPO) takes rows of steps after the run's last."""
         recipe, wanted = self.recipe, self.recipe.trainer.prompts_per_step
         algorithm = cast("AnyRL", recipe.algorithm)

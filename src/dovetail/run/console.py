@@ -1,12 +1,18 @@
-"""Terminal output of a run."""
+"""Terminal output of a run, and logs/rank-N.log of its directory."""
 
+import io
 import math
+import os
+import socket
+import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, TextIO, cast
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -23,14 +29,9 @@ SHOWN = (  # key of a row, its label, its format
     ("lr", "lr", ".2e"), ("tokens_per_second", "tok/s", ",.0f"), ("step_seconds", "s", ".1f"),
     ("trainer_idle", "idle", ".0%"),
 )  # fmt: skip
+LOGS = "logs"
 QUIET_SECONDS = 60.0  # between lines on a phase, without a terminal
 UPDATED = ("loss", "grad_norm", "lr", "entropy_mean", "kl_mean", "tokens_per_second")
-
-
-def bars(console: RichConsole, *, shown: bool) -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    rate = TextColumn("{task.fields[rate]}")
-    return Progress(*columns, rate, console=console, transient=True, disable=not shown)
 
 
 class _Steady(RichConsole):
@@ -39,13 +40,15 @@ class _Steady(RichConsole):
 
 
 class Console:
-    """Silent except on rank 0."""
+    """Silent except on rank 0. steps: of a run; 0: of another command."""
 
-    def __init__(self, *, speaks: bool, steps: int) -> None:
-        self._console = _Steady(quiet=not speaks, highlight=False, soft_wrap=True)
+    def __init__(self, *, speaks: bool, steps: int = 0, stderr: bool = False) -> None:
+        self._console = _Steady(quiet=not speaks, highlight=False, soft_wrap=True, stderr=stderr)
         self.is_live = speaks and self._console.is_terminal
-        self._progress = bars(self._console, shown=self.is_live)
-        self._bar = self._progress.add_task("training", total=steps, rate="")
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        rate = TextColumn("{task.fields[rate]}")
+        self._progress = Progress(*columns, rate, console=self._console, transient=True, disable=not self.is_live)
+        self._bar = self._progress.add_task("training", total=steps, rate="", visible=steps > 0)
         self._phase_bar = self._progress.add_task("", total=None, rate="", visible=False)
         self._phase: tuple[str, float] = ("", 0.0)  # and when it began
         self._steps, self.start, self.stop = steps, self._progress.start, self._progress.stop
@@ -128,3 +131,53 @@ def curve(values: Sequence[float], height: int = 6) -> str:
         label = f"{high:8.3f}" if row == height - 1 else f"{low:8.3f}" if row == 0 else " " * 8
         lines.append(f"{label} |" + "".join(BARS[max(0, min(8, level - 8 * row))] for level in levels))
     return "\n".join(lines)
+
+
+def log_path(run: Path, rank: int) -> Path:
+    return run / LOGS / f"rank-{rank}.log"
+
+
+@contextmanager
+def rank_log(path: Path, ranks: str, *, quiet: bool) -> Iterator[None]:
+    """Copies stderr to a file. quiet: stdout and stderr go only there."""
+    with ExitStack() as stack:
+        with suppress(OSError):  # a run goes on without it
+            path.parent.mkdir(parents=True, exist_ok=True)
+            log = stack.enter_context(path.open("a", buffering=1, encoding="utf-8", errors=ODD_LETTERS))
+            begun = datetime.now(UTC).isoformat(timespec="seconds")
+            log.write(f"{begun}: {ranks} on {socket.gethostname()}, pid {os.getpid()}\n")
+            output = cast("TextIO", _Output(log) if quiet else _Output(sys.stderr, log))
+            stack.enter_context(redirect_stderr(output))
+            if quiet:
+                stack.enter_context(redirect_stdout(output))
+        yield
+
+
+def note_failure(path: Path, error: BaseException | None) -> None:
+    if isinstance(error, Exception):
+        with suppress(OSError), path.open("a", encoding="utf-8", errors=ODD_LETTERS) as log:
+            traceback.print_exception(error, file=log)
+
+
+class _Output(io.TextIOBase):
+    """Writes to all streams; ignores full disks and closed pipes."""
+
+    def __init__(self, *streams: TextIO) -> None:
+        self.streams = streams
+
+    def write(self, text: str) -> int:
+        for stream in self.streams:
+            with suppress(OSError):
+                stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        for stream in self.streams:
+            with suppress(OSError):
+                stream.flush()
+
+    def fileno(self) -> int:
+        return self.streams[0].fileno()
+
+    def isatty(self) -> bool:
+        return self.streams[0].isatty()

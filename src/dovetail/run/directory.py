@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
-from dovetail.checkpoint.async_saver import Saver
 from dovetail.checkpoint.retention import NONE, Retention, clear_debris, oldest_of_last, set_aside
 from dovetail.checkpoint.train_state import MODEL_ROLE
+from dovetail.checkpoint.writer import Saver
 from dovetail.device import peak_flops, peak_memory_gib, usage
 from dovetail.engine.native import Engine
 from dovetail.errors import CheckpointError, ConfigError
@@ -33,14 +33,13 @@ from dovetail.parallel.consensus import agreed, of_all, of_first
 from dovetail.parallel.mesh import Mesh
 from dovetail.recipe.schema import Recipe
 from dovetail.run.callbacks import Callbacks, TrainerState
-from dovetail.run.console import Console, curve
+from dovetail.run.console import Console, curve, log_path, note_failure, rank_log
 from dovetail.run.learning import EQUAL, LearningNotes
 from dovetail.run.lock import RunLock, refuse_unshared
 from dovetail.run.loggers import RunFacts, check_loggers
 from dovetail.run.metrics import METRICS, Metrics, Records, write_samples
 from dovetail.run.paths import CHECKPOINTS, CONFIG, EVENTS, HF, check_run_dir, is_run
 from dovetail.run.profiler import Profiler
-from dovetail.run.rank_log import log_path, note_failure, rank_log
 from dovetail.run.resume import Resumed, find
 from dovetail.run.state import RunState, random_state, restore_random_state
 from dovetail.run.trainer import Outcome, Row, evaluation_of

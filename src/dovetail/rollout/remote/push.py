@@ -19,7 +19,7 @@ from dovetail.rollout.remote.push_vllm import VllmReplica
 from dovetail.rollout.remote.transports import Entry, Transport, fill, make_transport
 
 if TYPE_CHECKING:
-    from dovetail.recipe.push import PushSection
+    from dovetail.recipe.rollout import PushSection
 
 Replica = VllmReplica | SglangReplica
 GRACE = 10.0  # seconds for a thread that has a deadline of its own

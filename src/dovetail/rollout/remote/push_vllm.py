@@ -14,7 +14,7 @@ from dovetail.rollout.remote.http import Client, EngineError
 from dovetail.rollout.remote.transports import Bucket, Entry, Transport
 
 if TYPE_CHECKING:
-    from dovetail.recipe.push import PushSection
+    from dovetail.recipe.rollout import PushSection
 
 ONE_BROADCAST = 1 << 62  # bytes
 SETTLE = 2.0  # seconds for the other side of a failed transfer to say why
