@@ -46,7 +46,7 @@ CHATS: tuple[list[dict[str, Any]], ...] = (
 
 @pytest.fixture(scope="module")
 def renderer() -> Iterator[Renderer]:
-    with Renderer(seconds=SECONDS, memory=1 << 28) as one:
+    with Renderer(seconds=SECONDS, memory=1 << 27) as one:
         yield one
 
 
