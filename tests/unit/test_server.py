@@ -15,10 +15,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from dovetail.cli import serve
+from dovetail.cli.main import run_command
 from dovetail.errors import ConfigError
 from dovetail.parallel.mesh import Mesh
 from dovetail.recipe.rollout import PushSection
 from dovetail.rollout.base import Completion, Prompt, SamplingParams
+from dovetail.rollout.native import NativeSampler
 from dovetail.rollout.remote import push, transports
 from dovetail.rollout.remote.fleet import Fleet, Replica
 from dovetail.rollout.remote.http import Client, EngineError
@@ -269,6 +272,26 @@ def test_a_batch_that_does_not_get_whole_begins_all_the_same(monkeypatch: pytest
             "a request that is sent again begins at once"
         )
         fleet.close()
+
+
+def test_its_share_of_a_gpus_memory_arrives_and_is_enough(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[tuple[float, bool]] = []
+
+    def entries(_: NativeSampler, share: float = 0.5, *, of_all: bool = False) -> int:
+        asked.append((share, of_all))
+        return 127  # one page and a part of another
+
+    def make(*_: object, utilization: float, **__: object) -> None:
+        SamplerServer(sampler_of(MODEL, page_size=64), utilization=utilization)
+
+    monkeypatch.setattr(NativeSampler, "max_entries", entries)
+    monkeypatch.setattr(serve, "make_server", make)
+    assert run_command(["serve", "model", "--device", "cpu", "--gpu-memory-utilization", "0.35"]) == 2
+    assert asked == [(0.35, True)]
+    said = "has 1 pages of 64 tokens, expected 2 or more; raise --gpu-memory-utilization"
+    assert said in " ".join(capsys.readouterr().err.split())
 
 
 def test_what_the_server_refuses() -> None:

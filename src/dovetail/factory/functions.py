@@ -67,14 +67,13 @@ def same_keys(section: Iterable[tuple[str, Any]], settings: type) -> dict[str, A
 def fields_of(recipe: Recipe, algorithm: PolicyGradient) -> list[str]:
     """Fields of a step's batch before advantages."""
     recomputed = algorithm.needs_old_logprobs or recipe.rollout.router_replay == "trainer"
+    weighed = recipe.correction is not None and recipe.correction.old == "recomputed" and not recipe.weighs_in_update
     has = {
         "rollout_logprob": True,
         "temperature": recipe.rollout.temperature != 1.0,
         "old_logprob": recomputed or (recipe.correction is not None and not recipe.weighs_in_update),
         "lag": not recipe.rollout.inside,
-        "rollout_weight": recipe.correction is not None
-        and recipe.correction.old == "recomputed"
-        and not recipe.weighs_in_update,
+        "rollout_weight": weighed,
         "reference_logprob": algorithm.wants_reference or recipe.reference.path is not None,
         "old_value": isinstance(algorithm, PPO),
     }

@@ -136,8 +136,8 @@ class Recipe(Section):
         samples = self.rollout.samples_per_prompt
         baseline = isinstance(self.algorithm, ReinforcePlusPlus) and self.algorithm.group_baseline
         if (isinstance(self.algorithm, GRPO | RLOO) or baseline) and samples < 2:
-            name = f"{self.algorithm.name} compares a prompt's samples with each other"
-            raise ValueError(f"rollout.samples_per_prompt is {samples}; {name}, so give 2 or more")
+            why = f"{self.algorithm.name} compares a prompt's samples with each other"
+            raise ValueError(f"rollout.samples_per_prompt is {samples}; {why}, so give 2 or more")
         longest = self.rollout.max_new_tokens
         buffer = self.algorithm.overlong_buffer if isinstance(self.algorithm, PolicyGradient) else 0
         if buffer > longest:

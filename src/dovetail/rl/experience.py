@@ -25,9 +25,8 @@ if TYPE_CHECKING:
 
 
 OwnAdvantage = Callable[[Tensor, Tensor, PackedBatch], Any]  # of rewards [S] and groups [S]; returns [S] or [T]
-Replay = Literal[
-    "none", "trainer", "rollout"
-]  # routes of the update: new, of the scoring pass (R2), of the sampler (R3)
+# Routes of the update: new ones, those of the scoring pass (R2), those of the sampler (R3).
+Replay = Literal["none", "trainer", "rollout"]
 
 
 @dataclass(frozen=True)

@@ -155,8 +155,8 @@ class NativeSampler:
         held = torch.cuda.memory_allocated(device)
         free, total = torch.cuda.mem_get_info(device)
         free += torch.cuda.memory_reserved(device) - held
-        bytes_ = min(share * total - held, MOST_OF_FREE * free) if of_all else share * free
-        least = int(stack_over(torch.tensor([bytes_], device=device), self.mesh["tp"]).min())
+        room = min(share * total - held, MOST_OF_FREE * free) if of_all else share * free
+        least = int(stack_over(torch.tensor([int(room)], device=device), self.mesh["tp"]).min())
         return max(0, least) // (math.prod(cache_shape(self.spec, self.mesh, 1, 1)) * self.dtype.itemsize)
 
 
@@ -165,9 +165,8 @@ class Refilling:
 
     def __init__(self, sampler: NativeSampler) -> None:
         sampler.filled, self._sampler = False, sampler
-        self._shards: dict[str, list[tuple[Tensor, tuple[slice, ...]]]] = defaultdict(
-            list
-        )  # our views, with their slices
+        # Our views, with their slices.
+        self._shards: dict[str, list[tuple[Tensor, tuple[slice, ...]]]] = defaultdict(list)
         self._shapes: dict[str, tuple[int, ...]] = {}  # of all ranks', which refuse alike
         for param in checkpoint_params(sampler.model, sampler.mesh):
             self._shapes |= checkpoint_shapes(param.name, param.placement, param.shape)

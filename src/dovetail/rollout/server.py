@@ -82,9 +82,12 @@ class SamplerServer:
         """max_length: of the model. utilization: share of a GPU's memory, for weights, keys and values."""
         self.sampler, self.options = sampler, sampler.options
         pages, size = sampler.max_entries(utilization, of_all=True) // self.options.page_size, self.options.page_size
+        longest = (pages - 1) * size  # a prompt that several samples share may take a page more
+        if longest < 1:
+            room = f"{pages} pages of {size} tokens, expected 2 or more"
+            raise ConfigError(f"the memory for keys and values has {room}; raise --gpu-memory-utilization")
         self.cache = PagedCache(sampler.spec, sampler.mesh, sampler.dtype, pages + 1, size)
         self.pool = PagePool(pages)
-        longest = (pages - 1) * size  # a prompt that several samples share may take a page more
         self.max_length = longest if max_length is None else min(longest, max_length)
         self.version, self.paused = FIRST_VERSION, False
         self.receiver = Receiver(sampler.mesh.device)
