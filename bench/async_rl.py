@@ -1,9 +1,9 @@
 """Asynchronous against synchronous GRPO on two GPUs, through `dovetail train`: -m bench.async_rl sync engine lag=2 --vllm SITE
 
 sync: the embedded sampler, both GPUs train and sample. engine: a server on the second GPU, in turns with the trainer on the
-first. lag=N: both at once, with trainer.max_lag=N. SITE: where vLLM was unpacked (its env.sh is read). With --engine native
-the server is `dovetail serve`, else vLLM. Random weights; a response
-ends where one of many ids is drawn, so that lengths are geometric: of 256 the longest has about six times the mean.
+first. lag=N: both at once, with trainer.max_lag=N. load: the server's speed alone, which the others measure, too. SITE: where
+vLLM was unpacked (its env.sh is read). With --engine native the server is `dovetail serve`, else vLLM. Random weights; a
+response ends where one of many ids is drawn, so that lengths are geometric: of 256 the longest has about six times the mean.
 """
 
 import argparse
@@ -34,11 +34,13 @@ from bench.push import PLUGIN, started
 from dovetail import Layout
 from dovetail.arch.registry import spec_from_config
 from dovetail.rollout.remote.http import Client
+from dovetail.rollout.remote.vllm import GENERATE
+from dovetail.rollout.remote.wire import STREAMED
 from dovetail.rollout.simulator import Setup, Simulation
 
 PROMPT, ROWS = 128, 512
-CONCURRENT = (1, 8, 64, 128, 256)  # requests, at which decoding is measured for the simulator
-SHORT, LONG = 32, 416  # new tokens of two such measurements, whose difference has no prefill and no capture of graphs
+CONCURRENT = (1, 8, 64, 128, 256)  # requests, at which an engine's speed is measured for the simulator
+SETTLE, MEASURE, SILENCE = 3.0, 5.0, 60.0  # seconds
 REWARD = """import zlib
 
 
@@ -50,7 +52,7 @@ def reward(completions, **_):
 def main() -> int:
     """One row a mode."""
     parser = argparse.ArgumentParser(prog="python -m bench.async_rl", description=__doc__)
-    parser.add_argument("modes", nargs="+", metavar="MODE", help="sync, engine, or lag=N")
+    parser.add_argument("modes", nargs="+", metavar="MODE", help="sync, load, engine, or lag=N")
     parser.add_argument("--shape", choices=list(SHAPES), default="1.5b")
     parser.add_argument("--engine", choices=["vllm", "native"], default="vllm")
     parser.add_argument("--vllm", type=Path, help="where install.sh unpacked vLLM")
@@ -72,13 +74,18 @@ def main() -> int:
     rates = {mode: train(mode, session, []) for mode in modes[0]}
     if modes[1]:
         with server(session) as client:
-            decode, prefill = decoding(client)
-            session.keep({"mode": "decode", "tokens_per_second": decode, "prefill_tokens_per_second": prefill})
-            session.say(f"decode: {','.join(f'{n}:{rate:.0f}' for n, rate in decode.items())}; prefill {prefill:.0f}")
+            rising, speeds = 0.0, dict[int, float]()
+            load(client, max(CONCURRENT), given.mean)  # compiles kernels
+            for n in CONCURRENT:
+                speeds[n] = rising = max(rising, load(client, n, given.mean))
+            session.keep({"mode": "load", "tokens_per_second": speeds})
+            session.say(f"load: {', '.join(f'{n}: {speed:.0f}' for n, speed in speeds.items())} tokens/s")
             for mode in modes[1]:
+                if mode == "load":
+                    continue
                 keys = [f"rollout.backend={given.engine}", f"rollout.engines={client.url}"]
                 rates[mode] = train(mode, session, keys)
-                simulate(mode, session, list(decode.items()), prefill)
+                simulate(mode, session, list(speeds.items()))
     slow = max((rate for mode, rate in rates.items() if not mode.startswith("lag")), default=float("nan"))
     for mode, rate in rates.items():
         session.say(f"{mode}: {rate:.0f} tokens/s, {rate / slow:.2f} x the fastest synchronous")
@@ -175,7 +182,7 @@ class Recorded(Simulation):
         return list(self.lengths[group]) if group < len(self.lengths) else super().group_lengths(group)
 
 
-def simulate(mode: str, session: Session, decode: Sequence[tuple[int, float]], prefill: float) -> None:
+def simulate(mode: str, session: Session, decode: Sequence[tuple[int, float]]) -> None:
     """What the simulator says of the run of `mode`, given its lengths, its trainer's speed and the engine's."""
     given, row = session.given, session.rows[-1]
     steps, found = row["steps"], row["mean"]
@@ -189,7 +196,6 @@ def simulate(mode: str, session: Session, decode: Sequence[tuple[int, float]], p
         engines=1,
         max_running=given.running,
         decode=decode,
-        prefill_tokens_per_second=prefill,
         train_tokens_per_second=trained,
         step_ms=1000 * found["seconds/reward"],
         push_ms=1000 * found["seconds/push"],
@@ -211,33 +217,30 @@ def simulate(mode: str, session: Session, decode: Sequence[tuple[int, float]], p
                 f"{outcome.tokens_per_second / real:.2f} x; idle {100 * outcome.trainer_idle:.0f} %")  # fmt: skip
 
 
-def decoding(client: Client) -> tuple[dict[int, float], float]:
-    """Tokens a second of so many requests together, and of prompts."""
-    rates, prefill = dict[int, float](), 0.0
-    for requests in CONCURRENT:
-        waiting(client, requests, SHORT)  # captures graphs
-        short, long = (min(waiting(client, requests, new) for _ in range(2)) for new in (SHORT, LONG))
-        rates[requests] = requests * (LONG - SHORT) / (long - short)
-        prefill = requests * PROMPT / max(1e-3, short - SHORT * requests / rates[requests])
-    return rates, prefill
-
-
-def waiting(client: Client, requests: int, new: int) -> float:
-    """Seconds of that many requests together."""
-
-    def run() -> None:
-        sampling = {"max_tokens": new, "ignore_eos": True, "temperature": 1.0, "detokenize": False, "logprobs": 0}
-        ids = [random.randrange(1000) for _ in range(PROMPT)]  # no prompt is in a cache
-        body: dict[str, Any] = {"token_ids": ids, "model": "policy", "sampling_params": sampling, "stream": False}
-        client.post("/inference/v1/generate", body, timeout=300.0)
-
-    threads = [threading.Thread(target=run, daemon=True) for _ in range(requests)]
+def load(client: Client, requests: int, average: int) -> float:
+    """Tokens a second of that many requests at once; where one ends, another joins. Lengths are as in the runs."""
     begun = time.monotonic()
+    first, last, tokens = begun + SETTLE, begun + SETTLE + MEASURE, [0] * requests
+
+    def run(index: int) -> None:
+        draw = random.Random(index)
+        while time.monotonic() < last:
+            new = min(10 * average, 1 + int(draw.expovariate(1 / average)))
+            sampling = {"max_tokens": new, "ignore_eos": True, "temperature": 1.0, "detokenize": False, "logprobs": 0}
+            body: dict[str, Any] = {"token_ids": [draw.randrange(1000) for _ in range(PROMPT)], "model": "policy"}
+            body |= {"sampling_params": {**sampling, "stream_interval": STREAMED}, "stream": True}
+            for event in client.stream(GENERATE, body, lambda: time.monotonic() + SILENCE):
+                if time.monotonic() > last:
+                    return
+                if time.monotonic() > first:
+                    tokens[index] += len(event["choices"][0]["token_ids"])
+
+    threads = [threading.Thread(target=run, args=(index,), daemon=True) for index in range(requests)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return time.monotonic() - begun
+    return sum(tokens) / MEASURE
 
 
 @contextlib.contextmanager
@@ -268,7 +271,6 @@ def vllm_line(session: Session, port: int) -> str:
     words += ["--served-model-name", "policy", "--skip-tokenizer-init", "--dtype", "bfloat16", "--enable-scale-out"]
     words += ["--max-model-len", PROMPT + 10 * given.mean + 8, "--max-num-seqs", 512, "--gpu-memory-utilization", 0.8]
     words += ["--weight-transfer-config", json.dumps({"backend": "dovetail_nccl"}), "--host", "127.0.0.1"]
-    words += ["--compilation-config", json.dumps({"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"})]
     paths = ":".join(str(path.resolve()) for path in (folder / "site", PLUGIN, *([given.vllm] if given.vllm else [])))
     source = f". {shlex.quote(str(given.vllm.resolve() / 'env.sh'))}; " if given.vllm else ""
     settings = f"export PYTHONPATH={paths}:$PYTHONPATH VLLM_SERVER_DEV_MODE=1 HF_HUB_OFFLINE=1"

@@ -28,6 +28,7 @@ GRADCHECK = 1e-6  # finite differences in float64
 RESHARDED_FP32 = 1e-6  # float32: losses and norms after a change of layout against none, relative
 STEP_BF16 = 2**-7  # bfloat16: a training step's loss (over 1 + it) and gradient norm against float32's
 ENGINE_LOGPROB = 1e-4  # float32: log-probs of vLLM against ours on the same tokens, mean of the absolute differences
+ENGINE_LOGPROB_BF16 = 0.011  # the same in bfloat16
 BUBBLE = 0.1  # the time of a pipeline's step beyond the simulated one, as a share of it
 
 SMALL_SHARE = 0.01  # a tensor's error is measured against at least this share of the largest tensor

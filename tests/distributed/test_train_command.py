@@ -58,9 +58,9 @@ def test_sft(inputs: Path, layout: str, tmp_path: Path) -> None:
 def test_rl(inputs: Path, name: str, layout: str, tmp_path: Path) -> None:
     alone = run(1, play, rl_recipe(inputs, name, tmp_path / "one"))[0]
     given = rl_recipe(inputs, name, tmp_path / "cut")
-    _, run_dir = train(given, inputs, "--layout", layout, "--device", "cpu", "trainer.save_every=2")
+    _, run_dir = train(given, inputs, "--layout", layout, "--device", "cpu", "trainer.save_every=1")
     assert_same_rl(read(run_dir), alone)
-    assert sorted(p.name for p in (run_dir / "checkpoints").glob("step_??????")) == ["step_000002", "step_000003"]
+    assert sorted(p.name for p in (run_dir / "checkpoints").glob("step_??????")) == ["step_000001", "step_000002"]
     written = yaml.safe_load((run_dir / "config.yaml").read_text())["layout"]
     assert ",".join(f"{axis}={written[axis]}" for axis in ("tp", "pp", "cp", "dp") if written[axis] != 1) == layout
     model = AutoModelForCausalLM.from_pretrained(run_dir / "hf", dtype=torch.float32)

@@ -80,6 +80,7 @@ def test_a_rank_that_fails_second_ends_with_an_error_and_in_silence(fails: str, 
 def test_a_lost_host_is_named_and_ends_the_job(rank: int, number: str, told: str, tmp_path: Path) -> None:
     body = f"""
     dist.barrier()
+    time.sleep({3 * (number == "SIGKILL")})  # until the monitors of a busy machine have met
     if rank == {rank}:
         os.kill(os.getpid(), signal.{number})
     dist.barrier()

@@ -183,6 +183,7 @@ class FakeEngine:
             self._check(body, {"$ref": "#/components/schemas/GenerateRequest"}, described)
             return self._vllm_reply(body)
         config: dict[str, Any] = {"model_config": {"logprobs_mode": self.log_probs}, "weight_transfer_config": None}
+        config["model_config"]["multimodal_config"] = {"mm_device_do_normalize": True}
         if self.transfer:
             config["weight_transfer_config"] = {"backend": self.transfer}
         config["aux_output_config"] = {"enable_return_routed_experts": self.experts is not None, "max_bytes": None}

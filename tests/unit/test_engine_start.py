@@ -145,7 +145,7 @@ def recipe(rollout: Mapping[str, Any], **more: Any) -> Recipe:
     return make_recipe({"model": {"path": "."}, "data": {"train": "t"}, "run_dir": "run", "rollout": rollout, **more})
 
 
-def test_the_command_of_an_engine() -> None:
+def test_the_command_of_an_engine(tmp_path: Path) -> None:
     rollout = {"start": {"count": 2, "gpus_each": 4, "args": ["--max-model-len", "4096"]}, "temperature": 0.7}
     start = engine_start(recipe(rollout), ranks_on_gpus=True)
     assert start is not None and len(start.commands) == 2 and start.logs == Path("run/logs")
@@ -155,6 +155,9 @@ def test_the_command_of_an_engine() -> None:
         "--max-model-len", "4096",
     ]  # fmt: skip
     assert start.environment == {"VLLM_SERVER_DEV_MODE": "1"}
+    (tmp_path / "config.json").write_text('{"vision_config": {}}')
+    start = engine_start(recipe(rollout, model={"path": str(tmp_path)}), ranks_on_gpus=True)
+    assert start is not None and "--no-mm-device-do-normalize" in start.commands[0]
     rollout = {"start": {"command": ["env/bin/vllm", "serve"]}, "top_p": 0.9, "push": {"transport": "file"}}
     start = engine_start(recipe(rollout, algorithm={"correction": {"ratio": "none"}}), ranks_on_gpus=True)
     assert (

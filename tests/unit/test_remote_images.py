@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,6 +15,7 @@ from dovetail.parallel.mesh import Mesh
 from dovetail.rollout.base import Prompt, SamplingParams
 from dovetail.rollout.remote.images import check_media, image_features
 from dovetail.rollout.remote.sampler import RemoteSampler
+from dovetail.rollout.remote.wire import Abilities
 from tests.remote.fake_engine import VOCABULARY, FakeEngine
 from tests.unit.test_remote_engines import fleet
 
@@ -57,7 +59,7 @@ def test_images_lie_at_their_placeholders_and_are_known_by_weights_and_pixels() 
 def test_a_sampler_sends_the_images_of_a_prompt_with_its_ids() -> None:
     fake, ids, media = FakeEngine(), [1, IMAGE, 2], media_of([1, 2, 2])
     with fleet(fake) as (engines, _):
-        assert engines.replicas[0].server.images
+        assert engines.replicas[0].server.images and engines.replicas[0].server.normalizes
         sampler = RemoteSampler(Mesh.solo(torch.device("cpu")), torch.bfloat16, VOCABULARY, engines, None, None, IMAGE)
         sampler.version = 7
         prompts, params = [Prompt(0, ids, media), Prompt(1, [5])], SamplingParams(samples=2, max_new_tokens=3)
@@ -77,13 +79,16 @@ def test_a_sampler_sends_the_images_of_a_prompt_with_its_ids() -> None:
 
 
 def test_images_that_an_engine_cannot_be_given_are_refused_before_the_run() -> None:
-    wrong: dict[str, tuple[str, str, bool, bool]] = {
-        "SGLang turns the ids .* tokenizes that again": ("sglang", "qwen2_vl", True, False),
-        "takes pixels of kimi_vl in another form": ("vllm", "kimi_vl", True, False),
-        "of a video's frames": ("vllm", "qwen2_vl", True, True),
-        "this version of vLLM": ("vllm", "qwen2_vl", False, False),
+    vllm = Abilities(kind="vllm", model="m", version="0.33.0", max_length=None, log_probs="processed", images=True)
+    again, instead = "; start it with --no-mm-device-do-normalize", "; set rollout.backend=transformers"
+    wrong = {
+        f"SGLang turns the ids .* tokenizes that again{instead}": (replace(vllm, kind="sglang"), "qwen2_vl", False),
+        f"takes pixels of kimi_vl in another form.*{instead}": (vllm, "kimi_vl", False),
+        f"of a video's frames.*{instead}": (vllm, "qwen2_vl", True),
+        f"this version of vLLM.*{instead}": (replace(vllm, images=False), "qwen2_vl", False),
+        f"which vLLM would normalize a second time{again}": (replace(vllm, normalizes=True), "qwen2_vl", False),
     }
-    for message, (kind, family, takes, videos) in wrong.items():
-        with pytest.raises(ConfigError, match=f"{message}.*; set rollout.backend=transformers"):
-            check_media(kind, family, takes_features=takes, videos=videos)
-    check_media("vllm", "qwen3_vl", takes_features=True, videos=False)
+    for message, (server, family, videos) in wrong.items():
+        with pytest.raises(ConfigError, match=message):
+            check_media(server, family, videos=videos)
+    check_media(vllm, "qwen3_vl", videos=False)

@@ -1,6 +1,7 @@
 """How the embedded sampler runs rows: pages, admission, several decode steps between two looks, captured steps."""
 
 import itertools
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -14,6 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dovetail.arch.registry import spec_from_config
+from dovetail.kernels import reference
+from dovetail.kernels.reference import Spans
 from dovetail.kernels.registry import KernelSet
 from dovetail.parallel.mesh import Mesh
 from dovetail.rollout.base import Completion, SamplingParams
@@ -208,6 +211,49 @@ def test_a_step_neither_synchronizes_nor_copies(cuts: dict[str, float]) -> None:
     runner.set_params(SamplingParams(top_p=0.5))
     with torch.no_grad(), OnMeta(), pytest.raises(Exception, match="meta"):
         runner._decode_step(partial(runner._forward, 4), 4)
+
+
+def by_cu_seqlens(q: Tensor, k: Tensor, v: Tensor, queries: Spans, keys: Spans, window: int | None) -> Tensor:
+    """Lengths from the device alone, as FlashAttention's kernels; `Spans.lengths` of a captured prefill are not real."""
+    spans = Spans(queries.cu_seqlens, tuple(queries.cu_seqlens.diff().tolist()))
+    assert queries.longest >= spans.longest and torch.equal(queries.cu_seqlens, keys.cu_seqlens)
+    return reference.attention(q, k, v, spans, spans, window)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2_window"])
+def test_captured_prefills_are_those_of_before(name: str) -> None:
+    """Of prompts that join what runs: a graph for each length in steps of 128, later 256."""
+    fed: list[int] = []
+
+    def capture(fn: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        fed.append(0)
+
+        def run(place: int = len(fed) - 1) -> Tensor:
+            fed[place] += 1
+            return fn()
+
+        return run
+
+    sampler = sampler_of(name, capture=capture)
+    sampler.model.kernels = replace(sampler.kernels, attention=by_cu_seqlens)
+    sampler.capture_prefill = True
+    runners = []
+    for joining in (True, False):
+        cache = PagedCache(sampler.spec, sampler.mesh, sampler.dtype, pages=90, page_size=4)
+        runners.append(sampler.make_runner(cache, 8, 40))
+        runners[-1].joining = joining
+    drawing = random.Random(5)
+    with torch.no_grad():
+        for lengths in ((5, 17, 1), (3,), (120, 8), (64, 66), (130, 130), (1,) * 63, (1,) * 64):
+            pages = iter(range(1, 90))
+            prompts = [
+                (drawing.choices(range(VOCAB), k=length), [next(pages) for _ in range(-(-length // 4))])
+                for length in lengths
+            ]
+            one, other = ((runner.prefill(prompts)[0], runner.cache.entries[:, :, 1:]) for runner in runners)
+            assert_close(one[0], other[0], SUM_ORDER)
+            assert_close(one[1], other[1], SUM_ORDER)
+    assert fed == [4, 1, 1], "128 tokens, 256 and 512; 64 prompts are too many"
 
 
 def test_a_pool_ends_with_its_last_graph() -> None:

@@ -117,7 +117,7 @@ def test_a_batch_has_the_bits_of_the_sampler(transport: str, tmp_path: Path) -> 
             found, expected = sampler.sample(prompts, params), local.sample(prompts, params)
             assert all_but_versions(found) == expected
             assert all(each.versions == ((step, 0, len(each.ids)),) for each in found)
-            assert not any(loop.runner.fine_buckets for loop in server.engine._loops.values())
+            assert not any(loop.runner.joining for loop in server.engine._loops.values())
         sampler.close()
 
 
@@ -151,7 +151,7 @@ def test_requests_join_what_runs_and_draw_the_same() -> None:
             reply = future.result()
             assert tuple(reply.ids) == expected.ids and reply.finish == expected.finish
             assert_close(torch.tensor(reply.log_probs), torch.tensor(expected.log_probs), SUM_ORDER)
-        assert all(loop.runner.fine_buckets for loop in server.engine._loops.values())
+        assert all(loop.runner.joining for loop in server.engine._loops.values())
         wait_for(lambda: server.engine.pool.num_free == 120 // 4 and not server.engine._living)
         continued = fleet._wire.generate(
             Client(server.url), fleet.replicas[0].server, request(prompts[0].ids, long, prompts[0].row),

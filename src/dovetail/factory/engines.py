@@ -13,8 +13,8 @@ from dovetail.rollout.remote.fleet import Replica, Wire
 from dovetail.rollout.remote.http import Client, EngineError
 from dovetail.rollout.remote.sglang import Sglang
 from dovetail.rollout.remote.vllm import DEV_MODE, STARTS, Native, Vllm
-from dovetail.rollout.remote.wire import RETURNS_ROUTES, check_log_probs, fitting_log_probs
-from dovetail.weights.config_file import pinned
+from dovetail.rollout.remote.wire import KEEPS_PIXELS, RETURNS_ROUTES, check_log_probs, fitting_log_probs
+from dovetail.weights.config_file import CONFIG, pinned, read_config
 
 if TYPE_CHECKING:
     from dovetail.recipe.rollout import PushSection, RolloutSection
@@ -119,7 +119,9 @@ def _vllm_flags(recipe: "Recipe") -> list[str]:
     fits = [kind for kind in STARTS if all(kind in fitting_log_probs(each) for each in asked(recipe))]
     mode = STARTS[fits[-1]].split() if fits else []
     transfer = json.dumps({"backend": transfer_backend(recipe.rollout.push)})
-    return ["--enable-scale-out", "--weight-transfer-config", transfer, *mode]
+    path = Path(recipe.model.path)
+    sees = (path / CONFIG).is_file() and "vision_config" in read_config(path)
+    return ["--enable-scale-out", "--weight-transfer-config", transfer, *mode, *([KEEPS_PIXELS] if sees else [])]
 
 
 def _too_short(url: str, most: int, longest: int, what: str) -> str:

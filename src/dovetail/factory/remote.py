@@ -62,8 +62,7 @@ def check_prompts(source: Pretrained, replicas: Sequence[Replica], prompts: Sequ
     media = [prompt.media for prompt in prompts if prompt.media is not None]
     videos = any(isinstance(each, FileMedia) and each.shown.videos for each in media)
     for server in (replica.server for replica in replicas if media):
-        model_type = str(source.config.get("model_type"))
-        check_media(server.kind, model_type, takes_features=server.images, videos=videos)
+        check_media(server, str(source.config.get("model_type")), videos=videos)
 
 
 def check_sent(recipe: Recipe, prompts: Sequence[Row]) -> None:

@@ -38,9 +38,13 @@ def package_usable(interface: str, device: torch.device) -> bool:
     return True
 
 
+def takes_flash(dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether attention reads lengths on the device alone, as a CUDA graph needs it."""
+    return dtype in FLASH_DTYPES and head_dim % FLASH_MULTIPLE == 0 and head_dim <= FLASH_MAX_HEAD
+
+
 def attention(q: Tensor, k: Tensor, v: Tensor, q_spans: Spans, k_spans: Spans, window: int | None = None) -> Tensor:
-    head_dim = q.shape[-1]
-    if q.dtype not in FLASH_DTYPES or head_dim % FLASH_MULTIPLE or head_dim > FLASH_MAX_HEAD:
+    if not takes_flash(q.dtype, q.shape[-1]):
         return reference.attention(q, k, v, q_spans, k_spans, window)
     left = -1 if window is None or window >= k_spans.longest else window - 1
     spans = (q_spans.cu_seqlens, k_spans.cu_seqlens, q_spans.longest, k_spans.longest)

@@ -27,6 +27,7 @@ Step = Callable[[], Any]
 Capture = Callable[[Step], Step]
 STATE = ("token", "length", "drawn", "stream", "active")  # active: 0 in padding
 SMALLEST_BUCKET, NEXT_BUCKET = 8, 32
+PREFILL_STEP, LARGEST_PREFILL, MOST_PROMPTS = 128, 2048, 64  # of graphs: tokens, and prompts with the padding
 
 
 def pad_to_bucket(n: int, *, fine: bool = False) -> int:
@@ -37,7 +38,11 @@ def pad_to_bucket(n: int, *, fine: bool = False) -> int:
 
 
 class ModelRunner:
-    """With `capture`, rows are padded to buckets, and each bucket's step is captured. decode_steps: between looks of the host."""
+    """With `capture`, rows are padded to buckets, and each bucket's step is captured. decode_steps: between looks of the host.
+
+    joining: requests join what runs. Buckets are finer then, and with `capture_prefill` short prefills are captured too:
+    their many small kernels take longer to launch than to run. It wants attention that reads lengths on the device.
+    """
 
     def __init__(
         self,
@@ -48,6 +53,7 @@ class ModelRunner:
         table_width: int,
         decode_steps: int,
         capture: Capture | None,
+        capture_prefill: bool = False,
     ) -> None:
         assert isinstance(model.spec, ArchSpec)
         self.model, self.cache, self.capture = model, cache, capture
@@ -62,8 +68,9 @@ class ModelRunner:
         self.outputs = torch.zeros(decode_steps, 2, rows, dtype=torch.float64, device=device)
         self.experts: Tensor | None = None
         self.params: SamplingParams | None = None
-        self.fine_buckets = False
+        self.capture_prefill, self.joining = capture_prefill, False
         self._steps: dict[int, Step] = {}
+        self._prefills: dict[int, tuple[Tensor, Tensor, Step]] = {}  # inputs, cu_seqlens, step
 
     def set_params(self, params: SamplingParams) -> None:
         """Graphs stay valid if only noise or stop ids differ."""
@@ -80,13 +87,13 @@ class ModelRunner:
 
     def drop_graphs(self) -> None:
         """Graphs and runner refer to each other; without this their memory stays."""
-        self._steps = {}
+        self._steps, self._prefills = {}, {}
 
     def prefill(self, prompts: Sequence[tuple[Sequence[int], list[int]]]) -> tuple[Tensor, Tensor | None]:
         """Prompts (ids, pages) into the cache: last hidden states [n, D], and all tokens' experts [T, M, K]."""
-        device, page_size = self.mesh.device, self.cache.page_size
-        lengths = [len(ids) for ids, _ in prompts]
-        missing = -sum(lengths) % self.mesh.token_multiple
+        page_size, lengths = self.cache.page_size, [len(ids) for ids, _ in prompts]
+        bucket, tokens = self._prefill_bucket(lengths), sum(lengths)
+        missing = bucket - tokens if bucket else -tokens % self.mesh.token_multiple
         packed = (*lengths, missing) if missing else tuple(lengths)
         inputs = np.zeros((4, sum(packed)), np.int64)  # tokens, positions, pages, offsets; padding goes to page 0
         start = 0
@@ -95,13 +102,42 @@ class ModelRunner:
             entries = np.array(pages)[positions // page_size], positions % page_size
             inputs[:, start : start + len(ids)] = ids, positions, *entries
             start += len(ids)
-        tokens, at, page_of, offsets = torch.from_numpy(inputs).to(device)
-        spans = Spans(cumulative(packed).to(device), packed)
+        ends, routes = cumulative(packed), Routes()
+        if bucket:
+            hidden = self._captured_prefill(bucket, torch.from_numpy(inputs), ends)
+        else:
+            device = self.mesh.device
+            hidden = self._prefill(torch.from_numpy(inputs).to(device), Spans(ends.to(device), packed), routes)
+        last = ends[1 : len(lengths) + 1].to(hidden.device).long() - 1
+        return hidden[last], None if self.experts is None else self._experts(routes)
+
+    def _prefill_bucket(self, lengths: Sequence[int]) -> int:
+        """Tokens of a captured prefill; 0: none."""
+        total = sum(lengths)
+        fits = total <= LARGEST_PREFILL and len(lengths) < MOST_PROMPTS
+        if self.capture is None or not (self.capture_prefill and self.joining and fits) or self.experts is not None:
+            return 0
+        step = PREFILL_STEP if total <= 2 * PREFILL_STEP else 2 * PREFILL_STEP
+        return -(-total // step) * step
+
+    def _captured_prefill(self, bucket: int, inputs: Tensor, ends: Tensor) -> Tensor:
+        """Hidden states [bucket, D], until the next one. ends: as `cu_seqlens`."""
+        if bucket not in self._prefills:
+            assert self.capture is not None
+            own = torch.zeros(4, bucket, dtype=torch.int64, device=self.mesh.device)
+            cu_seqlens = torch.zeros(MOST_PROMPTS + 1, dtype=torch.int32, device=self.mesh.device)
+            spans = Spans(cu_seqlens, (bucket, 0))  # the longest, and no form for equal lengths
+            self._prefills[bucket] = own, cu_seqlens, self.capture(partial(self._prefill, own, spans, Routes()))
+        own, cu_seqlens, step = self._prefills[bucket]
+        own.copy_(inputs)
+        cu_seqlens.copy_(F.pad(ends, (0, len(cu_seqlens) - len(ends)), value=bucket))
+        hidden: Tensor = step()
+        return hidden
+
+    def _prefill(self, inputs: Tensor, spans: Spans, routes: Routes) -> Tensor:
+        tokens, at, pages, offsets = inputs
         cos, sin = self.cos[at], self.sin[at]
-        context = PrefillContext(cos, sin, self.kernels, self.cache, page_of, offsets, Routes(), spans)
-        hidden = self._hidden(tokens, context)
-        last = spans.cu_seqlens[1 : len(lengths) + 1].long() - 1
-        return hidden[last], None if self.experts is None else self._experts(context.routes)
+        return self._hidden(tokens, PrefillContext(cos, sin, self.kernels, self.cache, pages, offsets, routes, spans))
 
     def sample_first(self, hidden: Tensor, owners: Sequence[int], noise: Numbers) -> NDArray[np.float64]:
         """Row i continues the hidden state of `owners[i]`: ids, log-probs [1, 2, rows]. noise [2, rows]: streams, positions."""
@@ -139,7 +175,7 @@ class ModelRunner:
         return all_gather(shard, tp)[: self.spec.vocab_size].T.contiguous()
 
     def _padded(self, n: int) -> int:
-        return n if self.capture is None else pad_to_bucket(n, fine=self.fine_buckets)
+        return n if self.capture is None else pad_to_bucket(n, fine=self.joining)
 
     def _hidden(self, tokens: Tensor, context: Context) -> Tensor:
         return all_gather(self.model.model(tokens, context), self.mesh["tp"])

@@ -61,6 +61,8 @@ class NativeSampler:
         self.options = options or SamplerOptions()
         self.decode_steps = self.options.decode_steps or (1 if mesh.device.type == "cpu" else 8)
         self.capture = capture or capture_for(spec, mesh, kernels, dtype)
+        plain = kernels.attention is reference.attention or not cuda.takes_flash(dtype, spec.attention.head_dim)
+        self.capture_prefill = self.capture is not None and not plain
         self.model = _empty_decoder(spec, mesh, kernels, dtype)
         self._runner: ModelRunner | None = None
         self._wanted_pages = 0  # before the memory budget
@@ -141,8 +143,15 @@ class NativeSampler:
         )
 
     def make_runner(self, cache: PagedCache, rows: int, width: int) -> ModelRunner:
-        steps, capture = self.decode_steps, self.capture
-        return ModelRunner(self.model, cache, rows=rows, table_width=width, decode_steps=steps, capture=capture)
+        return ModelRunner(
+            self.model,
+            cache,
+            rows=rows,
+            table_width=width,
+            decode_steps=self.decode_steps,
+            capture=self.capture,
+            capture_prefill=self.capture_prefill,
+        )
 
     def max_entries(self, share: float = FREE_SHARE, *, of_all: bool = False) -> int:
         """Tokens that a new cache may hold, the same on every tp rank.

@@ -197,7 +197,7 @@ class SamplerServer:
         has = 0 if loop is None else loop.runner.table_width
         if loop is None or not (has == width or (has > width and not exact)):
             loop = self._new_loop(key, loop, width, slack - (-self.max_length // size))
-        loop.runner.fine_buckets = not exact
+        loop.runner.joining = not exact
         return loop
 
     def _new_loop(self, key: SamplingParams, loop: GenerationLoop | None, width: int, most: int) -> GenerationLoop:

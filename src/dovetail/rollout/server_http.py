@@ -5,6 +5,7 @@ import json
 import secrets
 import select
 import socket
+import sys
 from collections.abc import Callable, Generator, Mapping
 from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -60,6 +61,10 @@ class HttpServer(ThreadingHTTPServer):
         super().__init__(address, _Handler)
         self.model, self.eos, self.key, self.version = model, eos, key, version
         self.url = f"http://{address[0]}:{self.server_port}"
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        if not isinstance(sys.exception(), ConnectionError):  # else the client is gone
+            super().handle_error(request, client_address)  # type: ignore[arg-type]  # typeshed's name for a socket
 
     def get(self, path: str) -> Answer:
         engine = self.engine

@@ -10,22 +10,26 @@ from torch import Tensor
 
 from dovetail.batch.packed import Media
 from dovetail.errors import ConfigError, DataError
+from dovetail.rollout.remote.wire import KEEPS_PIXELS, Abilities
 
 QWEN_LIKE = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "glm4v_moe"})
 PIXELS, GRID = "pixel_values", "image_grid_thw"
 FIXED: Mapping[int, bytes] = {1: b"\xd4", 2: b"\xd5", 4: b"\xd6", 8: b"\xd7", 16: b"\xd8"}  # by an extension's length
 
 
-def check_media(kind: str, model: str, *, takes_features: bool, videos: bool) -> None:
+def check_media(server: Abilities, model: str, *, videos: bool) -> None:
     """ConfigError for rows with images that an engine cannot be given. model: its model_type."""
-    if kind == "sglang":
+    if server.kind == "sglang":
         why = "SGLang turns the ids of a prompt with images into text and tokenizes that again"
     elif model not in QWEN_LIKE:
         why = f"vLLM takes pixels of {model} in another form; Dovetail writes that of {', '.join(sorted(QWEN_LIKE))}"
     elif videos:
         why = "places and times of a video's frames cannot be given with token ids, only images"
-    elif not takes_features:
+    elif not server.images:
         why = "this version of vLLM takes no images with token ids; 0.32 and newer do"
+    elif server.normalizes:
+        edit = f"start it with {KEEPS_PIXELS}, or add that to rollout.start.args"
+        raise ConfigError(f"rows have images, which vLLM would normalize a second time; {edit}")
     else:
         return
     raise ConfigError(f"rows have images or videos, but {why}; set rollout.backend=transformers")

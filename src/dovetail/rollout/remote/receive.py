@@ -10,7 +10,7 @@ from torch import Tensor
 from dovetail.errors import CheckpointError, shortened
 from dovetail.parallel.private_group import PrivateGroup
 from dovetail.rollout.remote.sums import sums_of
-from dovetail.rollout.remote.transports import Entry
+from dovetail.rollout.remote.transports import Entry, map_memory
 
 
 class Receiver:
@@ -73,10 +73,7 @@ class Receiver:
                 raise CheckpointError(f"{update['tensors'][0][0]}: its bucket has {len(data)} bytes, announced {count}")
             return data.to(self.device)
         if "memory" in update:
-            if "path" not in update["memory"]:
-                raise CheckpointError("rollout.push.transport=ipc of a GPU: this server takes nccl or file from it")
-            mapped = torch.from_file(update["memory"]["path"], shared=True, size=count, dtype=torch.uint8)
-            return mapped.to(self.device, copy=True)
+            return map_memory(update["memory"], count).to(self.device, copy=True)
         if self._group is None:
             raise CheckpointError("no group with the trainer: its last broadcast failed; initialize the transfer again")
         place = self.device if self._group.backend == "nccl" else torch.device("cpu")

@@ -4,7 +4,7 @@ import base64
 import os
 import shutil
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from dovetail.errors import CheckpointError
 from dovetail.memory import aligned
 from dovetail.rollout.remote.sums import Sums
 from dovetail.weights.safetensors import memory_of
@@ -133,6 +134,21 @@ class MemoryTransport(Transport):
         text = {name: base64.b64encode(raw).decode() for name, raw in parts.items()}
         numbers = {"size": size, "offset": offset, "counter_offset": counter_offset, "event_waits": waits}
         return {"device": str(torch.cuda.get_device_properties(data.device).uuid), **text, **numbers}
+
+
+def map_memory(fields: Mapping[str, Any], num_bytes: int) -> Tensor:
+    """uint8: what `MemoryTransport.fields` names, in another process."""
+    if "path" in fields:
+        return torch.from_file(fields["path"], shared=True, size=num_bytes, dtype=torch.uint8)
+    known = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
+    if fields["device"] not in known:
+        raise CheckpointError(
+            f"the trainer's GPU {fields['device']} is not visible here; use rollout.push.transport=nccl"
+        )
+    place, names = known.index(fields["device"]), ("handle", "size", "offset", "counter", "counter_offset", "event")
+    parts = [base64.b64decode(x) if isinstance(x := fields[name], str) else x for name in names]
+    storage = torch.UntypedStorage._new_shared_cuda(place, *parts, fields["event_waits"])
+    return torch.empty(0, dtype=torch.uint8, device=f"cuda:{place}").set_(storage, 0, (num_bytes,), (1,))
 
 
 def make_transport(kind: Kind, device: torch.device, directory: Path) -> Transport:

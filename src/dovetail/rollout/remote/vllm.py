@@ -56,6 +56,7 @@ class Vllm:
             transfer=transfer["backend"],
             fields=frozenset(schemas["GenerateRequest"]["properties"]["sampling_params"]["properties"]),
             images="kwargs_data" in schemas.get("MultiModalFeatures", {}).get("properties", {}),
+            normalizes=bool((config["model_config"].get("multimodal_config") or {}).get("mm_device_do_normalize")),
             routes=bool((config.get("aux_output_config") or {}).get("enable_return_routed_experts")),
         )
         if not client.get("/is_paused").get("is_paused"):  # else its last trainer ended in a push

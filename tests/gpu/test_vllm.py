@@ -1,0 +1,122 @@
+"""A real vLLM that records routes, which it does on a GPU alone. DOVETAIL_VLLM_PYTHON: the Python of an environment with it."""
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from dovetail.arch.spec import ArchSpec
+from dovetail.batch.packed import PackedBatch, Sequence as Row
+from dovetail.factory.engine import from_pretrained
+from dovetail.launch.engines import URLS, EngineStart, running
+from dovetail.parallel.mesh import Mesh
+from dovetail.parallel.process_group import temporary_process_group
+from dovetail.rollout.base import Completion, Prompt, SamplingParams
+from dovetail.rollout.remote.fleet import Fleet, Replica
+from dovetail.rollout.remote.http import Client
+from dovetail.rollout.remote.sampler import RemoteSampler
+from dovetail.rollout.remote.vllm import Vllm
+from dovetail.rollout.remote.wire import RETURNS_ROUTES
+from tests.remote.test_vllm import PYTHON, VersionPusher, free_port
+from tests.tolerances import ENGINE_LOGPROB_BF16
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.skipif(PYTHON is None, reason="DOVETAIL_VLLM_PYTHON is not here"),
+]
+FLAGS = (
+    "--enable-scale-out", "--max-model-len", "512", "--logprobs-mode", "processed_logprobs", "--served-model-name", "policy",
+    "--dtype", "bfloat16", "--gpu-memory-utilization", "0.3", "--generation-config", "vllm",
+    "--weight-transfer-config", '{"backend": "nccl"}',
+    "--compilation-config", json.dumps({"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}),
+)  # fmt: skip
+SETTINGS = {"VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+TEXT = {
+    "vocab_size": 512, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 512, "tie_word_embeddings": False,
+    "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.1,
+}  # fmt: skip
+
+
+@contextmanager
+def sampler(folder: Path, *flags: str, **options: Any) -> Iterator[RemoteSampler]:
+    command = [str(PYTHON), "-m", "vllm.entrypoints.cli.main", "serve", str(folder), "--port", "PORT", *FLAGS, *flags]
+    start = EngineStart(
+        commands=[command], gpus_each=0, ranks_on_gpus=False, logs=folder / "logs", timeout=300.0, environment=SETTINGS
+    )
+    with running(start, 1, free_port, lambda: False) as variables:
+        clients = [Client(url) for url in variables[URLS].split(",")]
+        replicas = [Replica(client, Vllm().probe(client, None)) for client in clients]
+        fleet = Fleet(replicas, Vllm(), silence=120.0, on_loss=print)
+        mesh = Mesh.solo(torch.device("cuda", 0))
+        made = RemoteSampler(mesh, torch.bfloat16, 512, fleet, VersionPusher(clients), **options)
+        made.refill([("weights", torch.zeros(1))])  # those that it loaded
+        yield made
+        made.close()
+
+
+def packed(asked: Sequence[Prompt], drawn: Sequence[Completion]) -> PackedBatch:
+    """With the server's log-probs as `theirs`."""
+    rows = []
+    for c in drawn:
+        prompt = asked[c.row]
+        ids, theirs = [*prompt.ids, *c.ids], [0.0] * len(prompt.ids) + [*c.log_probs]
+        mask = [False] * len(prompt.ids) + [True] * len(c.ids)
+        rows.append(Row(ids, mask, {"theirs": theirs}, routing=c.routing))
+    return PackedBatch.pack(rows)
+
+
+def difference(batch: PackedBatch, scored: Tensor) -> float:
+    """Mean |log-prob of the server - ours|."""
+    return float((scored.cpu() - batch.fields["theirs"])[batch.mask.bool()].abs().mean())
+
+
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    with temporary_process_group(torch.device("cuda", 0), timedelta(minutes=10)):
+        yield
+
+
+@pytest.mark.usefixtures("process_group")
+def test_routes_of_a_server_are_those_of_its_log_probs(tmp_path: Path) -> None:
+    """Replaying them brings the trainer nearer; few differ from its own choice."""
+    config = transformers.Qwen3MoeConfig(
+        **TEXT,
+        moe_intermediate_size=128,
+        num_experts=16,
+        num_experts_per_tok=4,
+        norm_topk_prob=True,
+        mlp_only_layers=[1],
+    )
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(0.25)  # vLLM rounds logits to bfloat16
+    model.save_pretrained(tmp_path)
+    policy = from_pretrained(tmp_path, dtype="bfloat16", device="cuda")
+    drawing = torch.Generator().manual_seed(1)
+    asked = [Prompt(i, torch.randint(3, 500, (n,), generator=drawing).tolist()) for i, n in enumerate((5, 40, 17, 120))]
+    params = SamplingParams(samples=8, max_new_tokens=96, seed=3, trace=True)
+    assert isinstance(policy.model.spec, ArchSpec)
+    with sampler(tmp_path, "--skip-tokenizer-init", RETURNS_ROUTES, moe=policy.model.spec.moe) as made:
+        drawn = made.sample(asked, params)
+    batch = packed(asked, drawn)
+    theirs = batch.routing
+    assert theirs is not None and theirs.valid.sum() == len(batch) - len(drawn)
+    replayed = difference(batch, policy.score(batch).logprob)
+    stats, ours = policy.score_and_trace(batch.with_routing(None))
+    chosen = difference(batch, stats.logprob)
+    same = (theirs.indices.sort(-1).values == ours.indices.cpu().sort(-1).values).all(-1)[theirs.valid].float().mean()
+    sys.stdout.write(f"mean difference: replayed {replayed:.5f}, chosen {chosen:.5f}; equal choices {same:.4f}\n")
+    assert replayed < chosen and replayed <= ENGINE_LOGPROB_BF16 and same > 0.9
+    shuffled = theirs.map(lambda x: x.roll(1, 0))
+    assert difference(batch, policy.score(batch.with_routing(shuffled)).logprob) > 3 * replayed
