@@ -1,5 +1,7 @@
 """The embedded sampler as a server, spoken to by our own client: its samples are the sampler's, and pushes come in between."""
 
+import socket
+import struct
 import sys
 import threading
 import time
@@ -240,6 +242,17 @@ def flipped(transport: Any, bucket: Any) -> None:
     bucket.data[5] ^= 4
     transport._own.mkdir(parents=True, exist_ok=True)
     transport._path(bucket).write_bytes(bytes(bucket.data.tolist()))
+
+
+def test_a_client_that_resets_its_connection_is_no_error(capfd: pytest.CaptureFixture[str]) -> None:
+    with serving() as server:
+        before = threading.active_count()
+        peer = socket.create_connection(("127.0.0.1", server.server_port))
+        wait_for(lambda: threading.active_count() > before)
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        peer.close()
+        wait_for(lambda: threading.active_count() == before)
+    assert capfd.readouterr().err == ""
 
 
 def test_a_pause_keeps_requests_and_clients_that_leave_free_their_pages() -> None:

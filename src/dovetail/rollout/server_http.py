@@ -5,9 +5,8 @@ import json
 import secrets
 import select
 import socket
-import sys
 from collections.abc import Callable, Generator, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from queue import Empty
 from typing import Any
@@ -61,10 +60,6 @@ class HttpServer(ThreadingHTTPServer):
         super().__init__(address, _Handler)
         self.model, self.eos, self.key, self.version = model, eos, key, version
         self.url = f"http://{address[0]}:{self.server_port}"
-
-    def handle_error(self, request: object, client_address: object) -> None:
-        if not isinstance(sys.exception(), ConnectionError):  # else the client is gone
-            super().handle_error(request, client_address)  # type: ignore[arg-type]  # typeshed's name for a socket
 
     def get(self, path: str) -> Answer:
         engine = self.engine
@@ -162,6 +157,10 @@ def _described() -> dict[str, Any]:
 class _Handler(BaseHTTPRequestHandler):
     protocol_version, disable_nagle_algorithm = "HTTP/1.1", True
     server: HttpServer
+
+    def handle(self) -> None:
+        with suppress(ConnectionError):  # the client is gone
+            super().handle()
 
     def do_GET(self) -> None:
         self._answer(lambda path, _: self.server.get(path))
