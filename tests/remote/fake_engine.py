@@ -89,8 +89,10 @@ class FakeEngine:
     stalls_after: int | None = None
     version: str = "default"
     paused: bool = False
+    asleep: bool | None = None  # None: started without --enable-sleep-mode
     failures: int = 0  # requests that are answered with 503
     requests: list[dict[str, Any]] = field(default_factory=list)
+    calls: list[str] = field(default_factory=list)  # of sleep
     dead: bool = False
 
     def __enter__(self) -> Self:
@@ -175,14 +177,26 @@ class FakeEngine:
             kept = ("/inference/v1/generate", "/version", "/v1/models", "/health")
             described["paths"] = {path: described["paths"][path] for path in kept}
         known = described["paths"] | {"/openapi.json": {}}
+        if self.dev_mode:  # vllm/entrypoints/serve/dev/sleep/api_router.py of 0.33.0
+            known |= {"/sleep": {}, "/wake_up": {}, "/is_sleeping": {}}
         if path not in known:
             raise Refused(404, "Not Found")
         if path == "/inference/v1/generate":
             if not self.scale_out:
                 raise Refused(403, "Scale-out endpoints are disabled. Restart vllm serve with --enable-scale-out.")
+            if self.asleep:
+                raise Refused(500, "asleep: a real one would leave the request without an answer")
             self._check(body, {"$ref": "#/components/schemas/GenerateRequest"}, described)
             return self._vllm_reply(body)
+        if path in ("/sleep", "/wake_up"):
+            if self.asleep is None:
+                raise Refused(500, "Sleep mode is not enabled.")
+            self.asleep = path == "/sleep"
+            self.calls.append(path)
+            if not self.asleep:
+                self.paused = False  # waking resumes
         config: dict[str, Any] = {"model_config": {"logprobs_mode": self.log_probs}, "weight_transfer_config": None}
+        config["model_config"]["enable_sleep_mode"] = self.asleep is not None
         config["model_config"]["multimodal_config"] = {"mm_device_do_normalize": True}
         if self.transfer:
             config["weight_transfer_config"] = {"backend": self.transfer}
@@ -194,6 +208,7 @@ class FakeEngine:
             "/v1/models": {"object": "list", "data": [card]},
             "/server_info": {"vllm_config": config},
             "/is_paused": {"is_paused": self.paused},
+            "/is_sleeping": {"is_sleeping": bool(self.asleep)},
         }.get(path, {})
 
     def _sglang(self, path: str, body: Any) -> Any:

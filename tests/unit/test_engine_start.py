@@ -164,6 +164,8 @@ def test_the_command_of_an_engine(tmp_path: Path) -> None:
         start is not None and start.commands[0][:2] == ["env/bin/vllm", "serve"] and "raw_logprobs" in start.commands[0]
     )
     assert json.dumps({"backend": "dovetail_file"}) in start.commands[0]
+    start = engine_start(recipe({"start": {"gpus_each": 1}, "sleep": True}), ranks_on_gpus=True)
+    assert start is not None and "--enable-sleep-mode" in start.commands[0] and not start.ranks_on_gpus
     rollout = {"start": {"args": ["--last"]}, "router_replay": "rollout"}
     for backend in ("vllm", "sglang"):
         start = engine_start(recipe({"backend": backend, **rollout}), ranks_on_gpus=True)
@@ -221,6 +223,7 @@ def test_what_a_recipe_may_say_of_engines() -> None:
         "repetition_penalty: the sampler native has none": {"repetition_penalty": 1.1},
         "stop: the sampler transformers has none": {"backend": "transformers", "stop": "END"},
         "ignore_eos samples max_new_tokens": {"engines": ["http://h:1"], "stop": "END", "ignore_eos": True},
+        "sleep is of vLLM's servers": {"backend": "sglang", "engines": ["http://h:1"], "sleep": True},
         "backend=transformers returns no routes": {"backend": "transformers", "router_replay": "rollout"},
     }
     for message, rollout in wrong.items():

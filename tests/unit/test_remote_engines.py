@@ -2,18 +2,21 @@
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
+import torch
 
 from dovetail.errors import ConfigError
-from dovetail.rollout.base import SamplingParams
+from dovetail.parallel.mesh import Mesh
+from dovetail.rollout.base import Prompt, SamplingParams
 from dovetail.rollout.remote.fleet import Fleet, Replica, Wire
 from dovetail.rollout.remote.http import Client, EngineError
+from dovetail.rollout.remote.sampler import RemoteSampler
 from dovetail.rollout.remote.sglang import Sglang
 from dovetail.rollout.remote.vllm import Vllm
 from dovetail.rollout.remote.wire import Reply, Request, check_log_probs
@@ -306,3 +309,40 @@ def test_the_key_is_sent_and_shown_nowhere() -> None:
         with pytest.raises(EngineError, match="HTTP 401") as error:
             WIRES["vllm"].probe(Client(fake.url, key="sk-secret-2"), None)
     assert "secret" not in str(error.value)
+
+
+class AwakePusher:
+    """Stands in for a push: servers must be awake."""
+
+    def __init__(self, *fakes: FakeEngine) -> None:
+        self.fakes = fakes
+
+    def push(self, weights: Iterable[object], version: int) -> list[EngineError | None]:
+        for fake in self.fakes:
+            assert not fake.asleep
+            fake.version = str(version)
+        return [None for _ in self.fakes]
+
+    def close(self) -> None:
+        pass
+
+
+def test_engines_sleep_between_samplings() -> None:
+    one, other = fakes = FakeEngine(asleep=True), FakeEngine(asleep=False)  # the first as its last trainer left it
+    with fleet(*fakes) as (engines, losses):
+        assert one.calls == ["/wake_up"] and all(replica.server.sleeps for replica in engines.replicas)
+        pusher: Any = AwakePusher(*fakes)
+        sampler = RemoteSampler(Mesh.solo(torch.device("cpu")), torch.float32, VOCABULARY, engines, pusher, sleeps=True)
+        params = SamplingParams(samples=4, max_new_tokens=3)
+        for step in range(2):
+            sampler.push([], step + 8)
+            for _ in range(2):
+                assert len(sampler.sample([Prompt(0, PROMPT)], params)) == 4 and one.asleep and other.asleep
+        assert other.calls == ["/sleep", "/wake_up"] * 3 + ["/sleep"] and not losses
+        other.asleep = None  # it started anew
+        assert len(sampler.sample([Prompt(0, PROMPT)], params)) == 4
+        assert [error.url for error in losses] == [other.url] and one.asleep
+        sampler.push([], 12)
+        assert not one.asleep and all(replica.serves for replica in engines.replicas)
+        sampler.sample([Prompt(0, PROMPT)], params)
+    assert one.calls[-2:] == ["/sleep", "/wake_up"], "others may use it"

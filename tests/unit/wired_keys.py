@@ -168,6 +168,7 @@ TABLE = (
     Leaf("rollout.engines", ["http://h:1", "http://h:2"], fleet_urls, algorithm="grpo-engines"),
     Leaf("rollout.max_num_seqs", 7, part("task.sampler.fleet.capacity"), 14, "grpo-engines"),  # of two
     Leaf("rollout.request_timeout", 7.5, part("task.sampler.fleet.silence"), algorithm="grpo-engines"),
+    Leaf("rollout.sleep", True, part("task.sampler.sleeps"), algorithm="grpo-engines"),
     Leaf("rollout.repetition_penalty", 1.25, part("task.sampling.repetition_penalty"), algorithm="grpo-engines"),
     Leaf("rollout.stop", ("END",), part("task.sampling.stop"), algorithm="grpo-engines"),
     Leaf("rollout.start.count", 3, lambda job: len(engines_of(job).commands), algorithm="grpo-start"),

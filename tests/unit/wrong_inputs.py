@@ -173,6 +173,7 @@ train: trainer.max_lag=-1 => trainer.max_lag is -1; expected
 train: trainer.max_lag=1 => trainer.max_lag is 1: engines sample while the trainer trains, but rollout.backend=native
 train: trainer.max_lag=0 algorithm.name=sft => trainer.max_lag is 0, which is of RL, not of algorithm sft
 train: trainer.max_lag=2 rollout.start.count=2 rollout.router_replay=rollout => rollout
+train: trainer.max_lag=2 rollout.engines=[h:1] rollout.sleep=true => trainer.max_lag is 2: engines sample while
 train: rollout.temperature=0 => rollout.temperature is 0
 train: rollout.top_p=2 => rollout.top_p is 2
 train: rollout.max_new_tokens=4096 => rollout.max_new_tokens is 4,096, but M has 128 positions

@@ -12,8 +12,8 @@ from dovetail.rollout.params import SamplingParams
 from dovetail.rollout.remote.fleet import Replica, Wire
 from dovetail.rollout.remote.http import Client, EngineError
 from dovetail.rollout.remote.sglang import Sglang
-from dovetail.rollout.remote.vllm import DEV_MODE, STARTS, Native, Vllm
-from dovetail.rollout.remote.wire import KEEPS_PIXELS, RETURNS_ROUTES, check_log_probs, fitting_log_probs
+from dovetail.rollout.remote.vllm import DEV_MODE, SLEEP, STARTS, Native, Vllm
+from dovetail.rollout.remote.wire import KEEPS_PIXELS, RETURNS_ROUTES, SLEEPS, check_log_probs, fitting_log_probs
 from dovetail.weights.config_file import CONFIG, pinned, read_config
 
 if TYPE_CHECKING:
@@ -40,8 +40,12 @@ def connect(recipe: "Recipe", urls: Sequence[str], key: str | None, vocab_size: 
             if rollout.router_replay == "rollout" and not server.routes:
                 why = "returns no routes of experts, which rollout.router_replay=rollout replays"
                 raise ConfigError(f"engine {url} {why}; start it with {RETURNS_ROUTES}")
+            if rollout.sleep and not server.sleeps:
+                raise ConfigError(f"engine {url} cannot sleep, which rollout.sleep asks for; start it with {SLEEPS}")
             if server.max_length is not None and longest >= server.max_length:
                 raise ConfigError(_too_short(url, server.max_length, longest, "rollout.max_new_tokens is"))
+            if rollout.sleep:  # before ranks load weights
+                client.post(SLEEP)
         except EngineError as error:
             hint = f"; set the environment variable {KEY} to its key" if error.status == 401 else ""
             problems.append(f"{error}{hint}")
@@ -49,6 +53,7 @@ def connect(recipe: "Recipe", urls: Sequence[str], key: str | None, vocab_size: 
             problems.append(str(error))
         else:
             replicas.append(Replica(client, server))
+            replicas[-1].asleep = rollout.sleep
     if problems:
         many = f"{len(problems)} of the engines:\n{listing(problems)}"
         raise ConfigError(problems[0] if len(problems) == 1 else many)
@@ -110,7 +115,8 @@ def engine_start(recipe: "Recipe", *, ranks_on_gpus: bool) -> EngineStart | None
     name, _, value = DEV_MODE.rpartition(" ")[2].partition("=")
     words = [*program, *given, *revision, "--host", "127.0.0.1", "--port", "PORT", *cut, *routes, *start.args]
     return EngineStart(
-        commands=[words] * start.count, gpus_each=start.gpus_each, ranks_on_gpus=ranks_on_gpus, timeout=start.timeout,
+        commands=[words] * start.count, gpus_each=start.gpus_each, timeout=start.timeout,
+        ranks_on_gpus=ranks_on_gpus and not rollout.sleep,  # else they share
         logs=Path(recipe.run_dir) / "logs", environment={} if sglang or native else {name: value},
     )  # fmt: skip
 
@@ -121,7 +127,8 @@ def _vllm_flags(recipe: "Recipe") -> list[str]:
     transfer = json.dumps({"backend": transfer_backend(recipe.rollout.push)})
     path = Path(recipe.model.path)
     sees = (path / CONFIG).is_file() and "vision_config" in read_config(path)
-    return ["--enable-scale-out", "--weight-transfer-config", transfer, *mode, *([KEEPS_PIXELS] if sees else [])]
+    return ["--enable-scale-out", "--weight-transfer-config", transfer, *mode, *([KEEPS_PIXELS] if sees else []),
+            *([SLEEPS] if recipe.rollout.sleep else [])]  # fmt: skip
 
 
 def _too_short(url: str, most: int, longest: int, what: str) -> str:

@@ -45,7 +45,7 @@ def make_remote_sampler(
     moe = source.spec.moe if isinstance(source.spec, ArchSpec) else None
     image_token = None if processor is None or rollout.backend != "vllm" else processor.image_token
     if not replicas:
-        return RemoteSampler(mesh, dtype, vocab_size, None, None, moe, image_token)
+        return RemoteSampler(mesh, dtype, vocab_size, None, None, moe, image_token, sleeps=rollout.sleep)
     lost = "the run goes on without this engine until it takes the next weights"
     fleet = Fleet(
         replicas, WIRES[rollout.backend], silence=rollout.request_timeout, max_num_seqs=rollout.max_num_seqs,
@@ -54,7 +54,7 @@ def make_remote_sampler(
     push, clients = push_settings(rollout, replicas), [replica.client for replica in replicas]
     kv_heads = source.spec.attention.num_kv_heads if isinstance(source.spec, ArchSpec) else None
     pusher = Pusher(clients, push, kind=replicas[0].server.kind, device=mesh.device, kv_heads=kv_heads)
-    return RemoteSampler(mesh, dtype, vocab_size, fleet, pusher, moe, image_token)
+    return RemoteSampler(mesh, dtype, vocab_size, fleet, pusher, moe, image_token, sleeps=rollout.sleep)
 
 
 def check_prompts(source: Pretrained, replicas: Sequence[Replica], prompts: Sequence[Row], new_tokens: int) -> None:

@@ -52,6 +52,7 @@ class RolloutSection(Section):
     request_timeout: PositiveFloat = key(600.0, "seconds of silence after which an engine counts as lost")
     max_num_seqs: PositiveInt = key(512, "samples that an engine or embedded sampler runs at once (async.md)")
     push: PushSection = key(PushSection(), "weights to engines")
+    sleep: bool = key(False, "engines on the trainer's GPUs give their memory away while it trains; vllm")
     layout: OwnLayout = key(None, "empty: tp 1, one sampler a rank")
     samples_per_prompt: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = key(8, "completions of each prompt")
     max_new_tokens: Annotated[int, Field(ge=1, le=MAX_NEW_TOKENS)] = key(64, "longest completion")
@@ -95,6 +96,8 @@ class RolloutSection(Section):
         alien = {"repetition_penalty": self.repetition_penalty != 1, "stop": bool(self.stop)}
         for name in [name for name, given in alien.items() if given and embedded]:
             raise ValueError(f"{name}: the sampler {backend} has none; leave it out, or set backend to vllm or sglang")
+        if self.sleep and (self.inside or backend != "vllm"):
+            raise ValueError("sleep is of vLLM's servers: give engines or start with backend vllm, or leave it out")
         if self.ignore_eos and self.stop:
             raise ValueError("ignore_eos samples max_new_tokens, and stop ends earlier; leave one out")
         return self

@@ -184,6 +184,8 @@ class Recipe(Section):
             inside = f"rollout.backend={self.rollout.backend} samples inside the trainer"
             edit = "give rollout.engines or rollout.start, or leave max_lag out"
             raise ValueError(f"{name}: engines sample while the trainer trains, but {inside}; {edit}")
+        if self.rollout.sleep:
+            raise ValueError(f"{name}: engines sample while the trainer trains; set rollout.sleep=false")
         if self.rollout.router_replay == "rollout":
             edit = "set rollout.router_replay=trainer or none"
             raise ValueError(f"{name}, but an asynchronous run keeps no routes of the sampler; {edit}")

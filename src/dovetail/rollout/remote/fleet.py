@@ -8,18 +8,20 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 from dovetail.batch.balancing import plan_microbatches
 from dovetail.rollout.params import Spans
+from dovetail.rollout.remote.background import in_background
 from dovetail.rollout.remote.http import Client, EngineError
 from dovetail.rollout.remote.sglang import Sglang
-from dovetail.rollout.remote.vllm import Vllm
+from dovetail.rollout.remote.vllm import SLEEP, WAKE, Vllm
 from dovetail.rollout.remote.wire import Abilities, Reply, Request
 
 Wire = Vllm | Sglang
 BATCHES = 64  # whose replica is remembered
 MOST_IMBALANCE = 16  # requests, to keep a prompt's samples together
-HEALTH_SECONDS = 10.0
+HEALTH_SECONDS, WAKE_SECONDS = 10.0, 60.0
 ATTEMPTS, FIRST_WAIT = 6, 0.25  # without a token; seconds, doubled
 PASSING = frozenset({408, 409, 425, 429, 500, 502, 503, 504})  # not due to the request
 
@@ -31,6 +33,7 @@ class Replica:
         self.problem: EngineError | None = EngineError(client.url, "/", None, "no weights were pushed to it")
         self.busy = 0  # requests
         self.heard = 0.0  # when it last answered any
+        self.asleep = False
 
     @property
     def serves(self) -> bool:
@@ -95,8 +98,26 @@ class Fleet:
         if problem is not None:
             self._on_loss(problem)
 
+    def sleep(self) -> None:
+        """GPU memory is free until `wake`; weights wait in the host's. A replica that fails serves nothing until a push."""
+        self._tell([each for each in self.replicas if each.serves], SLEEP)  # waking would resume one that is paused
+
+    def wake(self) -> None:
+        self._tell([replica for replica in self.replicas if replica.asleep], WAKE)
+
+    def _tell(self, replicas: Sequence[Replica], path: str) -> None:
+        calls = [partial(replica.client.post, path, timeout=WAKE_SECONDS) for replica in replicas]
+        for replica, future in zip(replicas, [in_background(call) for call in calls], strict=True):
+            try:
+                future.result()
+                replica.asleep = path == SLEEP
+            except EngineError as error:
+                replica.asleep = True  # perhaps
+                self._lose(replica, error)
+
     def close(self) -> None:
         """Requests under way end with an error."""
+        self.wake()
         self._closed = True
         self.threads.shutdown(wait=False, cancel_futures=True)
 
@@ -186,6 +207,9 @@ class Fleet:
                 return
             except EngineError as unhealthy:
                 error = EngineError(error.url, error.path, error.status, f"{error.message} (then {unhealthy.message})")
+        self._lose(replica, error)
+
+    def _lose(self, replica: Replica, error: EngineError) -> None:
         with self._lock:
             first, replica.problem = replica.serves, replica.problem or error
         if first:

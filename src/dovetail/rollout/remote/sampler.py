@@ -34,10 +34,13 @@ class RemoteSampler:
         pusher: Pusher | None,
         moe: MoeSpec | None = None,
         image_token: int | None = None,
+        *,
+        sleeps: bool = False,
     ) -> None:
+        """sleeps: engines have the trainer's GPUs, and give their memory away between samplings."""
         self.mesh, self.dtype, self.vocab_size = mesh, dtype, vocab_size
         self.moe, self.image_token = moe, image_token
-        self.fleet, self.pusher = fleet, pusher
+        self.fleet, self.pusher, self.sleeps = fleet, pusher, sleeps
         self.version: int | None = None  # of the last push
         self._run = uuid.uuid4().hex  # servers cache prefixes of other runs
         self.watch: Watch | None = None
@@ -51,6 +54,7 @@ class RemoteSampler:
         self.version = version
         stream, problem = iter(weights), ""
         try:
+            self._wake()
             if self.fleet is not None and self.pusher is not None:
                 with self.fleet.pushing():
                     errors = self.pusher.push(stream, version)
@@ -70,9 +74,12 @@ class RemoteSampler:
     def sample(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Completion]:
         check_request(prompts, params, self.vocab_size, None, filled=self.version is not None)
         problem, drawn = None, list[Completion]()
+        self._wake()
         if self.fleet is not None:
             try:
                 drawn = self._draw(prompts, params)
+                if self.sleeps:
+                    self.fleet.sleep()
             except (MachineError, DataError) as error:
                 problem = error
         return self.shared(prompts, params, drawn, problem)
@@ -117,6 +124,16 @@ class RemoteSampler:
             )
             first += length
         return completions
+
+    def _wake(self) -> None:
+        """Collective: memory that no rank uses is free before engines take it."""
+        if not self.sleeps:
+            return
+        if self.mesh.device.type == "cuda":
+            torch.cuda.empty_cache()
+        self._agree({"problem": ""})
+        if self.fleet is not None:
+            self.fleet.wake()
 
     def _begin(self, requests: Sequence[Request]) -> "list[Future[Completion]]":
         fleet, version = self.fleet, self.version

@@ -16,6 +16,7 @@ PUSH_PATHS = (
 )  # fmt: skip
 MODES: Mapping[str, LogProbs] = {"raw_logprobs": "raw", "processed_logprobs": "processed"}
 STARTS: Mapping[LogProbs, str] = {kind: f"--logprobs-mode {mode}" for mode, kind in MODES.items()}
+SLEEP, WAKE = "/sleep?level=1", "/wake_up"
 DEV_MODE = "the environment variable VLLM_SERVER_DEV_MODE=1"
 TITLE = "dovetail serve"  # in its OpenAPI description
 TRANSFER = '--weight-transfer-config \'{"backend": "dovetail_nccl"}\' and the plugin dovetail-vllm'
@@ -57,8 +58,11 @@ class Vllm:
             fields=frozenset(schemas["GenerateRequest"]["properties"]["sampling_params"]["properties"]),
             images="kwargs_data" in schemas.get("MultiModalFeatures", {}).get("properties", {}),
             normalizes=bool((config["model_config"].get("multimodal_config") or {}).get("mm_device_do_normalize")),
+            sleeps=bool(config["model_config"].get("enable_sleep_mode")),
             routes=bool((config.get("aux_output_config") or {}).get("enable_return_routed_experts")),
         )
+        if server.sleeps and client.get("/is_sleeping").get("is_sleeping"):  # as its last trainer left it
+            client.post(WAKE)
         if not client.get("/is_paused").get("is_paused"):  # else its last trainer ended in a push
             _check_generation(client, server, vocab_size)
         return server

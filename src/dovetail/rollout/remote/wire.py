@@ -14,6 +14,7 @@ FINISHES: Mapping[object, Finish] = {"stop": "stop", "length": "length"}
 STREAMED = 128  # tokens of an event; each costs Python time of the server and the trainer
 NO_BIAS = -100.0  # of the logits of banned ids
 KEEPS_PIXELS = "--no-mm-device-do-normalize"  # of vLLM
+SLEEPS = "--enable-sleep-mode"  # of vLLM
 RETURNS_ROUTES = "--enable-return-routed-experts"  # of both servers
 
 
@@ -91,6 +92,7 @@ class Abilities:
     transfer: str | None = None  # of weights
     incremental: bool = True  # an event has its own tokens alone
     routes: bool = False  # returns experts
+    sleeps: bool = False
     images: bool = False  # with token ids
     normalizes: bool = False  # pixels that it is sent
     fields: frozenset[str] = frozenset()  # of vLLM's sampling parameters
