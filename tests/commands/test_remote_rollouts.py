@@ -94,6 +94,17 @@ def test_a_run_trains_on_what_a_server_samples_with_its_weights(
     assert not (tmp_path / "other").exists()
 
 
+def test_an_engine_holds_no_memory_while_ranks_load_and_train(model: Path, recipe: Path, tmp_path: Path) -> None:
+    with served(model) as fake:
+        refused = here("train", recipe, f"rollout.engines={fake.url}", "rollout.sleep=true")
+    assert refused.code == 2 and "start it with --enable-sleep-mode" in str(refused)
+    assert not (tmp_path / "run").exists()
+    with served(model, asleep=False) as fake:
+        done = here("train", recipe, f"rollout.engines={fake.url}", "rollout.sleep=true")
+    assert done.code == 0, done
+    assert fake.calls == ["/sleep", "/wake_up"] * 3, "before weights are loaded, and after each of two samplings"
+
+
 def test_the_update_replays_the_routes_of_a_server(recipe: Path, tmp_path: Path) -> None:
     config, mixture = moe_configs()["qwen2_moe"], tmp_path / "moe"  # experts in every other of four layers
     vars(config).update({"vocab_size": VOCAB, "eos_token_id": 3, "bos_token_id": None})

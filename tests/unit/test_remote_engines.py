@@ -327,7 +327,7 @@ class AwakePusher:
         pass
 
 
-def test_engines_sleep_between_samplings() -> None:
+def test_engines_give_memory_back_between_samplings() -> None:
     one, other = fakes = FakeEngine(asleep=True), FakeEngine(asleep=False)  # the first as its last trainer left it
     with fleet(*fakes) as (engines, losses):
         assert one.calls == ["/wake_up"] and all(replica.server.sleeps for replica in engines.replicas)

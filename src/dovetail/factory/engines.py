@@ -12,7 +12,7 @@ from dovetail.rollout.params import SamplingParams
 from dovetail.rollout.remote.fleet import Replica, Wire
 from dovetail.rollout.remote.http import Client, EngineError
 from dovetail.rollout.remote.sglang import Sglang
-from dovetail.rollout.remote.vllm import DEV_MODE, SLEEP, STARTS, Native, Vllm
+from dovetail.rollout.remote.vllm import DEV_MODE, STARTS, Native, Vllm
 from dovetail.rollout.remote.wire import KEEPS_PIXELS, RETURNS_ROUTES, SLEEPS, check_log_probs, fitting_log_probs
 from dovetail.weights.config_file import CONFIG, pinned, read_config
 
@@ -44,8 +44,6 @@ def connect(recipe: "Recipe", urls: Sequence[str], key: str | None, vocab_size: 
                 raise ConfigError(f"engine {url} cannot sleep, which rollout.sleep asks for; start it with {SLEEPS}")
             if server.max_length is not None and longest >= server.max_length:
                 raise ConfigError(_too_short(url, server.max_length, longest, "rollout.max_new_tokens is"))
-            if rollout.sleep:  # before ranks load weights
-                client.post(SLEEP)
         except EngineError as error:
             hint = f"; set the environment variable {KEY} to its key" if error.status == 401 else ""
             problems.append(f"{error}{hint}")
@@ -53,7 +51,6 @@ def connect(recipe: "Recipe", urls: Sequence[str], key: str | None, vocab_size: 
             problems.append(str(error))
         else:
             replicas.append(Replica(client, server))
-            replicas[-1].asleep = rollout.sleep
     if problems:
         many = f"{len(problems)} of the engines:\n{listing(problems)}"
         raise ConfigError(problems[0] if len(problems) == 1 else many)
