@@ -191,7 +191,7 @@ def test_a_rank_of_another_launcher_ends_itself(model: Path, tmp_path: Path) -> 
     assert process.returncode == 1
     assert "this process made no progress for " in err
     assert f"in phase reward, step 1 (limit {LIMIT:g} s)" in err
-    assert "rewards.py" in err
+    assert "reward_manager.py" in err
     assert all_gone(below, 5.0)
 
 

@@ -82,7 +82,7 @@ def reward_runner(name: str | None, **given: Any) -> SimpleNamespace:
     return SimpleNamespace(name=name, close=lambda: None, **given)
 
 
-def connect(recipe: Recipe, urls: Seq[str], *_: object) -> list[Replica]:
+def connect(recipe: Recipe, urls: Seq[str], *_: object, **__: object) -> list[Replica]:
     """Engines that nobody asks."""
     server = Abilities(kind="vllm", model="m", version="", max_length=None, log_probs="raw", transfer="dovetail_file")
     return [Replica(Client(url), server) for url in urls] if recipe.rollout.engines else []

@@ -12,7 +12,7 @@ from dovetail.rollout.params import SamplingParams
 from dovetail.rollout.remote.fleet import Replica, Wire
 from dovetail.rollout.remote.http import Client, EngineError
 from dovetail.rollout.remote.sglang import Sglang
-from dovetail.rollout.remote.vllm import DEV_MODE, STARTS, Native, Vllm
+from dovetail.rollout.remote.vllm import DEV_MODE, SLEEP, STARTS, Native, Vllm
 from dovetail.rollout.remote.wire import KEEPS_PIXELS, RETURNS_ROUTES, SLEEPS, check_log_probs, fitting_log_probs
 from dovetail.weights.config_file import CONFIG, pinned, read_config
 
@@ -28,8 +28,10 @@ TRANSFERS: Mapping[str | None, Mapping[str, str]] = {  # by vLLM's back end
 PROBE_SECONDS = 60.0  # of a request before the run
 
 
-def connect(recipe: "Recipe", urls: Sequence[str], key: str | None, vocab_size: int | None) -> list[Replica]:
-    """Probes all servers. One ConfigError names all problems."""
+def connect(
+    recipe: "Recipe", urls: Sequence[str], key: str | None, vocab_size: int | None, *, asleep: bool = False
+) -> list[Replica]:
+    """Probes all servers, which then sleep, if they are to. One ConfigError names all problems."""
     rollout, replicas, problems = recipe.rollout, list[Replica](), list[str]()
     wire, longest = WIRES[rollout.backend], rollout.max_new_tokens
     for url in dict.fromkeys(urls):
@@ -44,6 +46,8 @@ def connect(recipe: "Recipe", urls: Sequence[str], key: str | None, vocab_size: 
                 raise ConfigError(f"engine {url} cannot sleep, which rollout.sleep asks for; start it with {SLEEPS}")
             if server.max_length is not None and longest >= server.max_length:
                 raise ConfigError(_too_short(url, server.max_length, longest, "rollout.max_new_tokens is"))
+            if asleep:
+                client.post(SLEEP)
         except EngineError as error:
             hint = f"; set the environment variable {KEY} to its key" if error.status == 401 else ""
             problems.append(f"{error}{hint}")
@@ -51,6 +55,7 @@ def connect(recipe: "Recipe", urls: Sequence[str], key: str | None, vocab_size: 
             problems.append(str(error))
         else:
             replicas.append(Replica(client, server))
+            replicas[-1].asleep = asleep
     if problems:
         many = f"{len(problems)} of the engines:\n{listing(problems)}"
         raise ConfigError(problems[0] if len(problems) == 1 else many)

@@ -48,7 +48,6 @@ from dovetail.recipe.types import LayoutSection
 from dovetail.rewards.built_in import BUILT_IN
 from dovetail.rl.evaluation import EvalSet
 from dovetail.rollout.remote.fleet import Replica
-from dovetail.rollout.remote.vllm import SLEEP
 from dovetail.rollout.stream import StreamSampler
 from dovetail.run.directory import POLICY
 from dovetail.run.resume import ROWS, Resumed, refuse_other
@@ -145,10 +144,8 @@ class RunParts:
                 edit = "start them yourself, and give their URLs as rollout.engines"
                 raise ConfigError(f"rollout.start: only `dovetail train` without a launcher starts engines; {edit}")
             if self.mesh["world"].rank == 0:
-                replicas = connect(self.recipe, urls, engine_key(), self.source.spec.vocab_size)
-                for replica in replicas if rollout.sleep and not self.dry_run else ():  # until weights are loaded
-                    replica.client.post(SLEEP)
-                    replica.asleep = True
+                asleep = rollout.sleep and not self.dry_run  # until weights are loaded
+                replicas = connect(self.recipe, urls, engine_key(), self.source.spec.vocab_size, asleep=asleep)
         return replicas
 
     def _role(self, section: RoleSection, name: str, *, own_words: bool = False) -> tuple[Pretrained, Mesh]:
