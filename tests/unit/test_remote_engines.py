@@ -345,4 +345,4 @@ def test_engines_give_memory_back_between_samplings() -> None:
         sampler.push([], 12)
         assert not one.asleep and all(replica.serves for replica in engines.replicas)
         sampler.sample([Prompt(0, PROMPT)], params)
-    assert one.calls[-2:] == ["/sleep", "/wake_up"], "others may use it"
+    assert one.asleep, "the trainer may still hold its memory; the next run's probe wakes it"

@@ -13,7 +13,7 @@ from dovetail.rollout.remote.fleet import Replica, Wire
 from dovetail.rollout.remote.http import Client, EngineError
 from dovetail.rollout.remote.sglang import Sglang
 from dovetail.rollout.remote.vllm import DEV_MODE, SLEEP, STARTS, Native, Vllm
-from dovetail.rollout.remote.wire import KEEPS_PIXELS, RETURNS_ROUTES, SLEEPS, check_log_probs, fitting_log_probs
+from dovetail.rollout.remote.wire import KEEPS_PIXELS, RETURNS_ROUTES, SLEEP_MODE, check_log_probs, fitting_log_probs
 from dovetail.weights.config_file import CONFIG, pinned, read_config
 
 if TYPE_CHECKING:
@@ -43,7 +43,9 @@ def connect(
                 why = "returns no routes of experts, which rollout.router_replay=rollout replays"
                 raise ConfigError(f"engine {url} {why}; start it with {RETURNS_ROUTES}")
             if rollout.sleep and not server.sleeps:
-                raise ConfigError(f"engine {url} cannot sleep, which rollout.sleep asks for; start it with {SLEEPS}")
+                raise ConfigError(
+                    f"engine {url} cannot sleep, which rollout.sleep asks for; start it with {SLEEP_MODE}"
+                )
             if server.max_length is not None and longest >= server.max_length:
                 raise ConfigError(_too_short(url, server.max_length, longest, "rollout.max_new_tokens is"))
             if asleep:
@@ -130,7 +132,7 @@ def _vllm_flags(recipe: "Recipe") -> list[str]:
     path = Path(recipe.model.path)
     sees = (path / CONFIG).is_file() and "vision_config" in read_config(path)
     return ["--enable-scale-out", "--weight-transfer-config", transfer, *mode, *([KEEPS_PIXELS] if sees else []),
-            *([SLEEPS] if recipe.rollout.sleep else [])]  # fmt: skip
+            *([SLEEP_MODE] if recipe.rollout.sleep else [])]  # fmt: skip
 
 
 def _too_short(url: str, most: int, longest: int, what: str) -> str:

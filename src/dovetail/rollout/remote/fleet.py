@@ -100,12 +100,12 @@ class Fleet:
 
     def sleep(self) -> None:
         """GPU memory is free until `wake`; weights wait in the host's. A replica that fails serves nothing until a push."""
-        self._tell([each for each in self.replicas if each.serves], SLEEP)  # waking would resume one that is paused
+        self._post([each for each in self.replicas if each.serves], SLEEP)  # waking would resume one that is paused
 
     def wake(self) -> None:
-        self._tell([replica for replica in self.replicas if replica.asleep], WAKE)
+        self._post([replica for replica in self.replicas if replica.asleep], WAKE)
 
-    def _tell(self, replicas: Sequence[Replica], path: str) -> None:
+    def _post(self, replicas: Sequence[Replica], path: str) -> None:
         calls = [partial(replica.client.post, path, timeout=WAKE_SECONDS) for replica in replicas]
         for replica, future in zip(replicas, [in_background(call) for call in calls], strict=True):
             try:
@@ -117,7 +117,6 @@ class Fleet:
 
     def close(self) -> None:
         """Requests under way end with an error."""
-        self.wake()
         self._closed = True
         self.threads.shutdown(wait=False, cancel_futures=True)
 

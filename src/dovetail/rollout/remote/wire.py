@@ -14,7 +14,7 @@ FINISHES: Mapping[object, Finish] = {"stop": "stop", "length": "length"}
 STREAMED = 128  # tokens of an event; each costs Python time of the server and the trainer
 NO_BIAS = -100.0  # of the logits of banned ids
 KEEPS_PIXELS = "--no-mm-device-do-normalize"  # of vLLM
-SLEEPS = "--enable-sleep-mode"  # of vLLM
+SLEEP_MODE = "--enable-sleep-mode"  # of vLLM
 RETURNS_ROUTES = "--enable-return-routed-experts"  # of both servers
 
 
