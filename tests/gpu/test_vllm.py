@@ -1,6 +1,7 @@
-"""A real vLLM that records routes, which it does on a GPU alone. DOVETAIL_VLLM_PYTHON: the Python of an environment with it."""
+"""What a real vLLM does on a GPU alone: routes, memory given back. DOVETAIL_VLLM_PYTHON: the Python of an environment with it."""
 
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,18 +16,22 @@ from torch import Tensor
 
 from dovetail.arch.spec import ArchSpec
 from dovetail.batch.packed import PackedBatch, Sequence as Row
+from dovetail.engine.native import Engine
 from dovetail.factory.engine import from_pretrained
 from dovetail.launch.engines import URLS, EngineStart, running
 from dovetail.parallel.mesh import Mesh
 from dovetail.parallel.process_group import temporary_process_group
+from dovetail.recipe.rollout import PushSection
 from dovetail.rollout.base import Completion, Prompt, SamplingParams
 from dovetail.rollout.remote.fleet import Fleet, Replica
 from dovetail.rollout.remote.http import Client
+from dovetail.rollout.remote.push import Pusher
 from dovetail.rollout.remote.sampler import RemoteSampler
 from dovetail.rollout.remote.vllm import Vllm
 from dovetail.rollout.remote.wire import RETURNS_ROUTES
 from tests.remote.test_vllm import PYTHON, VersionPusher, free_port
 from tests.tolerances import ENGINE_LOGPROB_BF16
+from tests.unit.vllm_stand_in import PLUGIN, install_plugin
 
 pytestmark = [
     pytest.mark.gpu,
@@ -36,7 +41,7 @@ pytestmark = [
 FLAGS = (
     "--enable-scale-out", "--max-model-len", "512", "--logprobs-mode", "processed_logprobs", "--served-model-name", "policy",
     "--dtype", "bfloat16", "--gpu-memory-utilization", "0.3", "--generation-config", "vllm",
-    "--weight-transfer-config", '{"backend": "nccl"}',
+    "--skip-tokenizer-init",
     "--compilation-config", json.dumps({"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}),
 )  # fmt: skip
 SETTINGS = {"VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
@@ -48,18 +53,23 @@ TEXT = {
 
 
 @contextmanager
-def sampler(folder: Path, *flags: str, **options: Any) -> Iterator[RemoteSampler]:
+def sampler(folder: Path, push: PushSection | None, *flags: str, **options: Any) -> Iterator[RemoteSampler]:
+    """push: None for the weights that the server loads."""
+    transfer = json.dumps({"backend": "nccl" if push is None else f"dovetail_{push.transport}"})
     command = [str(PYTHON), "-m", "vllm.entrypoints.cli.main", "serve", str(folder), "--port", "PORT", *FLAGS, *flags]
+    install_plugin(folder / "site")
+    paths = f"{folder / 'site'}:{PLUGIN}:{os.environ.get('PYTHONPATH', '')}"
     start = EngineStart(
-        commands=[command], gpus_each=0, ranks_on_gpus=False, logs=folder / "logs", timeout=300.0, environment=SETTINGS
-    )
+        commands=[[*command, "--weight-transfer-config", transfer]], gpus_each=0, ranks_on_gpus=False,
+        logs=folder / "logs", timeout=300.0, environment={**SETTINGS, "PYTHONPATH": paths},
+    )  # fmt: skip
     with running(start, 1, free_port, lambda: False) as variables:
-        clients = [Client(url) for url in variables[URLS].split(",")]
+        clients = [Client(url, timeout=120.0) for url in variables[URLS].split(",")]
         replicas = [Replica(client, Vllm().probe(client, None)) for client in clients]
         fleet = Fleet(replicas, Vllm(), silence=120.0, on_loss=print)
-        mesh = Mesh.solo(torch.device("cuda", 0))
-        made = RemoteSampler(mesh, torch.bfloat16, 512, fleet, VersionPusher(clients), **options)
-        made.refill([("weights", torch.zeros(1))])  # those that it loaded
+        device = torch.device("cuda", 0)
+        pusher = VersionPusher(clients) if push is None else Pusher(clients, push, kind="vllm", device=device)
+        made = RemoteSampler(Mesh.solo(device), torch.bfloat16, 512, fleet, pusher, **options)
         yield made
         made.close()
 
@@ -86,6 +96,47 @@ def process_group() -> Iterator[None]:
         yield
 
 
+def saved(config: Any, folder: Path) -> Engine:
+    """Random weights, in `folder` too."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(0.25)  # vLLM rounds logits to bfloat16
+    model.save_pretrained(folder)
+    policy = from_pretrained(folder, dtype="bfloat16", device="cuda")
+    assert isinstance(policy, Engine)
+    return policy
+
+
+def prompts() -> list[Prompt]:
+    drawing = torch.Generator().manual_seed(1)
+    lengths = (5, 40, 17, 120)
+    return [Prompt(i, torch.randint(3, 500, (n,), generator=drawing).tolist()) for i, n in enumerate(lengths)]
+
+
+def free_bytes() -> int:
+    return torch.cuda.mem_get_info(0)[0]
+
+
+@pytest.mark.usefixtures("process_group")
+def test_an_engine_of_the_same_gpu_gives_its_memory_back_between_samplings(tmp_path: Path) -> None:
+    """Each push is heard; it loaded random weights of its own."""
+    policy, asked = saved(transformers.LlamaConfig(**TEXT), tmp_path), prompts()
+    params, total = SamplingParams(samples=8, max_new_tokens=96, seed=3), torch.cuda.mem_get_info(0)[1]
+    flags = ("--enable-sleep-mode", "--load-format", "dummy")
+    with sampler(tmp_path, PushSection(transport="ipc"), *flags, sleeps=True) as made:
+        awake, off = free_bytes(), list[float]()
+        for factor in (1.0, 1.5, 1.0):
+            made.refill((n, t * factor if "mlp" in n else t) for n, t in policy.weights(torch.bfloat16))
+            for _ in range(2):  # woken by the push, then without one
+                batch = packed(asked, made.sample(asked, params))
+                asleep = free_bytes()
+                off.append(difference(batch, policy.score(batch).logprob))
+                assert asleep - awake > 0.2 * total, (awake, asleep)
+    sys.stdout.write(f"GiB free: awake {awake / 2**30:.1f}, asleep {asleep / 2**30:.1f}; mean differences {off}\n")
+    assert max(off[0], off[1], off[4], off[5]) <= ENGINE_LOGPROB_BF16 < min(off[2], off[3]) / 3
+
+
 @pytest.mark.usefixtures("process_group")
 def test_routes_of_a_server_are_those_of_its_log_probs(tmp_path: Path) -> None:
     """Replaying them brings the trainer nearer; few differ from its own choice."""
@@ -97,17 +148,11 @@ def test_routes_of_a_server_are_those_of_its_log_probs(tmp_path: Path) -> None:
         norm_topk_prob=True,
         mlp_only_layers=[1],
     )
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
-    with torch.no_grad():
-        model.lm_head.weight.mul_(0.25)  # vLLM rounds logits to bfloat16
-    model.save_pretrained(tmp_path)
-    policy = from_pretrained(tmp_path, dtype="bfloat16", device="cuda")
-    drawing = torch.Generator().manual_seed(1)
-    asked = [Prompt(i, torch.randint(3, 500, (n,), generator=drawing).tolist()) for i, n in enumerate((5, 40, 17, 120))]
+    policy, asked = saved(config, tmp_path), prompts()
     params = SamplingParams(samples=8, max_new_tokens=96, seed=3, trace=True)
     assert isinstance(policy.model.spec, ArchSpec)
-    with sampler(tmp_path, "--skip-tokenizer-init", RETURNS_ROUTES, moe=policy.model.spec.moe) as made:
+    with sampler(tmp_path, None, RETURNS_ROUTES, moe=policy.model.spec.moe) as made:
+        made.refill([("weights", torch.zeros(1))])
         drawn = made.sample(asked, params)
     batch = packed(asked, drawn)
     theirs = batch.routing

@@ -29,7 +29,7 @@ from dovetail.rollout.remote.http import Client, EngineError
 from dovetail.rollout.remote.push import Pusher
 from dovetail.rollout.remote.transports import Bucket
 from tests.tolerances import ENGINE_LOGPROB
-from tests.unit.vllm_stand_in import PLUGIN
+from tests.unit.vllm_stand_in import PLUGIN, install_plugin
 
 PYTHON, MODEL = os.environ.get("DOVETAIL_VLLM_PYTHON"), Path.home() / ".cache/dovetail/smollm2-135m-instruct"
 pytestmark = [
@@ -56,12 +56,9 @@ Weights = list[tuple[str, torch.Tensor]]
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
     folder = tmp_path_factory.mktemp("vllm")
-    info = folder / "dovetail_vllm-0.1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: dovetail-vllm\nVersion: 0.1.0\n")
-    (info / "entry_points.txt").write_text("[vllm.general_plugins]\ndovetail = dovetail_vllm:register\n")
+    install_plugin(folder / "site")
     port = 8400 + os.getpid() % 500
-    path = f"{folder}:{PLUGIN}:{os.environ.get('PYTHONPATH', '')}"
+    path = f"{folder / 'site'}:{PLUGIN}:{os.environ.get('PYTHONPATH', '')}"
     with open(folder / "log", "wb") as log:
         process = subprocess.Popen(
             [str(PYTHON), *WORDS, "--port", str(port)],

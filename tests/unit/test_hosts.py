@@ -1,5 +1,6 @@
 """Jobs on several hosts: one that falls silent ends the job, and what the hosts were given is the same, or refused."""
 
+import asyncio
 import json
 import os
 import shutil
@@ -11,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -21,7 +23,7 @@ from dovetail.cli.arguments import parse
 from dovetail.cli.consistency import KEY, job_inputs, refuse_differences
 from dovetail.errors import ConfigError
 from dovetail.launch import hosts
-from dovetail.launch.hosts import Heartbeats
+from dovetail.launch.hosts import Heartbeats, _Monitor
 from dovetail.parallel.consensus import refuse_different
 from dovetail.parallel.layout import Layout
 from dovetail.parallel.mesh import Mesh
@@ -53,6 +55,22 @@ def test_the_silent_host_is_named_with_its_ranks() -> None:
     heartbeats.end(3, 110.0)
     assert heartbeats.verdict(129.0) == ""
     assert heartbeats.verdict(131.0) == "host c (rank 3) gave no sign for 31 s: the process ended"
+
+
+def test_a_monitor_that_ends_while_a_host_connects_is_silent() -> None:
+    reported: list[Any] = []
+
+    async def connect(turns: int) -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
+        listener = socket.create_server(("127.0.0.1", 0))
+        await asyncio.start_server(_Monitor({"limit": 9.0, "gone": 9.0, "token": "t"})._welcome, sock=listener)
+        with socket.create_connection(listener.getsockname()):
+            for _ in range(turns):
+                await asyncio.sleep(0)
+
+    for turns in range(8):  # of the event loop
+        asyncio.run(connect(turns))
+    assert reported == []
 
 
 RANK = """

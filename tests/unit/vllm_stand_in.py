@@ -40,6 +40,14 @@ FUSED = {
 }
 
 
+def install_plugin(site: Path) -> None:
+    """What `pip install dovetail-vllm` leaves for vLLM to see; its modules are in PLUGIN."""
+    info = site / "dovetail_vllm-0.1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: dovetail-vllm\nVersion: 0.1.0\n")
+    (info / "entry_points.txt").write_text("[vllm.general_plugins]\ndovetail = dovetail_vllm:register\n")
+
+
 @dataclass
 class WeightTransferInitInfo(ABC):  # noqa: B024
     pass

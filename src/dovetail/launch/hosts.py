@@ -132,6 +132,7 @@ class _Monitor:
     def __init__(self, setup: Mapping[str, Any]) -> None:
         self.setup, self.heartbeats = setup, Heartbeats(setup["limit"], setup["gone"])
         self.peers: dict[int, asyncio.StreamWriter] = {}
+        self.joining: set[asyncio.Task[None]] = set()
 
     async def run(self) -> str:
         """Why the rank must end; "": it has ended by itself."""
@@ -139,7 +140,7 @@ class _Monitor:
         self.end: asyncio.Future[str] = loop.create_future()
         loop.add_reader(0, self._leave)
         if "hub" in self.setup:
-            self.joining = asyncio.create_task(self._join(self.setup["hub"]))
+            self.joining.add(asyncio.create_task(self._join(self.setup["hub"])))
         else:
             listener = socket.socket(fileno=self.setup["listener"])
             await asyncio.start_server(self._welcome, sock=listener, limit=MAX_LINE, backlog=MOST_WAITING)
@@ -186,9 +187,15 @@ class _Monitor:
             return
         tell(f"warn rank {rank} cannot reach {problem}: the loss of a host will be noticed late\n")
 
-    async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """In a task of our own: of asyncio's, Python 3.11 reports those that are cancelled."""
+        task = asyncio.create_task(self._greet(reader, writer))
+        self.joining.add(task)
+        task.add_done_callback(self.joining.discard)
+
+    async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Anybody on the network can connect."""
-        with contextlib.suppress(OSError, ValueError, asyncio.CancelledError):  # Python 3.11 reports a cancelled one
+        with contextlib.suppress(OSError, ValueError):
             line = (await reader.readline()).decode(errors="replace").rstrip("\n")
             hello, token, rank, host = line.split(" ", 3)
             if hello == "hello" and secrets.compare_digest(token.encode(), self.setup["token"].encode()):
