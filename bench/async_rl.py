@@ -207,10 +207,11 @@ def simulate(mode: str, session: Session, decode: Sequence[tuple[int, float]]) -
         warmup=given.warm,
     )
     outcome = Recorded(setup, lengths).run()
-    real = (row["tokens_per_second"] / mean(each["tokens"] for each in row["rows"][given.warm :])) * found[
-        "response_length_mean"
-    ]
-    real *= given.prompts * given.samples
+    # As the simulator counts: from where training on the first measured batch begins to that of the last.
+    measured, parts = row["rows"][given.warm :], ("seconds/reward", "seconds/score", "seconds/update")
+    first, last = (each["timestamp"] - sum(each[part] for part in parts) for each in (measured[0], measured[-1]))
+    responses = sum(each["response_length_mean"] for each in measured[:-1]) * given.prompts * given.samples
+    real = responses / (last - first)
     session.keep({"mode": f"simulated {mode}", "tokens_per_second": outcome.tokens_per_second, "real": real,
                   "idle": outcome.trainer_idle, "ratio": outcome.tokens_per_second / real})  # fmt: skip
     session.say(f"{mode}: simulated {outcome.tokens_per_second:.0f} response tokens/s, real {real:.0f}: "

@@ -134,7 +134,7 @@ def test_sections_are_frozen() -> None:
         ({"rollout": {"samples_per_prompt": 1}}, "rollout.samples_per_prompt is 1; grpo compares"),
         ({"algorithm": {"num_mini_batches": 129}}, "algorithm.num_mini_batches is 129, but a step has only 128 rows"),
         ({"reward": {"name": "format", "import": "a:b"}}, "reward: give name or import, not both"),
-        ({"reward": {"import": "a.b"}}, "reward.import: 'a.b'; expected module:function"),
+        ({"reward": {"import": "a.b"}}, "reward.import: 'a.b'; expected module:function, such as mine:score"),
         (
             {"reward": {"options": {"x": b"\x80"}}},
             "reward.options: expected text, numbers, lists and mappings, as JSON",

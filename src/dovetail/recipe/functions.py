@@ -9,8 +9,9 @@ from dovetail.recipe.types import Options, Section, key
 
 
 def _valid_function(text: str) -> str:
-    if not all(part for part in text.partition(":")):
-        raise ValueError(f"{quoted(text)}; expected module:function")
+    module, _, name = text.partition(":")
+    if module.endswith(".py") or not all(part.isidentifier() for part in (*module.split("."), name)):
+        raise ValueError(f"{quoted(text)}; expected module:function, such as mine:score for mine.py in the directory of the recipe")
     return text
 
 
