@@ -95,6 +95,20 @@ def test_a_lost_host_is_named_and_ends_the_job(rank: int, number: str, told: str
     assert ends[rank] == (-signal.SIGKILL, ""), "a stopped rank cannot end by itself"
 
 
+def test_a_rank_that_is_killed_at_once_is_no_defect_of_the_other(tmp_path: Path) -> None:
+    """Before their monitors have met."""
+    body = """
+    hosts.SILENT_SECONDS = hosts.GONE_SECONDS = 60.0
+    dist.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+    """
+    code, err = planted(body, tmp_path)[0]
+    assert code == 1 and err.count("\n") == 1
+    assert err.startswith(f"dovetail: host {HOST} (rank 1)") or "rank 0: the connection to another rank broke" in err
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("moment", [0.0, 0.13, 0.31, 0.57])

@@ -15,9 +15,9 @@ from typing import NoReturn, Self
 
 from dovetail.cli.arguments import ON_RANKS, layout_of, parse, recipe_of, supervision_of
 from dovetail.cli.header import header
-from dovetail.errors import ConfigError, MachineError, SecondaryFailure, UserError, short_lines
+from dovetail.errors import ConfigError, MachineError, SecondaryFailure, UserError, one_line, short_lines
 from dovetail.launch.hosts import Store
-from dovetail.launch.process import limit_behind, open_closed_streams, python_module, tell
+from dovetail.launch.process import MAX_CAUSE, limit_behind, open_closed_streams, python_module, tell
 from dovetail.launch.progress import collective_timeout
 from dovetail.launch.rank import DEFECT, INTERRUPTED, USER_ERROR, RankProcess, StopHandler, is_first_rank, ranks_given
 from dovetail.launch.supervisor import run_ranks
@@ -121,4 +121,7 @@ def _message(error: BaseException) -> str:
     if isinstance(error, MachineError):
         return str(error)
     rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
+    if "gloo/transport/" in str(error):
+        why = "its process ended, or its host is cut off from the network"
+        return f"{rank}the connection to another rank broke: {why} ({one_line(error)[:MAX_CAUSE]})"
     return f"{rank}this is a defect of ours\n{''.join(traceback.format_exception(error))}".rstrip("\n")
