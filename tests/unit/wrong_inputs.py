@@ -193,8 +193,8 @@ train: reference.path=none => none is not a directory
 train: reference.layout.tp=4 --layout dp=4 => reference.layout: layout tp=4: tp=4 does not fit this llama model
 train: reward.name=exactmatch => reward.name='exactmatch' is no built-in reward | did you mean 'exact_match'?
 train: reward.import=absent_module:f => No module named 'absent_module'; put absent_module.py into the directory of the recipe
-train: reward.import=rewards => reward.import: 'rewards'; expected module:function, such as mine:score for mine.py in the directory of the recipe
-train: reward.import=rewards/mine.py:score => reward.import: 'rewards/mine.py:score'; expected module:function, such as mine:score for mine.py in the directory of the recipe
+train: reward.import=rewards => reward.import: 'rewards'; expected module:function
+train: reward.import=/mine.py:score => reward.import: '/mine.py:score'; expected module:function, such as mine:score
 train: reward.weight=heavy => reward.weight is 'heavy'
 train: run_dir=used => run_dir used is not empty; choose another run_dir
 train: run_dir=D.jsonl => run_dir D.jsonl is not empty

@@ -11,7 +11,8 @@ from dovetail.recipe.types import Options, Section, key
 def _valid_function(text: str) -> str:
     module, _, name = text.partition(":")
     if module.endswith(".py") or not all(part.isidentifier() for part in (*module.split("."), name)):
-        raise ValueError(f"{quoted(text)}; expected module:function, such as mine:score for mine.py in the directory of the recipe")
+        example = "such as mine:score for mine.py in the directory of the recipe"
+        raise ValueError(f"{quoted(text)}; expected module:function, {example}")
     return text
 
 
