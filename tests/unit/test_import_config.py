@@ -177,6 +177,12 @@ def test_a_config_becomes_a_recipe_that_means_the_same(tmp_path: Path, name: str
     assert "secret" not in told + out.read_text()
 
 
+def test_a_recipe_says_where_its_values_are_from(tmp_path: Path) -> None:
+    assert imported(str(FOLDER / "verl_grpo.sh"), "-o", str(tmp_path / "recipe.yaml"))[0] == 0
+    lines = (tmp_path / "recipe.yaml").read_text().splitlines()
+    assert {"  name: grpo", "  num_mini_batches: 4 # train_batch_size / ppo_mini_batch_size"} <= {*lines}
+
+
 def test_what_cannot_be_imported_is_refused(tmp_path: Path) -> None:
     for text, message in {
         "rl: kto\nbase_model: M\nsequence_len: 4\n": "rl: kto is not supported yet; sft, grpo, rloo and ppo are",
