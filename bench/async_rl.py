@@ -58,6 +58,7 @@ def main() -> int:
     parser.add_argument("--vllm", type=Path, help="where install.sh unpacked vLLM")
     parser.add_argument("--folder", type=Path, required=True, help="for checkpoint and runs: some GB")
     parser.add_argument("--mean", type=positive, default=400, help="tokens of a response")
+    parser.add_argument("--longest", type=positive, help="default: ten times the mean")
     parser.add_argument("--prompts", type=positive, default=32)
     parser.add_argument("--samples", type=positive, default=8)
     parser.add_argument("--warm", type=positive, default=3, help="steps that are not measured")
@@ -67,6 +68,7 @@ def main() -> int:
     parser.add_argument("--set", nargs="*", default=[], help="more keys of the recipe")
     add_options(parser, "async_rl")
     given = parser.parse_args()
+    given.longest = given.longest or 10 * given.mean
     session = Session.start(given)
     given.folder.mkdir(parents=True, exist_ok=True)
     make_inputs(session)
@@ -75,9 +77,9 @@ def main() -> int:
     if modes[1]:
         with server(session) as client:
             rising, speeds = 0.0, dict[int, float]()
-            load(client, max(CONCURRENT), given.mean)  # compiles kernels
+            load(client, max(CONCURRENT), given)  # compiles kernels
             for n in CONCURRENT:
-                speeds[n] = rising = max(rising, load(client, n, given.mean))
+                speeds[n] = rising = max(rising, load(client, n, given))
             session.keep({"mode": "load", "tokens_per_second": speeds})
             session.say(f"load: {', '.join(f'{n}: {speed:.0f}' for n, speed in speeds.items())} tokens/s")
             for mode in modes[1]:
@@ -131,11 +133,11 @@ def train(mode: str, session: Session, engines: Sequence[str]) -> float:
         "model": {"path": str(given.folder / "model"), "dtype": "bfloat16" if session.device.type == "cuda" else "float32"},
         "algorithm": {"name": "grpo"},
         "data": {"train": str(given.folder / "rows.jsonl")},
-        "rollout": {"samples_per_prompt": given.samples, "max_new_tokens": 10 * given.mean, "max_num_seqs": given.running},
+        "rollout": {"samples_per_prompt": given.samples, "max_new_tokens": given.longest, "max_num_seqs": given.running},
         "reward": {"function": "reward:reward"},
         "optim": {"lr": 1e-6},
         "trainer": {
-            "steps": steps, "prompts_per_step": given.prompts, "tokens_per_batch": max(16384, 10 * given.mean + PROMPT),
+            "steps": steps, "prompts_per_step": given.prompts, "tokens_per_batch": max(16384, given.longest + PROMPT),
             "deterministic": False, **({} if lag is None else {"max_lag": lag}),
         },
         "run_dir": str(run),
@@ -218,7 +220,7 @@ def simulate(mode: str, session: Session, decode: Sequence[tuple[int, float]]) -
                 f"{outcome.tokens_per_second / real:.2f} x; idle {100 * outcome.trainer_idle:.0f} %")  # fmt: skip
 
 
-def load(client: Client, requests: int, average: int) -> float:
+def load(client: Client, requests: int, given: argparse.Namespace) -> float:
     """Tokens a second of that many requests at once; where one ends, another joins. Lengths are as in the runs."""
     begun = time.monotonic()
     first, last, tokens = begun + SETTLE, begun + SETTLE + MEASURE, [0] * requests
@@ -226,7 +228,7 @@ def load(client: Client, requests: int, average: int) -> float:
     def run(index: int) -> None:
         draw = random.Random(index)
         while time.monotonic() < last:
-            new = min(10 * average, 1 + int(draw.expovariate(1 / average)))
+            new = min(given.longest, 1 + int(draw.expovariate(1 / given.mean)))
             sampling = {"max_tokens": new, "ignore_eos": True, "temperature": 1.0, "detokenize": False, "logprobs": 0}
             body: dict[str, Any] = {"token_ids": [draw.randrange(1000) for _ in range(PROMPT)], "model": "policy"}
             body |= {"sampling_params": {**sampling, "stream_interval": STREAMED}, "stream": True}
@@ -270,7 +272,7 @@ def vllm_line(session: Session, port: int) -> str:
     (info / "entry_points.txt").write_text("[vllm.general_plugins]\ndovetail = dovetail_vllm:register\n")
     words = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", folder / "model", "--port", port]
     words += ["--served-model-name", "policy", "--skip-tokenizer-init", "--dtype", "bfloat16", "--enable-scale-out"]
-    words += ["--max-model-len", PROMPT + 10 * given.mean + 8, "--max-num-seqs", 512, "--gpu-memory-utilization", 0.8]
+    words += ["--max-model-len", PROMPT + given.longest + 8, "--max-num-seqs", 512, "--gpu-memory-utilization", 0.8]
     words += ["--weight-transfer-config", json.dumps({"backend": "dovetail_nccl"}), "--host", "127.0.0.1"]
     paths = ":".join(str(path.resolve()) for path in (folder / "site", PLUGIN, *([given.vllm] if given.vllm else [])))
     source = f". {shlex.quote(str(given.vllm.resolve() / 'env.sh'))}; " if given.vllm else ""
