@@ -30,6 +30,6 @@ PERF_ARGS=(
    --max-tokens-per-gpu 9216
 )
 GRPO_ARGS=(--advantage-estimator grpo --use-kl-loss --kl-loss-coef 0.01 --kl-loss-type low_var_kl --eps-clip 0.2 --eps-clip-high 0.28 --use-tis --tis-clip 3.0)
-OPTIMIZER_ARGS=(--optimizer adam --lr 1e-6 --lr-decay-style constant --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.98)
+OPTIMIZER_ARGS=(--optimizer adam --lr 1e-6 --min-lr 1e-7 --lr-decay-style constant --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.98)
 ray job submit --address="http://127.0.0.1:8265" -- python3 train.py --colocate \
    ${CKPT_ARGS[@]} ${ROLLOUT_ARGS[@]} ${EVAL_ARGS[@]} ${PERF_ARGS[@]} ${GRPO_ARGS[@]} ${OPTIMIZER_ARGS[@]}

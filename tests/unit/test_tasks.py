@@ -229,7 +229,7 @@ def test_groups_of_equal_rewards_are_dropped() -> None:
     assert "equal_groups" not in sample_metrics(SAMPLES, compared=False)
 
 
-def dynamic(rewards: Mapping[int, list[float]], **algorithm: Any) -> tuple[RLTask, list[list[int]]]:
+def dynamic(rewards: Mapping[int, Seq[float | None]], **algorithm: Any) -> tuple[RLTask, list[list[int]]]:
     """GRPO on prompts with these rewards of their two samples, and the rows that were asked for."""
     asked: list[list[int]] = []
     prompts = [Prompt(id=i, ids=(5, 6)) for i in rewards]
@@ -242,7 +242,7 @@ def dynamic(rewards: Mapping[int, list[float]], **algorithm: Any) -> tuple[RLTas
     def judge(prompts: Seq[Prompt], completions: Seq[Completion], _: Seq[str]) -> list[RewardResult]:
         return [RewardResult(rewards[p.id][c.sample]) for p, c in zip(prompts, completions, strict=True)]
 
-    recipe = recipe_of("grpo", shuffle=False, drop_zero_std_groups=True, **algorithm)
+    recipe = recipe_of("grpo", shuffle=False, **{"drop_zero_std_groups": True, **algorithm})
     recipe = recipe.model_copy(
         update={"trainer": recipe.trainer.model_copy(update={"prompts_per_step": 2, "steps": 3})}
     )
@@ -276,6 +276,8 @@ def test_more_prompts_are_sampled_until_a_step_is_full() -> None:
     assert kept == [] and len(asked) == 3 and row["equal_groups"] == 1.0
     task, asked = dynamic(rewards)
     assert len(rolled(task, 0)[0]) == 2 and len(asked) == 1
+    task, asked = dynamic({0: [None, None], 1: UNEQUAL}, drop_zero_std_groups=False, max_num_gen_batches=3)
+    assert len(rolled(task, 0)[0]) == 2 and len(asked) == 1  # whose reward failed is not sampled again
 
 
 def test_a_stop_does_not_wait_for_more_prompts() -> None:
