@@ -23,7 +23,7 @@ from dovetail.errors import ConfigError
 from dovetail.parallel.mesh import Mesh
 from dovetail.recipe.rollout import PushSection
 from dovetail.rollout.base import Completion, Prompt, SamplingParams
-from dovetail.rollout.native import NativeSampler
+from dovetail.rollout.native import NativeSampler, cache_bytes
 from dovetail.rollout.remote import push, transports
 from dovetail.rollout.remote.fleet import Fleet, Replica
 from dovetail.rollout.remote.http import Client, EngineError
@@ -305,6 +305,14 @@ def test_its_share_of_a_gpus_memory_arrives_and_is_enough(
     assert asked == [(0.35, True)]
     said = "has 1 pages of 64 tokens, expected 2 or more; raise --gpu-memory-utilization"
     assert said in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_cache_gets_what_the_process_and_the_gpu_leave() -> None:
+    """Of 100 bytes: 10 in tensors, 20 more kept by the allocator, and `free` of the rest."""
+    of = partial(cache_bytes, total=100, held=10, reserved=30)
+    assert of(0.5, free=60, of_all=False) == 0.5 * 80
+    assert of(0.8, free=70, of_all=True) == 0.8 * 100 - 10
+    assert of(0.8, free=30, of_all=True) == 0.9 * 50, "others have 40"
 
 
 def test_what_the_server_refuses() -> None:

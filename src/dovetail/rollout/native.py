@@ -161,12 +161,17 @@ class NativeSampler:
         device = self.mesh.device
         if self.max_tokens is not None or device.type != "cuda":
             return MAX_TOKENS if self.max_tokens is None else self.max_tokens
-        held = torch.cuda.memory_allocated(device)
-        free, total = torch.cuda.mem_get_info(device)
-        free += torch.cuda.memory_reserved(device) - held
-        room = min(share * total - held, MOST_OF_FREE * free) if of_all else share * free
-        least = int(stack_over(torch.tensor([int(room)], device=device), self.mesh["tp"]).min())
+        memory = torch.cuda.mem_get_info(device)
+        held, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+        room = int(cache_bytes(share, *memory, held, reserved, of_all=of_all))
+        least = int(stack_over(torch.tensor([room], device=device), self.mesh["tp"]).min())
         return max(0, least) // (math.prod(cache_shape(self.spec, self.mesh, 1, 1)) * self.dtype.itemsize)
+
+
+def cache_bytes(share: float, free: int, total: int, held: int, reserved: int, *, of_all: bool) -> float:
+    """`NativeSampler.max_entries` in bytes. held: tensors of this process; reserved: with what its allocator keeps."""
+    free += reserved - held
+    return min(share * total - held, MOST_OF_FREE * free) if of_all else share * free
 
 
 class Refilling:
