@@ -135,7 +135,8 @@ CASES: Mapping[str, tuple[Mapping[str, Any], tuple[str, ...]]] = {
     "axolotl_grpo.yaml": (
         {
             "algorithm.name": "grpo", "trainer.prompts_per_step": 4, "rollout.samples_per_prompt": 4,
-            "algorithm.aggregation": "sequence_sum", "reward.import": "rewards:math", "optim.warmup_steps": 3,
+            "algorithm.aggregation": "sequence_sum", "reward.import": "rewards:math", "optim.warmup_steps": 2,
+            "algorithm.epochs": 2, "trainer.steps": 50,  # of 100 updates
             "data.train": [{"path": "openai/gsm8k", "subset": "main", "split": "train"}],
         },
         ("trl.use_vllm=true: not supported yet",),
