@@ -267,9 +267,13 @@ def test_a_pause_keeps_requests_and_clients_that_leave_free_their_pages() -> Non
         body = generate_body(fleet.replicas[0].server, request([1], replace(GREEDY, max_new_tokens=4000)), [])
         events = client.stream("/inference/v1/generate", body, lambda: time.monotonic() + 20)
         next(events)
-        assert engine.pool.num_free < 1024
+        (leaves,) = engine._living.values()
+        stays = fleet.threads.submit(fleet.draw, request([3, 4], replace(GREEDY, max_new_tokens=600)))
+        wait_for(lambda: len(engine._living) == 2)
         events.close()  # type: ignore[attr-defined]  # it is a generator
+        assert len(stays.result().ids) == 600 and stays.result().ids[:7] == future.result().ids
         wait_for(lambda: engine.pool.num_free == 1024 and not engine._living)
+        assert len(leaves.new) < 4000
         fleet.close()
 
 
