@@ -15,6 +15,12 @@ def test_nothing_of_a_run_that_is_as_it_should_be(name: str) -> None:
     recipe = make_recipe({**SMALLEST, "algorithm": {"name": name}})
     assert notes(recipe, {"max_position_embeddings": 128}, [64] * 16) == []
     assert notes(make_recipe({**SMALLEST, "reward": {"import": "a:b"}}), {}, [999] * 16) == []
+    given = {
+        "algorithm": {"name": "distillation", "lmbda": 0.5},
+        "teacher": {"path": "T"},
+        "data": {"train": "R", "max_length": 9},
+    }
+    assert notes(make_recipe({**SMALLEST, **given}), {}, [9] * 16) == []
 
 
 @pytest.mark.parametrize(
@@ -31,6 +37,10 @@ def test_nothing_of_a_run_that_is_as_it_should_be(name: str) -> None:
         (
             {"algorithm": {"name": "sft"}, "reference": {"path": "R"}, "trainer": {"stop_at_reward": 0.0}},
             "without effect, since algorithm.name is sft: reference.path, trainer.stop_at_reward",
+        ),
+        (
+            {"data": {"max_length": 32}},
+            "without effect, since algorithm.name is grpo: data.max_length",
         ),
         (
             {"algorithm": {"name": "rloo", "kl_coef": 0.1, "kl_in": "reward", "kl_estimator": "k3"}},
@@ -68,4 +78,5 @@ def test_nothing_of_a_run_that_is_as_it_should_be(name: str) -> None:
 def test_each_thing_where_it_holds(given: dict[str, Any], told: str) -> None:
     lengths = [3] * 15 + [129 if "129" in told else 64]
     config = {"text_config": {"max_position_embeddings": 128}}
-    assert notes(make_recipe({**SMALLEST, **given}), config, lengths) == [told]
+    given = {**SMALLEST, **given, "data": {**SMALLEST["data"], **given.get("data", {})}}
+    assert notes(make_recipe(given), config, lengths) == [told]

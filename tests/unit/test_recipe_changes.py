@@ -23,7 +23,7 @@ from dovetail.rl.tasks import step_rows
 from dovetail.run.directory import RunDirectory
 from dovetail.run.paths import FinishedError, changed
 from dovetail.run.resume import Resumed, find, refuse
-from dovetail.run.state import CHUNK, RunState, model_fingerprint, random_state
+from dovetail.run.state import CHUNK, RunState, model_fingerprint, random_state, sampled_fingerprint
 from dovetail.weights.safe_paths import MANIFEST
 from tests.commands.program import here, make_model, on_ranks, read_rows, refusal, write_recipe, write_rows
 from tests.fault.training_checkpoint import state_of
@@ -249,6 +249,18 @@ def test_a_bit_anywhere_in_the_weights_makes_another_fingerprint(tmp_path: Path)
         found.append(model_fingerprint({}, {}, tmp_path, Mesh.solo()))
     assert len(set(found)) == 4
     assert run(2, fingerprint_of, tmp_path) == [found[-1]] * 2
+
+
+def test_samples_of_weights_are_of_the_whole_file(tmp_path: Path) -> None:
+    """All of a small one; of a larger one its ends and blocks between."""
+    source: Any = SimpleNamespace(config={}, sides={}, path=tmp_path)
+    found, size = [], 64 * 5 << 12
+    (tmp_path / "a.safetensors").write_bytes(bytes(5000))
+    (tmp_path / "b.safetensors").write_bytes(bytes(size))
+    for file, where in (("a", 0), ("a", 4200), ("b", -1), ("b", (size - 4096) // 2)):
+        found.append(sampled_fingerprint(source))
+        flip(tmp_path / f"{file}.safetensors", where)
+    assert len({*found, sampled_fingerprint(source)}) == 5
 
 
 def fingerprint_of(folder: Path) -> str:
