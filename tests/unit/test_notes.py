@@ -7,7 +7,7 @@ import pytest
 from dovetail.factory.notes import notes
 from dovetail.recipe.schema import make_recipe
 
-SMALLEST = {"model": {"path": "M"}, "data": {"train": "rows.jsonl"}, "run_dir": "runs/x"}
+SMALLEST: dict[str, Any] = {"model": {"path": "M"}, "data": {"train": "rows.jsonl"}, "run_dir": "runs/x"}
 
 
 @pytest.mark.parametrize("name", ["sft", "grpo", "rloo", "ppo"])
@@ -15,11 +15,8 @@ def test_nothing_of_a_run_that_is_as_it_should_be(name: str) -> None:
     recipe = make_recipe({**SMALLEST, "algorithm": {"name": name}})
     assert notes(recipe, {"max_position_embeddings": 128}, [64] * 16) == []
     assert notes(make_recipe({**SMALLEST, "reward": {"import": "a:b"}}), {}, [999] * 16) == []
-    given = {
-        "algorithm": {"name": "distillation", "lmbda": 0.5},
-        "teacher": {"path": "T"},
-        "data": {"train": "R", "max_length": 9},
-    }
+    given: dict[str, Any] = {"algorithm": {"name": "distillation", "lmbda": 0.5}, "teacher": {"path": "T"}}
+    given["data"] = {"train": "R", "max_length": 9}  # of given responses
     assert notes(make_recipe({**SMALLEST, **given}), {}, [9] * 16) == []
 
 
