@@ -1,6 +1,9 @@
 """Exceptions for users: what was given, what was expected, what to do."""
 
+import os
 import re
+import sysconfig
+import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
@@ -9,6 +12,8 @@ MAX_QUOTED = 200  # characters of a value
 MAX_LINE = 2000  # characters of a line
 LONG_WORD = re.compile(rf"\S{{{MAX_QUOTED + 4},}}")  # longer than a shortened one
 SHOWN_RANKS = 8  # for each value, in a message
+OURS = str(Path(__file__).parent) + os.sep
+NOT_USERS = (OURS, "<", *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")))
 
 
 class UserError(ValueError):
@@ -83,6 +88,15 @@ class Caught:
 
 def one_line(error: BaseException | None) -> str:
     return "" if error is None else " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def users_line(error: BaseException, *, last: bool = False) -> str:
+    """The last place of the traceback in a file that is neither ours nor installed; "": none. last: if ours did not raise it."""
+    files = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in files if not frame.filename.startswith(NOT_USERS)]
+    if not own or (last and files[-1].filename.startswith(OURS)):
+        return ""
+    return f"line {own[-1].lineno} of {own[-1].filename}"
 
 
 def listing(items: list[str], limit: int = 20) -> str:

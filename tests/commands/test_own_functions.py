@@ -12,6 +12,7 @@ from tests.tolerances import MODEL_FP32
 
 ROOT = Path(__file__).parents[2]
 MINE = '''
+import sys
 import torch
 
 
@@ -27,6 +28,15 @@ def others(rewards, groups, batch):
     same = groups[:, None] == groups[None]
     total, count = (same * rewards).sum(1), same.sum(1)
     return rewards - (total - rewards) / (count - 1)
+
+
+def late(stats, batch, ends=False):
+    """Fails after its trial, whose advantages begin with -1."""
+    if ends and batch.fields["advantage"][0] != -1:
+        sys.exit("enough")
+    elif batch.fields["advantage"][0] != -1:
+        raise ValueError("too late")
+    return -stats.logprob
 '''
 REWARD = """
 def count(data_source, solution_str, ground_truth, extra_info):
@@ -79,6 +89,19 @@ def test_the_example_runs_on_two_ranks(folder: Path) -> None:
     assert [each.code for each in ended] == [0, 0], ended[0].err
     rows = metrics(folder, "example")
     assert all(0 < row["sampler_weight"] <= 1.5 and row["grad_norm"] > 0 for row in rows)
+
+
+def test_what_fails_in_a_step_names_the_function_and_its_line(folder: Path) -> None:
+    file, lines = folder / "mine.py", MINE.splitlines()
+    raises, ends = (
+        lines.index(line) + 1 for line in ('        raise ValueError("too late")', '        sys.exit("enough")')
+    )
+    said = {False: f"algorithm.loss mine:late: ValueError: too late (line {raises} of {file})",
+            True: f"line {ends} of {file} ended the program by sys.exit('enough')"}  # fmt: skip
+    for number, words in said.items():
+        loss = {"import": "mine:late", "options": {"ends": number}}
+        ended = here("train", recipe(folder, f"late-{number}", loss=loss), "--device", "cpu")
+        assert (ended.code, ended.err.splitlines()[-1]) == (2, f"dovetail: {words}")
 
 
 def test_a_function_that_is_not_there_is_refused_before_ranks_start(folder: Path) -> None:

@@ -163,6 +163,18 @@ def infinite(stats, batch):
     return 1 / (stats.logprob - stats.logprob)
 
 
+def step(stats, batch):
+    return -stats.logprob, {"step": stats.entropy}
+
+
+def three(stats, batch):
+    return -stats.logprob, {}, 1
+
+
+def tensors(stats, batch):
+    return -stats.logprob, stats.entropy
+
+
 def centered(rewards, groups, batch, *, shift=0.0):
     return rewards - rewards.mean() + shift
 
@@ -224,6 +236,9 @@ def test_an_own_loss_of_supervised_rows(folder: Path) -> None:
         (section("flat"), "its value depends on no log-prob"),
         (section("short"), r"the loss is a tensor \[1\] of .*; expected one number for each counted token, \[14\]"),
         (section("scalar"), r"the loss is a tensor \[\] of .*; expected"),
+        (section("step"), "a metric cannot be called 'step'"),
+        (section("three"), "the loss is a tuple; expected one number for each counted token"),
+        (section("tensors"), r"metrics are a tensor \[14\] of .*; expected a mapping of names to tensors"),
         (section("infinite"), "its value or gradient is not finite"),
         (LossSection.model_validate({"import": "no_such_module:f"}), "ModuleNotFoundError: No module named 'no_such_module'"),
     ],
@@ -245,7 +260,7 @@ def test_own_advantages_a_response_or_a_token(folder: Path) -> None:
     assert torch.equal(own_advantages(of_responses, a, b, batch), expected)
     assert torch.equal(own_advantages(of_tokens, a, b, batch), torch.where(batch.mask, batch.positions.double(), 0))
     for name, words in (
-        ("two", r"TypeError: the advantage is a tensor \[2\] of .*; expected a number for each response, \[4\]"),
+        ("two", r"the advantage is a tensor \[2\] of .*; expected a number for each response, \[4\]"),
         ("none", "not finite"),
     ):
         with pytest.raises(

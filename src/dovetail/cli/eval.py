@@ -5,8 +5,11 @@ import json
 from contextlib import ExitStack
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from dovetail.cli.common import RowFile, say
 from dovetail.cli.generate import Generation
+from dovetail.errors import ConfigError
 from dovetail.factory.parts import reads_answer
 from dovetail.factory.rewards import make_rewards, own_metrics
 from dovetail.jsonl import json_line
@@ -22,7 +25,10 @@ def run(args: argparse.Namespace, progress: Progress) -> None:
     folder, seconds = Path.cwd(), args.reward_timeout_seconds
     names = args.reward or ("exact_match",)
     parts = [{"function" if ":" in name else "name": name, "timeout_seconds": seconds} for name in names]
-    rewarded = RewardSection(parts=tuple(map(RewardPart.model_validate, parts)))
+    try:
+        rewarded = RewardSection(parts=tuple(map(RewardPart.model_validate, parts)))
+    except ValidationError as error:
+        raise ConfigError(f"--reward {error.errors()[0]['msg'].removeprefix('Value error, ')}") from None
     made = Generation(args, answers=reads_answer(rewarded))
     metrics = args.metrics or default_metrics(args.samples)
     with ExitStack() as stack:

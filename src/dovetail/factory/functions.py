@@ -2,11 +2,10 @@
 
 import importlib
 import inspect
-import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
-from functools import partial, update_wrapper
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 
 from dovetail.batch.loss import LossFn, TokenStats
 from dovetail.batch.packed import PackedBatch, Sequence
-from dovetail.errors import ConfigError
+from dovetail.errors import ConfigError, UserError, users_line
 from dovetail.recipe.algorithms import PPO, SFT, PolicyGradient
 from dovetail.recipe.functions import FunctionSection, LossSection, OwnFunction
 from dovetail.recipe.preferences import CPO, DPO, KTO, ORPO, AnyPreference, SimPO
@@ -23,8 +22,17 @@ from dovetail.rewards.own_modules import look_in
 from dovetail.rl.experience import OwnAdvantage, own_advantages
 from dovetail.rl.losses import PolicyLoss, SFTLoss, weight_fields
 from dovetail.rl.preference_losses import CPOLoss, DPOLoss, KTOLoss, ORPOLoss, RewardLoss
+from dovetail.rl.step_metrics import EMPTY_UPDATE, sample_metrics
 
 LENGTHS, PROMPT = (5, 4, 6, 3), 1  # tokens of two responses to each of two prompts
+STEP_NAMES = ("step", "timestamp", "skipped", "fault", "flops", "work", "mfu", "peak_memory_gib")
+STEP_PREFIXES = ("eval", "reward", "seconds/", "step_", "tokens")
+
+
+class OwnFunctionError(ConfigError):
+    def __init__(self, function: str, cause: str) -> None:
+        super().__init__(f"{function}: {cause}")
+        self.cause = cause
 
 
 def sft_loss(algorithm: SFT, folder: Path) -> SFTLoss:
@@ -103,7 +111,15 @@ def load_function(section: FunctionSection | LossSection, folder: Path, key: str
         if unknown:
             takes = f"{name}({', '.join(accepted)}) does not take"
             raise TypeError(f"{key}.options has {', '.join(unknown)}, which {takes}")
-    return update_wrapper(partial(function, **section.options), function)  # with its attribute `separable`
+
+    @wraps(function)  # with its attribute `separable`
+    def own(*given: Any) -> Any:
+        try:
+            return function(*given, **section.options)
+        except Exception as error:
+            raise OwnFunctionError(f"{key} {section.function}", _cause(error, given[-1])) from error
+
+    return own
 
 
 def imported(function: str, folder: Path, key: str) -> Callable[..., Any]:
@@ -117,14 +133,13 @@ def imported(function: str, folder: Path, key: str) -> Callable[..., Any]:
         return found
 
 
-def try_loss(loss: LossFn, batch: PackedBatch, section: FunctionSection | LossSection) -> None:
+def try_loss(loss: PolicyLoss | SFTLoss, batch: PackedBatch, section: FunctionSection | LossSection) -> None:
     logprob = torch.linspace(-3, -1, len(batch)).requires_grad_()
     stats = TokenStats(logprob, torch.linspace(0.5, 2, len(batch)).requires_grad_())
     with _tried("algorithm.loss", section.function):
-        try:
-            total, _, _ = loss(stats, batch)
-        except KeyError as error:
-            raise LookupError(f"no {error}; the fields of this run are {', '.join(sorted(batch.fields))}") from error
+        total, _, _ = loss(stats, batch)
+        if loss.own is not None and isinstance(returned := loss.own(stats, batch), tuple):
+            _check_names(returned[1])
         if not total.requires_grad:
             raise ValueError("its value depends on no log-prob; compute it from stats.logprob or stats.entropy")
         total.backward()
@@ -133,16 +148,29 @@ def try_loss(loss: LossFn, batch: PackedBatch, section: FunctionSection | LossSe
             raise ValueError("its value or gradient is not finite for log-probs between -3 and -1")
 
 
+def _check_names(names: Iterable[Any]) -> None:
+    """Of metrics."""
+    taken = {*EMPTY_UPDATE, *sample_metrics([], compared=True), *STEP_NAMES} - {"clip_fraction"}  # of the term
+    for name in names:
+        if not isinstance(name, str) or name in taken or name.startswith(STEP_PREFIXES):
+            raise ValueError(f"a metric cannot be called {name!r}: every step has that itself, or it is no text")
+
+
 @contextmanager
 def _tried(key: str, function: str | None) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        frames = [f for f in traceback.extract_tb((error.__cause__ or error).__traceback__) if f.filename != __file__]
-        own = [f"line {f.lineno} of {f.filename}" for f in frames if "dovetail" not in Path(f.filename).parts]
-        place = f" ({own[-1]})" if own else ""
-        cause = f"{type(error).__name__}: {error}{place}"
+        cause = error.cause if isinstance(error, OwnFunctionError) else _cause(error)
         raise ConfigError(f"{key} {function} was tried before the run: {cause}") from error
+
+
+def _cause(error: Exception, batch: PackedBatch | None = None) -> str:
+    place = users_line(error)
+    if isinstance(error, KeyError) and batch is not None:
+        return f"LookupError: no {error}; the fields of this run are {', '.join(sorted(batch.fields))} ({place})"
+    name = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+    return f"{name}{error}{place and f' ({place})'}"
 
 
 def _trial(aggregation: Any, given: Collection[str]) -> PackedBatch:

@@ -70,7 +70,7 @@ def _started(words: Sequence[str], environment: Mapping[str, str], log: Path) ->
                 words, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
                 start_new_session=True, preexec_fn=partial(system.die_with_parent, signal.SIGTERM),
             )  # fmt: skip
-    except FileNotFoundError as error:
+    except (FileNotFoundError, PermissionError) as error:  # a directory is the latter
         edit = "name the one of the engine's environment in rollout.start.command"
         raise ConfigError(f"rollout.start: {words[0]} is no program here; {edit}") from error
 

@@ -13,7 +13,7 @@ from dovetail.batch.packed import PackedBatch, Sequence
 from dovetail.batch.packing import kind_of
 from dovetail.data.examples import Prompt
 from dovetail.engine.native import Engine
-from dovetail.errors import DataError
+from dovetail.errors import ConfigError, DataError
 from dovetail.kernels.reference import sum_rows, widened
 from dovetail.rl.advantages import gae, group_relative, leave_one_out, terminal_rewards, whiten
 from dovetail.rl.correction import mismatch
@@ -146,7 +146,7 @@ def own_advantages(own: OwnAdvantage, rewards: Tensor, groups: Tensor, batch: Pa
         result = result[batch.sequence_ids]
     if not isinstance(result, Tensor) or result.shape != batch.mask.shape:
         wanted = f"a number for each response, [{len(rewards)}], or token, [{len(batch)}]"
-        raise TypeError(f"the advantage is {kind_of(result)}; expected {wanted}")
+        raise ConfigError(f"the advantage is {kind_of(result)}; expected {wanted}")
     return torch.where(batch.mask, widened(result.detach()), 0.0)
 
 

@@ -1,6 +1,6 @@
 """Losses of SFT and RL."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any, ClassVar, Literal
@@ -197,11 +197,13 @@ class ValueLoss:
 def token_losses(function: OwnLoss, stats: TokenStats, batch: PackedBatch) -> tuple[Tensor, dict[str, Sum]]:
     """Losses [T] and metrics."""
     result = function(stats, batch)
-    losses, metrics = result if isinstance(result, tuple) else (result, {})
+    losses, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
+    if not isinstance(metrics, Mapping):
+        raise ConfigError(f"metrics are {kind_of(metrics)}; expected a mapping of names to tensors")
     for name, value in {"the loss": losses, **metrics}.items():
         if not isinstance(value, Tensor) or value.shape != stats.logprob.shape:
             wanted = f"one number for each counted token, {list(stats.logprob.shape)}"
-            raise TypeError(f"{name} is {kind_of(value)}; expected {wanted}")
+            raise ConfigError(f"{name} is {kind_of(value)}; expected {wanted}")
     return widened(losses), {name: Sum.of(value) for name, value in metrics.items()}
 
 
