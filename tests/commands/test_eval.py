@@ -176,6 +176,7 @@ def test_the_command_gives_the_numbers_of_a_run(model: Path, folder: Path, monke
         "reward_errors": 0,
         **{name: row[f"eval/greedy/{name}_before"] for name in ("avg@1", "pass@1")},
     }
+    assert "--reward 'mine.py:score'; expected module:function" in refusal(here(*argv, "--reward", "mine.py:score"))
     drawn = ["--samples", 4, "--temperature", 1, "--metrics", ",".join(DRAWN)]
     ended = here(*argv, *drawn, "--out", "out.jsonl")
     given = json.loads(ended.out)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dovetail.cli import serve
 from dovetail.cli.main import run_command
-from dovetail.errors import ConfigError
+from dovetail.errors import ConfigError, MachineError
 from dovetail.parallel.mesh import Mesh
 from dovetail.recipe.rollout import PushSection
 from dovetail.rollout.base import Completion, Prompt, SamplingParams
@@ -242,6 +242,14 @@ def flipped(transport: Any, bucket: Any) -> None:
     bucket.data[5] ^= 4
     transport._own.mkdir(parents=True, exist_ok=True)
     transport._path(bucket).write_bytes(bytes(bucket.data.tolist()))
+
+
+def test_a_push_whose_files_cannot_be_written_is_an_error_of_all_ranks() -> None:
+    with serving() as server:
+        made = remote(Path("/proc/none"), "file", server)
+        with pytest.raises(MachineError, match=r"rollout.push.directory: .*/proc/none"):
+            made.refill(weights().items())
+        made.close()
 
 
 def test_a_client_that_resets_its_connection_is_no_error(capfd: pytest.CaptureFixture[str]) -> None:

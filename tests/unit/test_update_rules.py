@@ -121,6 +121,12 @@ def test_a_class_without_decay_and_a_class_of_mine() -> None:
             return super().step(closure)
 
     assert_all_close(trained(name=Signed, options={"momentum": 0.5}), reference(partial(Signed, momentum=0.5)), OP_FP64)
+
+    class Plain(torch.optim.SGD):
+        def __init__(self, params: Any, lr: float, weight_decay: float) -> None:
+            super().__init__(params, lr, weight_decay=weight_decay)
+
+    assert_all_close(trained(name=Plain), reference(torch.optim.SGD), OP_FP64)
     keys: dict[str, Any] = {"weight_decay": 0.0, "groups": (ParamGroup("layers.0.*", lr=0.02),)}
     one, other = trained(name="rprop", **keys), trained(name=torch.optim.Rprop, **keys)
     assert_all_close(one, other, EXACT)
@@ -277,8 +283,18 @@ class Odd(torch.optim.SGD):
         return super().step(closure)
 
 
+class Refusing(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        raise ValueError("no")
+
+
 @pytest.mark.parametrize(
-    ("cls", "message"), [(Mixing, "not that part of its update"), (Odd, "its state rows is neither")]
+    ("cls", "message"),
+    [
+        (Mixing, "not that part of its update"),
+        (Odd, "its state rows is neither"),
+        (Refusing, r"ValueError: no \(line \d+ of .*test_update_rules.py\)"),
+    ],
 )
 def test_a_class_is_tried_before_weights_are_read(cls: Any, message: str, tmp_path: Path) -> None:
     save_tiny(tiny_configs()["llama"], tmp_path)

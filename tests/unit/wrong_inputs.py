@@ -174,6 +174,11 @@ train: trainer.max_lag=1 => trainer.max_lag is 1: engines sample while the train
 train: trainer.max_lag=0 algorithm.name=sft => trainer.max_lag is 0, which is of RL, not of algorithm sft
 train: trainer.max_lag=2 rollout.start.count=2 rollout.router_replay=rollout => rollout
 train: trainer.max_lag=2 rollout.engines=[h:1] rollout.sleep=true => trainer.max_lag is 2: engines sample while
+train: rollout.start.args=[--port=1] => --port=1: host and port of engines are chosen by the run; leave it out
+train: rollout.start.args=['--seed 1'] => rollout.start.args: '--seed 1' is one word; write a list of words
+train: rollout.push.address=http://h => rollout.push.address is 'http://h'
+train: rollout.engines=[h:1] rollout.push.transport=file rollout.push.directory=/proc/x => rollout.push.directory /proc
+train: 'eval.sets=[{name: a, data: D.jsonl, metrics: [absent:f]}]' => eval.sets: metric 'absent:f'
 train: rollout.temperature=0 => rollout.temperature is 0
 train: rollout.top_p=2 => rollout.top_p is 2
 train: rollout.max_new_tokens=4096 => rollout.max_new_tokens is 4,096, but M has 128 positions

@@ -182,8 +182,12 @@ def _check_rl(recipe: Recipe, folder: Path, policy: Model | None, layout: Layout
         embedded = rollout.backend == "native" and rollout.inside
         if own is not None and embedded and policy.config.get("model_type") in FAMILIES:
             mistakes.of(_named, "rollout", _check_sampler, policy.spec, own)
+    if not rollout.inside and rollout.push.transport == "file":
+        mistakes.of(refuse_unwritable, Path(rollout.push.directory) / "push", "rollout.push.directory")
     if rollout.engines:
         mistakes.of(connect, recipe, rollout.engines, engine_key(), None if policy is None else policy.spec.vocab_size)
+    for metric in [metric for each in recipe.eval.sets for metric in each.metrics if ":" in metric]:
+        mistakes.of(_check_function, "eval.sets: metric", metric, folder)
     for part in recipe.reward.labelled().values() if isinstance(recipe.algorithm, PolicyGradient) else ():
         if part.function is not None:
             mistakes.of(_check_function, "reward", part.function, folder)

@@ -26,6 +26,10 @@ TRANSFERS: Mapping[str | None, Mapping[str, str]] = {  # by vLLM's back end
     "nccl": {"transport": "nccl", "proof": "checker"},
 }
 PROBE_SECONDS = 60.0  # of a request before the run
+HINTS: Mapping[int | None, str] = {  # by status
+    401: f"; set the environment variable {KEY} to its key",
+    404: "; this is no server of vLLM, SGLang or `dovetail serve`, or its URL has a path too much: give http://HOST:PORT",
+}
 
 
 def connect(
@@ -51,8 +55,7 @@ def connect(
             if asleep:
                 client.post(SLEEP)
         except EngineError as error:
-            hint = f"; set the environment variable {KEY} to its key" if error.status == 401 else ""
-            problems.append(f"{error}{hint}")
+            problems.append(f"{error}{HINTS.get(error.status, '')}")
         except ConfigError as error:
             problems.append(str(error))
         else:

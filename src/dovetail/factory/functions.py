@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
-from functools import wraps
+from functools import partial, update_wrapper, wraps
 from pathlib import Path
 from typing import Any
 
@@ -112,14 +112,14 @@ def load_function(section: FunctionSection | LossSection, folder: Path, key: str
             takes = f"{name}({', '.join(accepted)}) does not take"
             raise TypeError(f"{key}.options has {', '.join(unknown)}, which {takes}")
 
-    @wraps(function)  # with its attribute `separable`
-    def own(*given: Any) -> Any:
+    @wraps(function)
+    def called(*given: Any, **options: Any) -> Any:
         try:
-            return function(*given, **section.options)
+            return function(*given, **options)
         except Exception as error:
             raise OwnFunctionError(f"{key} {section.function}", _cause(error, given[-1])) from error
 
-    return own
+    return update_wrapper(partial(called, **section.options), function)  # with its attribute `separable`
 
 
 def imported(function: str, folder: Path, key: str) -> Callable[..., Any]:

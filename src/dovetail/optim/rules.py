@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from dovetail.errors import ConfigError
+from dovetail.errors import ConfigError, users_line
 from dovetail.optim.adamw import CPUOffloadAdamW, Groups, SkippableAdamW, UpdateRule
 from dovetail.optim.elementwise import Elementwise, Layout, try_out
 from dovetail.optim.groups import ParamGroup
@@ -110,13 +110,17 @@ def _tried(name: str | Class, options: Mapping[str, Any], device: torch.device, 
     try:
         return try_out(*_made(name, options), device, dtype)
     except Exception as error:
-        said = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        place = users_line(error)
+        said = str(error) if isinstance(error, ValueError) and not place else f"{type(error).__name__}: {error}"
+        said += place and f" ({place})"
         raise ConfigError(f"optim.name {_shown(name)} was tried on a small matrix: {said}") from error
 
 
 def _made(name: str | Class, options: Mapping[str, Any]) -> tuple[Class, list[str]]:
-    takes = _takes(name)
-    return partial(_class(name), **options), [key for key in OURS[1:] if takes is None or key in takes]
+    takes, accepted = _takes(name), inspect.signature(_class(name)).parameters
+    unset = [key for key in OURS[1:] if key in accepted and accepted[key].default is inspect.Parameter.empty]
+    make = partial(_class(name), **options, **dict.fromkeys(unset, 0.0))  # groups have their own
+    return make, [key for key in OURS[1:] if takes is None or key in takes]
 
 
 def _takes(name: str | Class) -> Sequence[str] | None:
@@ -134,4 +138,4 @@ def _class(name: str | Class) -> Class:
 
 
 def _shown(name: str | Class) -> str:
-    return name if isinstance(name, str) else name.__name__ if isinstance(name, type) else repr(name)
+    return name if isinstance(name, str) else getattr(name, "__qualname__", repr(name))

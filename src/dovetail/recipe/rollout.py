@@ -3,9 +3,10 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from dovetail.bounds import MAX_NEW_TOKENS, MAX_SAMPLES
+from dovetail.errors import quoted
 from dovetail.recipe.types import Listed, NotStrict, OwnLayout, PathText, Section, Share, key
 
 Texts = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Listed, NotStrict]
@@ -21,6 +22,17 @@ class StartSection(Section):
     args: Texts = key((), "more words, such as --gpu-memory-utilization 0.8")
     timeout: PositiveFloat = key(1800.0, "seconds until they answer")
 
+    @field_validator("args")
+    @classmethod
+    def _words(cls, args: Texts) -> Texts:
+        for word in args:
+            name = word.partition("=")[0]
+            if name in ("--host", "--port"):
+                raise ValueError(f"{word}: host and port of engines are chosen by the run; leave it out")
+            if word.startswith("--") and " " in name:
+                raise ValueError(f"{quoted(word)} is one word; write a list of words, such as [--name, value]")
+        return args
+
 
 class PushSection(Section):
     """How weights get to engines, and how that is proved (pushes.md)."""
@@ -33,7 +45,9 @@ class PushSection(Section):
         "sums checked by dovetail-vllm before loading; or vLLM's own weight checker after it: nccl, GPUs, slow",
     )
     directory: PathText = key("/dev/shm/dovetail", "of transport=file; engines see it by the same path")
-    address: str = key("127.0.0.1", "of rank 0's host, as engines reach it; transport=nccl")
+    address: Annotated[str, Field(pattern=r"^[^/\s]+$")] = key(
+        "127.0.0.1", "of rank 0's host, as engines reach it; transport=nccl"
+    )
     bucket_mb: PositiveInt = key(1024, "MiB of weights that are sent at once; rank 0 and each engine hold two")
     kv: Literal["keep", "recompute"] = key("keep", "of interrupted requests: cached keys and values of old weights")
     timeout: PositiveFloat = key(120.0, "seconds for each call of a push")

@@ -189,4 +189,4 @@ def _message(body: bytes) -> str:
         if isinstance(value, dict) and name in value:
             value = value[name]
     text = text if value is None else value if isinstance(value, str) else json.dumps(value)
-    return text[:SHOWN] or "no message"
+    return "an HTML page" if text.startswith("<") else text[:SHOWN] or "no message"

@@ -61,6 +61,8 @@ class RemoteSampler:
                     for replica, error in zip(self.fleet.replicas, errors, strict=True):
                         self.fleet.pushed(replica, version, error)
                 problem = "" if None in errors else "; ".join(map(str, errors))
+        except MachineError as error:  # on this rank alone
+            problem = str(error)
         finally:
             for _ in stream:  # gathered with the other ranks
                 pass

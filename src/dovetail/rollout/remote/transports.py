@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from dovetail.errors import CheckpointError
+from dovetail.errors import CheckpointError, MachineError
 from dovetail.memory import aligned
 from dovetail.rollout.remote.sums import Sums
 from dovetail.weights.safetensors import memory_of
@@ -75,10 +75,13 @@ class FileTransport(Transport):
         self._own = directory / f"push-{socket.gethostname()}-{os.getpid()}"
 
     def publish(self, bucket: Bucket) -> None:
-        if not self._own.exists():
-            self._sweep()
-            self._own.mkdir(parents=True)
-        self._path(bucket).write_bytes(memory_of(bucket.data))
+        try:
+            if not self._own.exists():
+                self._sweep()
+                self._own.mkdir(parents=True)
+            self._path(bucket).write_bytes(memory_of(bucket.data))
+        except OSError as error:
+            raise MachineError(f"rollout.push.directory: {error}") from error
 
     def fields(self, bucket: Bucket, workers: int) -> list[dict[str, Any]]:
         return [{"file": str(self._path(bucket).resolve())}]
