@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
+from types import FunctionType
 from typing import Any, Literal, get_args
 
 import torch
@@ -138,4 +139,4 @@ def _class(name: str | Class) -> Class:
 
 
 def _shown(name: str | Class) -> str:
-    return name if isinstance(name, str) else getattr(name, "__qualname__", repr(name))
+    return name if isinstance(name, str) else name.__name__ if isinstance(name, type | FunctionType) else repr(name)
