@@ -165,7 +165,8 @@ def test_supervised_runs_give_the_loss_of_every_set(model: Path, folder: Path) -
 
 def test_the_command_gives_the_numbers_of_a_run(model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
-    assert here("train", recipe_of(folder, model), "trainer.steps=1").code == 0
+    ran = here("train", recipe_of(folder, model), "trainer.steps=1")
+    assert ran.code == 0 and "note: 3 of 3 rows of data.eval are rows of data.train" in ran.out
     row = read_rows(folder / "run/metrics.jsonl")[0]
     argv = ["eval", model, "--data", folder / "rows.jsonl", "--reward", "mine:score", "--max-new-tokens", 4]
     ended = here(*argv)
