@@ -139,7 +139,8 @@ def test_a_bad_metric_ends_nothing(own: Any) -> None:
 
 def test_a_metric_that_cannot_be_loaded_is_refused(own: Any) -> None:
     with pytest.raises(
-        UserError, match=r"^metric mine:missing, which is loaded as a reward: .*: module mine has no function 'missing'"
+        UserError,
+        match=r"^metric mine:missing, which is loaded as a reward: .*: module mine \(.*\) has no function 'missing'",
     ):
         own("mine:missing")
 

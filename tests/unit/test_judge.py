@@ -165,6 +165,11 @@ def test_an_address_without_a_server_is_named() -> None:
     assert "the server at http://127.0.0.1:9/v1: " in error
 
 
+def test_a_pattern_that_is_no_regular_expression_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"reward.judge.pattern '\(' is no regular expression"):
+        scores(judge_settings(url="http://127.0.0.1:9/v1", pattern="("), [])
+
+
 def test_fill() -> None:
     chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": None}]
     sample = {"prompt": chat, "completion": "{answer}", "answer": 5, "columns": {"level": 3}}

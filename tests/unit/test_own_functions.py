@@ -328,6 +328,9 @@ def test_modules_of_a_recipe_come_before_installed_ones_and_replace_none_that_is
     (tmp_path / "xdist.py").write_text(OWN)  # installed, too
     (tmp_path / "statistics.py").write_text("def mean(*_): return 'wrong'\n")
     (tmp_path / "rich").mkdir()  # no module
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "xdist.py").touch()
+    sys.path.insert(0, str(tmp_path / "here"))  # as `python -m dovetail` does with the working directory
     entries = search_path(tmp_path)
     at = entries.index(str(tmp_path))
     assert all("site-packages" not in entry for entry in entries[:at]) and sysconfig.get_path("stdlib") in entries[:at]
@@ -338,6 +341,10 @@ def test_modules_of_a_recipe_come_before_installed_ones_and_replace_none_that_is
             look_in(tmp_path, module)
     look_in(tmp_path, "xdist")
     assert sys.path == entries and search_path(tmp_path) == entries
+    (tmp_path / "jinja2.py").touch()
+    with pytest.raises(ConfigError, match=r"jinja2.py has the name"):
+        look_in(tmp_path, "xdist")
+    (tmp_path / "jinja2.py").unlink()
     (tmp_path / "yaml.py").touch()
     PathFinder.invalidate_caches()
     with pytest.raises(ConfigError, match=r"yaml.py has the name"):

@@ -28,6 +28,15 @@ async def slow(data_source, solution_str, ground_truth, extra_info):
 async def slow_group(prompts, completions):
     await asyncio.sleep(0.1)
     return [len(completions)] * len(completions)
+
+class Scorer:
+    async def __call__(self, data_source, solution_str, ground_truth, extra_info):
+        return float(len(solution_str))
+
+scorer = Scorer()
+
+def wrapper(prompts, completions):
+    return slow_group(prompts, completions)
 """
 
 
@@ -74,6 +83,14 @@ def test_async_calls_run_at_the_same_time_and_fail_alone(directory: Path) -> Non
     assert str(results[1].error).startswith("RuntimeError: broken on purpose")
     assert results[2].error == "no answer within 2 s; where it needs longer, raise reward.timeout_seconds"
     assert results[3:] == [RewardResult(2.0)] * 21
+
+
+def test_async_callables_are_awaited_and_coroutines_of_other_functions_are_not(directory: Path) -> None:
+    with RewardRunner(function="my_calls:scorer", directory=directory) as runner:
+        assert runner.score(samples(["abc"])) == [RewardResult(3.0)]
+    with RewardRunner(function="my_calls:wrapper", directory=directory) as runner:
+        told = "TypeError: my_calls:wrapper returned a coroutine; make the wrapper `async def`"
+        assert runner.score(samples(["abc"]))[0].error == told
 
 
 def test_no_more_async_calls_at_a_time_than_the_limit(directory: Path) -> None:

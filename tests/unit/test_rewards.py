@@ -5,6 +5,7 @@ import sys
 import textwrap
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -58,6 +59,18 @@ async def later(data_source, solution_str, ground_truth, extra_info):
 
 def parses(prompts, completions):
     return [json.loads(text)["a"] for text in completions]
+
+def of_verl(data_source, solution_str, ground_truth, tokenizer):
+    return 1.0
+
+def of_trl(completions, completion_ids, **columns):
+    return [1.0] * len(completions)
+
+def unnamed(completions, prompts, /):
+    return [1.0] * len(completions)
+
+def by_column(completions, solution, **columns):
+    return [1.0] * len(completions)
 
 def neither(x, y):
     return 1.0
@@ -203,7 +216,7 @@ def test_a_mapping_gives_its_score(directory: Path) -> None:
         number, none, text, lacking = runner.score([sample("x"), sample("none"), sample("text"), sample("")])
     assert (number, none) == (RewardResult(0.5), RewardResult(None))
     assert text.error == "the reward returned '1.0', which is not a finite number"
-    assert lacking.error == "KeyError: 'score'"
+    assert lacking.error == "the reward returned {'acc': 1.0}, a mapping without 'score'"
 
 
 def test_messages_name_lines_of_the_user_only(directory: Path) -> None:
@@ -287,16 +300,38 @@ def test_a_regular_expression_that_never_ends_is_killed() -> None:
         ({"name": "exact_mach"}, "did you mean 'exact_match'"),
         ({"function": "nowhere:f"}, "No module named 'nowhere'"),
         ({"function": "broken:f"}, "does_not_exist"),
-        ({"function": "my_rewards:absent"}, "no function 'absent'"),
+        ({"function": "my_rewards:absent"}, r"module my_rewards \(.*/my_rewards.py\) has no function 'absent'"),
         ({"function": "my_rewards:not_a_function"}, "no function 'not_a_function'"),
         ({"function": "my_rewards:neither"}, "neither signature"),
+        (
+            {"function": "my_rewards:of_verl"},
+            "my_rewards:of_verl needs tokenizer, which no reward is given; it gets data_so",
+        ),
+        (
+            {"function": "my_rewards:of_trl"},
+            "needs completion_ids, which no reward is given; it gets prompts, completions",
+        ),
+        (
+            {"function": "my_rewards:unnamed"},
+            "takes completions, prompts by position only, but is called by names; drop the /",
+        ),
+        (
+            {"name": "format", "options": {"pattern": "("}},
+            r"reward.options.pattern '\(' is no regular expression: missing",
+        ),
     ],
 )
 def test_a_reward_that_cannot_be_loaded_is_refused_at_the_start(
-    directory: Path, arguments: dict[str, str], words: str
+    directory: Path, arguments: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words):
-        RewardRunner(**{"directory": directory, **arguments})  # type: ignore[arg-type]
+        RewardRunner(**{"directory": directory, **arguments})
+
+
+def test_a_column_that_rows_lack_is_named(directory: Path) -> None:
+    with RewardRunner(function="my_rewards:by_column", directory=directory) as runner:
+        told = "TypeError: my_rewards:by_column needs solution, but the rows give data_source, level, answer, finish, prompts"
+        assert str(runner.score([sample("x")])[0].error).startswith(told)
 
 
 def test_neither_the_parent_side_nor_the_worker_loads_torch() -> None:

@@ -18,7 +18,7 @@ PAIRED = {"dpo": "DPO", "kto": "KTO", "cpo": "CPO", "simpo": "CPO", "orpo": "ORP
 DISTILLED = ("distillation", "distillation-sampled")
 PAIRS = [{"prompt": "1+1", "chosen": "=", "rejected": "2"}] * 6 + [{"prompt": "1+", "chosen": "123", "rejected": "1"}]
 SERVER = {"url": "http://127.0.0.1:9/get", "key_env": "K", "retries": 3, "request_seconds": 2.5}
-JUDGE = {**SERVER, "prompt": "{answer}?", "pattern": "([0-9])", "scale": 10.0}
+JUDGE = {**SERVER, "prompt": "{completion}?", "pattern": "([0-9])", "scale": 10.0}
 EVAL = {"name": "math", "samples": 3, "temperature": 0.5, "metrics": ("avg@2", "pass@3")}
 REQUEST = {"model": "m", "max_tokens": 17, "temperature": 0.25}
 WIRED = """

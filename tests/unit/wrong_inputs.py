@@ -200,6 +200,12 @@ train: reward.name=exactmatch => reward.name='exactmatch' is no built-in reward 
 train: reward.import=absent_module:f => No module named 'absent_module'; put absent_module.py into the directory of the recipe
 train: reward.import=rewards => reward.import: 'rewards'; expected module:function
 train: reward.import=/mine.py:score => reward.import: '/mine.py:score'; expected module:function, such as mine:score
+train: reward.name=mine:score => reward.name='mine:score' is no built-in | of yours, write import: 'mine:score' instead of name
+train: reward=numeric_match => reward: 'numeric_match'; write {name: 'numeric_match'}
+train: reward=mine:score => reward: 'mine:score'; write {import: 'mine:score'}
+train: reward=[] => reward: the list is empty
+train: 'reward={judge: {model: m, url: localhost:1, prompt: "{completion}"}}' => reward.judge.url: 'localhost:1'; expected http://
+train: 'reward={judge: {model: m, url: http://h/v1, prompt: "{text}"}}' => has no {completion} | {prompt}, {completion}, {answer}
 train: reward.weight=heavy => reward.weight is 'heavy'
 train: run_dir=used => run_dir used is not empty; choose another run_dir
 train: run_dir=D.jsonl => run_dir D.jsonl is not empty

@@ -1,11 +1,13 @@
 """The section `reward` of a recipe."""
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import pydantic
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
+from dovetail.errors import quoted
 from dovetail.recipe.functions import FunctionName
 from dovetail.recipe.types import Options, OwnLayout, PathText, Section, key
 
@@ -13,10 +15,23 @@ KINDS = ("name", "import", "judge", "model")
 JUDGE_SECONDS = 300.0  # for a judge or reward server, with retries
 
 
+def _valid_url(text: str) -> str:
+    if not re.match(r"https?://[^/]", text):
+        raise ValueError(f"{quoted(text)}; expected http://HOST:PORT or https://, with the path")
+    return text
+
+
+def _valid_prompt(text: str) -> str:
+    if "{completion}" not in text:
+        known = "{prompt}, {completion}, {answer} and {COLUMN} of the rows are replaced"
+        raise ValueError(f"{quoted(text)} has no {{completion}}, so that the judge would not see it; {known}")
+    return text
+
+
 class AddressSection(Section):
     """A server that is asked over HTTP."""
 
-    url: str = Field(description="where it is: http://HOST:PORT/v1")
+    url: Annotated[str, pydantic.AfterValidator(_valid_url)] = Field(description="where it is: http://HOST:PORT/v1")
     key_env: str | None = key(None, "environment variable with the key, which is written nowhere")
     retries: NonNegativeInt = key(4, "more attempts after a failure that may pass")
     request_seconds: PositiveFloat = key(60.0, "for one attempt")
@@ -32,7 +47,9 @@ class JudgeSection(AddressSection):
     """A language model that judges completions."""
 
     model: str = Field(description="its name there")
-    prompt: str = Field(description="what it is asked; {prompt}, {completion}, {answer} and {COLUMN} are replaced")
+    prompt: Annotated[str, pydantic.AfterValidator(_valid_prompt)] = Field(
+        description="what it is asked; {prompt}, {completion}, {answer} and {COLUMN} are replaced"
+    )
     pattern: str | None = key(None, "regular expression whose first group is the number; null: the reply's last number")
     scale: PositiveFloat = key(1.0, "the reward is the number over this")
     max_tokens: PositiveInt = key(512, "of a reply")
@@ -108,5 +125,14 @@ class RewardSection(RewardPart):
         return named
 
 
-AsParts = pydantic.BeforeValidator(lambda given: {"parts": given} if isinstance(given, list | tuple) else given)
-Rewards = Annotated[RewardSection, AsParts]
+def _as_parts(given: Any) -> Any:
+    if isinstance(given, str):
+        raise ValueError(f"{quoted(given)}; write {{{'import' if ':' in given else 'name'}: {quoted(given)}}}")
+    if not isinstance(given, list | tuple):
+        return given
+    if not given:
+        raise ValueError("the list is empty; give one reward or more, or leave the key out for exact_match")
+    return {"parts": given}
+
+
+Rewards = Annotated[RewardSection, pydantic.BeforeValidator(_as_parts)]

@@ -40,6 +40,14 @@ def format_match(
     return float(re.fullmatch(pattern, completion, re.DOTALL) is not None)
 
 
+def compiled(pattern: Any, key: str) -> re.Pattern[str]:
+    """ValueError that names `key`."""
+    try:
+        return re.compile(pattern, re.DOTALL)
+    except (re.error, TypeError) as error:
+        raise ValueError(f"{key} {pattern!r} is no regular expression: {error}") from None
+
+
 def number_only(completion: str, answer: Any, finish: str) -> float:
     """1 for exactly the number, optionally with a full stop, and then the stop token; 0.3 if the last number is right and
     the model stopped; 0.1 if the number occurs at all; else 0."""

@@ -16,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from dovetail.rewards.built_in import numbers
+from dovetail.rewards.built_in import compiled, numbers
 
 RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0  # seconds between attempts
@@ -92,7 +92,7 @@ class Judge:
         **address: Any,
     ) -> None:
         self._prompt, self._scale, self._request = prompt, scale, dict(request)
-        self.pattern = None if pattern is None else re.compile(pattern, re.DOTALL)
+        self.pattern = None if pattern is None else compiled(pattern, "reward.judge.pattern")
         self._address = Address(**address)
         self._replies = None if cache is None else _Cache(Path(cache))
 

@@ -7,26 +7,26 @@ from pathlib import Path
 
 from dovetail.errors import ConfigError
 
-OURS = ("dovetail", "torch", "transformers", "safetensors", "pydantic", "yaml", "rich", "numpy")
+OURS = (
+    "dovetail", "torch", "transformers", "safetensors", "pydantic", "yaml", "rich", "numpy",
+    "tokenizers", "packaging", "jinja2", "tqdm", "regex", "filelock", "huggingface_hub",
+)  # fmt: skip
 
 
 def look_in(folder: Path | str, module: str) -> None:
-    """Add `folder` to `sys.path`, behind Python's own modules. ConfigError as `refuse_names`."""
+    """Put `folder` on `sys.path`, behind Python's own modules. ConfigError as `refuse_names`."""
     refuse_names(folder, module)
-    entry = str(Path(folder).resolve())
-    place = search_path(folder).index(entry)
-    while entry in sys.path:
-        sys.path.remove(entry)
-    sys.path.insert(place, entry)
+    paths = search_path(folder)
+    sys.path.clear()
+    sys.path.extend(paths)
 
 
 def search_path(folder: Path | str) -> list[str]:
-    """`sys.path` with `folder` behind Python's own modules."""
+    """`sys.path` with Python's own modules first, then `folder`, then the working directory and all else."""
     entry, standard = str(Path(folder).resolve()), sysconfig.get_path("stdlib")
     paths = [path for path in sys.path if path != entry]
-    inside = [i for i, path in enumerate(paths) if path.startswith(standard) and "site-packages" not in path]
-    behind = max(inside, default=-1) + 1
-    return [*paths[:behind], entry, *paths[behind:]]
+    own = [path for path in paths if path.startswith(standard) and "site-packages" not in path]
+    return [*own, entry, *(path for path in paths if path not in own)]
 
 
 def refuse_names(folder: Path | str, module: str) -> None:

@@ -56,6 +56,8 @@ def refuse_unknown(name: str | None, key: str) -> None:
     if name not in BUILT_IN:
         near = difflib.get_close_matches(str(name), BUILT_IN, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
+        if ":" in str(name):
+            hint = f"; for a function of yours, write import: {quoted(name)} instead of name"
         raise ConfigError(f"{key}{quoted(name)} is no built-in reward ({', '.join(BUILT_IN)}){hint}")
 
 

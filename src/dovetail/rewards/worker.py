@@ -20,7 +20,7 @@ from pathlib import Path
 from traceback import walk_tb
 from typing import Any, NoReturn, TextIO
 
-from dovetail.rewards.built_in import BUILT_IN
+from dovetail.rewards.built_in import BUILT_IN, compiled
 from dovetail.rewards.own_modules import look_in
 from dovetail.system import adopt_orphans, die_with_parent, end_children
 
@@ -29,6 +29,9 @@ Result = dict[str, Any]  # value and error
 Scorer = Callable[[Seq[Sample]], Any]  # a value for each sample of a call, or an awaitable of these
 OURS = (str(Path(__file__).parents[1]) + os.sep, "<frozen ", "<string>", importlib.__file__)  # frames of no user
 POSITIONAL = frozenset({"completion", "answer", "_answer", "finish", "_finish"})  # of every built-in
+VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
+VERL_BATCH = tuple(f"{name}s" for name in VERL)
+ONLY_IN_TRL = ("completion_ids", "trainer_state", "log_extra", "log_metric", "environments")
 _MOST_TEXT = 1000  # characters of an exception
 END_SECONDS = 10.0  # for killed processes to be gone
 POLL_MILLISECONDS = 1000.0
@@ -152,6 +155,8 @@ def _result(value: Any) -> Result:
         return {"value": None, "error": value.error}
     with CapturedOutput() as caught:
         if isinstance(value, Mapping):  # verl allows more metrics
+            if "score" not in value:
+                return {"value": None, "error": f"the reward returned {value!r:.100}, a mapping without 'score'"}
             value = value["score"]
         if value is not None and not isinstance(value, (str, bytes)):
             number = float(value)
@@ -173,22 +178,26 @@ def load(setup: Mapping[str, Any]) -> tuple[Scorer, bool]:
     if function is None:
         built_in = BUILT_IN[name]
         _check_options(options, frozenset(inspect.signature(built_in).parameters) - POSITIONAL)
+        if "pattern" in options:
+            compiled(options["pattern"], "reward.options.pattern")
         return _each(lambda s: built_in(s["completion"], s["answer"], s["finish"], **options)), False
-    module, _, attribute = function.partition(":")
-    if setup["directory"] is not None:
-        look_in(setup["directory"], module)
-    reward = vars(importlib.import_module(module)).get(attribute)
-    if not callable(reward):
-        raise LookupError(f"module {module} has no function {attribute!r}")
-    asynchronous = inspect.iscoroutinefunction(reward)
+    reward = _imported(function, setup["directory"])
+    asynchronous = any(map(inspect.iscoroutinefunction, (reward, type(reward).__call__)))
     parameters = inspect.signature(reward).parameters
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     if not takes_all:
         _check_options(options, frozenset(parameters))
+    needed = _needed(function, parameters, options)
 
     def call(arguments: dict[str, Any]) -> Any:
         given = {**arguments, **options}
-        return reward(**{key: value for key, value in given.items() if takes_all or key in parameters})
+        if lacking := [name for name in needed if name not in given]:
+            raise TypeError(f"{function} needs {', '.join(lacking)}, but the rows give {', '.join(arguments)}")
+        value = reward(**{key: value for key, value in given.items() if takes_all or key in parameters})
+        if not asynchronous and inspect.iscoroutine(value):
+            value.close()
+            raise TypeError(f"{function} returned a coroutine; make the wrapper `async def`")
+        return value
 
     if "solution_str" in parameters:
         return (_each_awaited if asynchronous else _each)(lambda sample: call(_verl_arguments(sample))), asynchronous
@@ -202,6 +211,32 @@ def load(setup: Mapping[str, Any]) -> tuple[Scorer, bool]:
     if asynchronous:
         return partial(_awaited_list, lambda samples: call(make(samples)), spread=setup["metric"]), True
     return lambda samples: _as_list(call(make(samples)), len(samples), spread=setup["metric"]), False
+
+
+def _imported(function: str, directory: str | None) -> Callable[..., Any]:
+    module, _, name = function.partition(":")
+    if directory is not None:
+        look_in(directory, module)
+    loaded = vars(importlib.import_module(module))
+    reward = loaded.get(name)
+    if not callable(reward):
+        raise LookupError(f"module {module} ({loaded.get('__file__')}) has no function {name!r}")
+    return reward
+
+
+def _needed(function: str, parameters: Mapping[str, inspect.Parameter], options: Mapping[str, Any]) -> list[str]:
+    """What each call has to give. TypeError for what none gives."""
+    if unnamed := [p.name for p in parameters.values() if p.kind is p.POSITIONAL_ONLY]:
+        raise TypeError(f"{function} takes {', '.join(unnamed)} by position only, but is called by names; drop the /")
+    required = [p for p in parameters.values() if p.default is p.empty and p.name not in options]
+    needed = [p.name for p in required if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    verl = next((names for names in (VERL, VERL_BATCH) if names[1] in parameters), None)
+    if never := [name for name in needed if (name not in verl if verl else name in ONLY_IN_TRL)]:
+        given = ", ".join(verl or ("prompts", "completions", "answer", "finish", "the columns of the rows"))
+        raise TypeError(
+            f"{function} needs {', '.join(never)}, which no reward is given; it gets {given}, and reward.options"
+        )
+    return needed
 
 
 def _check_options(options: Mapping[str, Any], accepted: frozenset[str]) -> None:
@@ -250,8 +285,7 @@ def _verl_arguments(sample: Sample) -> dict[str, Any]:
 
 def _verl_batch_arguments(samples: Seq[Sample]) -> dict[str, list[Any]]:
     each = [_verl_arguments(sample) for sample in samples]
-    names = ("data_source", "solution_str", "ground_truth", "extra_info")
-    return {f"{name}s": [row[name] for row in each] for name in names}
+    return {names: [row[name] for row in each] for name, names in zip(VERL, VERL_BATCH, strict=True)}
 
 
 def _trl_arguments(samples: Seq[Sample]) -> dict[str, list[Any]]:
