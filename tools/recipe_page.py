@@ -85,7 +85,8 @@ Judges, reward models and sums of several: [rewards.md](rewards.md).
 FROM_OTHERS = """
 ## From verl, TRL and others
 
-Reward functions of verl and TRL run as they are, `async` ones too, and so do their rows ([data.md](data.md)). Sizes count other
+Reward functions of verl and TRL run as they are, `async` ones too, and so do their rows ([data.md](data.md)); what only TRL's
+trainer has is refused ([rewards.md](rewards.md)). Sizes count other
 things: `num_mini_batches` is the number of updates in a pass over a step's rows, not the rows of one; `prompts_per_step` counts
 prompts over all ranks, not completions of one; `tokens_per_batch` stands for every micro-batch size. All their names:
 [coming-from-verl.md](coming-from-verl.md), [coming-from-trl.md](coming-from-trl.md). `dovetail import-config` turns a config of
