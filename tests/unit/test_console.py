@@ -71,7 +71,7 @@ NOTHING = {**EMPTY_UPDATE, "step": 1, "response_length_mean": 4.0, "reward_mean"
                 "equal_groups": 0.5,
                 "tokens_per_second": None,
             },
-            "UPDATE SKIPPED: not finite: the loss  loss nan  reward 0.500  grad 0  entropy nan  kl nan  length 4.0  "
+            "UPDATE SKIPPED: not finite: the loss  loss nan  reward 0.500  grad 0  entropy nan  length 4.0  "
             "lr 0.00e+00",
         ),
     ],

@@ -62,6 +62,18 @@ def read(shape: Shape, path: Path) -> Any:
     return example
 
 
+def test_messages_written_as_text_are_messages(tmp_path: Path) -> None:
+    """As in a table's cell."""
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}]
+    loaded = []
+    for n, row in enumerate(({"messages": turns}, {"messages": json.dumps(turns)})):
+        (tmp_path / f"{n}.jsonl").write_text(json.dumps(row))
+        limits = Limits(vocab_size=260)
+        (example,) = examples.load_sft(tmp_path / f"{n}.jsonl", TOKENIZER, limits, renderer=RENDERER)
+        loaded.append(marked(example.ids, example.mask))
+    assert loaded[0] == loaded[1] and "[[" in loaded[0]
+
+
 def test_the_table_has_at_least_forty_shapes_of_every_format() -> None:
     assert len(SHAPES) >= 40 and len({shape.name for shape in SHAPES}) == len(SHAPES)
     assert {shape.format for shape in SHAPES} == FORMATS.keys()
@@ -175,6 +187,7 @@ def test_directories_and_globs_are_read_in_order(tmp_path: Path) -> None:
         ("rows.jsonl", b'{"input": ["a"]}', ":1: the row is not written as OpenRLHF's are"),
         ("rows.jsonl", b'{"instruction": "a", "output": "b", "history": [1]}', ":1: the row is not written as Alpaca's are"),
         ("rows.jsonl", b'{"conversations": [], "chosen": "a", "rejected": "b"}', ":1: the row is not written as ShareGPT's"),
+        ("rows.csv", b"prompt\n[{'role': 'user'}]\n", r"rows\.csv:2: prompt is the text of messages, but no JSON \(Expecting"),
         ("rows.jsonl", b'{"conversations": "a"}', r":1: conversations is 'a'; expected"),
         ("rows.jsonl", b'{"conversations": [{"from": "function_call", "value": "f"}]}', "message 0 calls 'f'; expected"),
         ("rows.jsonl", b'{"prompt": "a", "reward_model": "4"}', r":1: reward_model is '4'; expected \{style, ground_truth\}"),

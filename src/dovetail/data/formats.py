@@ -26,6 +26,7 @@ SHAREGPT_ROLES: Mapping[str, str] = {
     "system": "system", "observation": "tool", "tool": "tool",
 }  # fmt: skip
 TAG = re.compile("(<image>|<video>)")
+MESSAGES = re.compile(r"""\s*\[\s*\{\s*["'](role|from)["']\s*:""")  # as text, in a table's cell
 
 
 def _verl(row: JsonRow) -> Values:
@@ -132,7 +133,7 @@ def rows_of(source: Source | Path | str, say: Callable[[str], None]) -> Iterator
     """Rows in our columns. say: gets a line that names another project's format."""
     source, name = as_source(source), ""
     for raw in read_rows(source):
-        row = replace(_renamed(raw, source.columns), chat=source.chat)
+        row = replace(_messages_read(_renamed(raw, source.columns)), chat=source.chat)
         if not name:
             name = _recognized(row) if source.format == "auto" else source.format
             title, read = FORMATS[name]
@@ -156,6 +157,18 @@ def _renamed(row: JsonRow, columns: Mapping[str, str]) -> JsonRow:
         return row
     named = {ours: _column(row, theirs) for ours, theirs in columns.items()}
     return replace(row, values={**{k: v for k, v in row.values.items() if k not in columns.values()}, **named})
+
+
+def _messages_read(row: JsonRow) -> JsonRow:
+    read = {}
+    for name in ("prompt", "messages", "conversations"):
+        text = row.values.get(name)
+        if isinstance(text, str) and MESSAGES.match(text):
+            try:
+                read[name] = json.loads(text)
+            except ValueError as error:
+                raise row.error(f"{name} is the text of messages, but no JSON ({error}): {quoted(text)}") from error
+    return replace(row, values={**row.values, **read}) if read else row
 
 
 def _column(row: JsonRow, name: str) -> Any:

@@ -97,6 +97,8 @@ class Console:
 
     def step(self, row: Mapping[str, Any]) -> None:
         known = {key: row[key] for key, _, _ in SHOWN if row.get(key) is not None}
+        if math.isnan(known.get("kl_mean", 0.0)):  # of an own loss
+            del known["kl_mean"]
         notes = [f"UPDATE SKIPPED: {row['fault']}"] if row.get("skipped") else []
         nothing = row["tokens"] == 0  # was learned
         if nothing:
