@@ -90,13 +90,19 @@ def one_line(error: BaseException | None) -> str:
     return "" if error is None else " ".join(f"{type(error).__name__}: {error}".split())
 
 
-def users_line(error: BaseException, *, last: bool = False) -> str:
-    """The last place of the traceback in a file that is neither ours nor installed; "": none. last: if ours did not raise it."""
-    files = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in files if not frame.filename.startswith(NOT_USERS)]
-    if not own or (last and files[-1].filename.startswith(OURS)):
-        return ""
-    return f"line {own[-1].lineno} of {own[-1].filename}"
+def users_line(error: BaseException) -> str:
+    """The last place of the traceback in a file that is neither ours nor installed; "": none."""
+    return _place([f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(NOT_USERS)])
+
+
+def exit_line(error: SystemExit) -> str:
+    """Where a program ended itself; "": here, as after a signal."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return "" if frames[-1].filename.startswith(OURS) else users_line(error) or _place(frames)
+
+
+def _place(frames: Sequence[traceback.FrameSummary]) -> str:
+    return f"line {frames[-1].lineno} of {frames[-1].filename}" if frames else ""
 
 
 def listing(items: list[str], limit: int = 20) -> str:

@@ -15,7 +15,7 @@ from typing import NoReturn, Self
 
 from dovetail.cli.arguments import ON_RANKS, layout_of, parse, recipe_of, supervision_of
 from dovetail.cli.header import header
-from dovetail.errors import ConfigError, MachineError, SecondaryFailure, UserError, one_line, short_lines, users_line
+from dovetail.errors import ConfigError, MachineError, SecondaryFailure, UserError, exit_line, one_line, short_lines
 from dovetail.launch.hosts import Store
 from dovetail.launch.process import MAX_CAUSE, limit_behind, open_closed_streams, python_module, tell
 from dovetail.launch.progress import collective_timeout
@@ -89,7 +89,7 @@ def _run_as_rank(args: argparse.Namespace, rank: RankProcess, timeout: timedelta
             try:
                 exit_code.value = run(args, rank.progress) or 0
             except SystemExit as error:
-                if not (place := users_line(error, last=True)):  # ours ends it after a signal
+                if not (place := exit_line(error)):
                     raise
                 raise ConfigError(f"{place} ended the program by sys.exit({error.code!r})") from error
             rank.progress.phase("exit")
