@@ -5,6 +5,7 @@ What sizes mean there is in those projects' documentation; the numbers here are 
 
 import contextlib
 import io
+import random
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,12 @@ from typing import Any
 import pytest
 
 from dovetail.cli.main import run_command
-from dovetail.recipe.schema import load_recipe
+from dovetail.errors import ConfigError
+from dovetail.recipe.importing import import_config, nested, to_yaml
+from dovetail.recipe.names import read_tables
+from dovetail.recipe.schema import Recipe, load_recipe
 from dovetail.recipe.shell import read_command
-from dovetail.recipe.yaml import flat, read_mapping
+from dovetail.recipe.yaml import dump_mapping, flat, read_mapping
 
 FOLDER = Path(__file__).parents[1] / "import_config"
 # Of each file: keys of the recipe, and words of the lists of what it lacks.
@@ -250,3 +254,94 @@ def test_corrections_of_other_projects(tmp_path: Path, project: str, text: str, 
     out = tmp_path / "recipe.yaml"
     code, told = imported(str(tmp_path / "c.yaml"), "--from", project, "-o", str(out))
     assert (code, read_mapping(out)["algorithm"].get("correction")) == (0, expected) and words in told, told
+
+
+VERL = {"actor_rollout_ref.model.path": "/m", "data.train_files": "a", "algorithm.adv_estimator": "grpo"}
+TRL = {"model_name_or_path": "/m", "dataset_name": "a"}
+USUAL: Mapping[str, Mapping[str, Any]] = {
+    "verl": {**VERL, "data.train_batch_size": 8, "actor_rollout_ref.rollout.n": 4},
+    "verl-sft": {"model.path": "/m", "data.train_files": "a"},
+    "trl-grpo": {**TRL, "num_generations": 4, "per_device_train_batch_size": 4},
+    "trl-sft": TRL,
+    "trl-dpo": TRL,
+    "openrlhf": {
+        "actor.model_name_or_path": "/m",
+        "data.prompt_dataset": "a",
+        "algo.advantage.estimator": "group_norm",
+    },
+    "axolotl": {"base_model": "/m", "datasets": [{"path": "a"}], "micro_batch_size": 2},
+    "axolotl-grpo": {"base_model": "/m", "rl": "grpo", "datasets": "a", "trl.num_generations": 4},
+    "slime": {"hf_checkpoint": "/m", "prompt_data": "a", "n_samples_per_prompt": 4, "rollout_batch_size": 8},
+}
+OWN = "reward.custom_reward_function.path"
+NAN = float("nan")
+ODD: tuple[Any, ...] = ("$LEN", 0, -1, True, [], [1], ["a", "b"], [{}], {"a": 1}, 0.5, NAN, 1e400, "1e-6", 10**400)
+
+
+def converted(folder: Path, project: str, given: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """The recipe, and what the user is to decide or loses."""
+    (folder / "c.yaml").write_text(dump_mapping(dict(given)))
+    draft = import_config(folder / "c.yaml", "axolotl" if "axolotl" in project else project)
+    assert to_yaml(draft, "c.yaml")
+    return draft.recipe, "\n".join([*draft.decide, *(f"{names}: {why}" for why, names in draft.lost.items())])
+
+
+@pytest.mark.parametrize("drawn", [30, pytest.param(0, marks=pytest.mark.soak)])
+def test_no_value_of_a_known_name_is_a_crash(tmp_path: Path, drawn: int) -> None:
+    """So many times an odd value for each of ten names of a project; 0: every value of every name, alone."""
+    pairs: list[tuple[str, dict[str, Any]]] = []
+    draw = random.Random(0)
+    for project in USUAL:
+        title, _, kind = project.partition("-")
+        table = read_tables(title)[kind if title != "axolotl" else ""]
+        names = sorted({m.name for m in table.meanings if m.key and "*" not in m.name} | table.defaults.keys())
+        if not drawn:
+            pairs += [(project, {name: odd}) for name in names for odd in ODD]
+        for _ in range(drawn // len(USUAL)):
+            pairs.append((project, {name: draw.choice(ODD) for name in draw.sample(names, 10)}))
+    for project, odd in pairs:
+        with contextlib.suppress(ConfigError):
+            recipe, _ = converted(tmp_path, project, {**USUAL[project], **odd})
+            Recipe.model_validate(nested(recipe))
+
+
+@pytest.mark.parametrize(
+    ("project", "given", "expected", "words"),
+    [
+        # rewards
+        ("verl", {OWN: "${oc.env:HOME}/r.py"}, {"reward.import": "r:compute_score"}, "put ${oc.env:HOME}/r.py into"),
+        ("verl", {OWN: "${oc.env:R}"}, {"reward.import": None}, "${oc.env:R} is no path of a Python file; exact_match stands"),
+        ("verl", {OWN: "my-reward.py"}, {"reward.import": None}, "rename my-reward.py to my_reward.py and give my_reward"),
+        ("verl", {OWN: ["a.py", "b.py"]}, {"reward.import": None}, "is no path of a Python file; exact_match stands here"),
+        ("verl", {OWN: "pkg://my.mod"}, {"reward.import": "my.mod:compute_score"}, "my.mod is imported as Python finds it"),
+        ("verl", {OWN: "r.py", f"{OWN[:-4]}reward_kwargs": {"a": 1, "b": {}}}, {"reward.options": {"a": 1, "b": {}}}, ""),
+        ("trl-grpo", {"reward_funcs": ["mine.f", "think"]}, {"reward.import": "mine:f"}, "for think; it is left out here"),
+        ("trl-grpo", {"reward_funcs": ["think"]}, {"reward.import": None}, "for think; exact_match stands here"),
+        # mappings, lists and numbers as text
+        ("trl-sft", {"lr_scheduler_kwargs": {"min_lr": 1e-7}}, {}, "1.0e-07}']: here optim.min_lr_ratio (or"),
+        ("trl-grpo", {"chat_template_kwargs": {"think": False}}, {"data.chat_template_kwargs": {"think": False}}, ""),
+        ("trl-sft", {"learning_rate": "2e-5", "max_steps": "40"}, {"optim.lr": 2e-5, "trainer.steps": 40}, ""),
+        ("trl-sft", {"save_strategy": False}, {"trainer.save_every": 0}, ""),
+        ("verl", {"data.train_files": "['a.parquet','b.parquet']"}, {"data.train": ["a.parquet", "b.parquet"]}, ""),
+        ("axolotl", {"datasets": "a.jsonl"}, {"data.train": [{"path": "a.jsonl"}]}, ""),
+        ("axolotl", {"datasets": ["a", {"data_files": ["b", "c"], "path": "json"}, {"type": "alpaca"}]},
+         {"data.train": [{"path": "a"}, {"path": "b"}, {"path": "c"}]}, "{'type': 'alpaca'} names no path; it is left out"),
+        # what is no number
+        ("trl-grpo", {"max_steps": "$STEPS"}, {"trainer.steps": None}, "max_steps=$STEPS is no number; it is left out"),
+        ("trl-sft", {"save_steps": "$N"}, {"trainer.save_every": 500}, "save_steps=$N is no number; 500 stands for it"),
+        ("verl", {"actor_rollout_ref.actor.optim.lr": "${oc.env:LR}"}, {"optim.lr": None}, "lr=${oc.env:LR} is no number; 1e-06"),
+        ("verl", {"actor_rollout_ref.actor.optim.lr": "${oc.env:LR,2e-6}"}, {"optim.lr": 2e-6}, ""),
+        ("verl", {"actor_rollout_ref.actor.ppo_mini_batch_size": 0}, {}, "ppo_mini_batch_size=0 is less than 1; 256 stands"),
+        ("verl", {"actor_rollout_ref.actor.optim.lr": NAN}, {"optim.lr": None}, "lr=nan is no number; 1e-06 stands"),
+        ("slime", {"rollout_temperature": "$T"}, {"rollout.temperature": None}, "rollout_temperature=$T is no number; 1.0"),
+        ("trl-grpo", {"num_generations": 0}, {"trainer.prompts_per_step": 1}, "num_generations=0 is less than 1; 8 stands"),
+        ("verl", {"algorithm.adv_estimator": ["a"]}, {"algorithm.name": "grpo"}, "adv_estimator=['a'] is not supported yet"),
+        ("slime", {"eval_prompt_data": "aime"}, {"eval.sets": None}, "eval_prompt_data=aime']: here eval.sets"),
+        ("trl-sft", {"model_name_or_path": [3]}, {"model.path": "MODEL"}, "model.path=[3] is not possible: Input"),
+    ],
+)  # fmt: skip
+def test_odd_values_are_converted_or_named(
+    tmp_path: Path, project: str, given: Mapping[str, Any], expected: Mapping[str, Any], words: str
+) -> None:
+    recipe, told = converted(tmp_path, project, {**USUAL[project], **given})
+    assert {key: recipe.get(key) for key in expected} == expected and words in told, told

@@ -1,5 +1,6 @@
 """Keys that other projects count otherwise or spread over several names."""
 
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from dovetail.recipe.draft import Draft
 ACTOR, VALIDATION = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.val_kwargs."
 ASSUMED_PROMPT = 512  # tokens, for micro-batch sizes
 VERL_LOSSES: Mapping[Any, str] = {"cispo": "cispo", "geo_mean": "gmpo", "sapo": "sapo"}
-OWN_REWARD = "reward: write one (docs/rewards.md) for {}; exact_match stands here"
+OWN_REWARD = "reward: write one (docs/rewards.md) for {}; {}"
 PACKED = "{}: a row there has {} tokens of several; set trainer.prompts_per_step to the rows of a step"
 
 
@@ -45,7 +46,7 @@ def verl(draft: Draft) -> None:
     draft.taken |= {name for name, is_read in kinds.items() if not is_read}
     if draft.take(f"{ACTOR}clip_ratio") and f"{ACTOR}clip_ratio_low" not in draft.given:
         draft.decide.append("clip_ratio: verl reads clip_ratio_low and clip_ratio_high, whose defaults are 0.2")
-    mode = draft.look(f"{ACTOR}policy_loss.loss_mode")
+    mode = str(draft.look(f"{ACTOR}policy_loss.loss_mode"))
     if mode in VERL_LOSSES:
         draft.taken.add(f"{ACTOR}policy_loss.loss_mode")
         _loss(draft, VERL_LOSSES[mode], f"{ACTOR}tau_pos", f"{ACTOR}tau_neg")
@@ -53,17 +54,24 @@ def verl(draft: Draft) -> None:
         draft.taken.add(f"{ACTOR}clip_ratio_c")  # not read there
     if draft.look(f"{ACTOR}optim.lr_warmup_steps") not in (None, -1):
         draft.taken.add(f"{ACTOR}optim.lr_warmup_steps_ratio")
-    path, name = (draft.take(f"reward.custom_reward_function.{part}") for part in ("path", "name"))
-    model = "reward.reward_model.model_path"
-    if not draft.take("reward.reward_model.enable"):
-        draft.taken.add(model)
-    _own_reward(draft, path, name or "compute_score", model, "what verl chooses by data_source")
+    _reward_of_verl(draft)
     sampled, samples, temperature = (draft.take(VALIDATION + part) for part in ("do_sample", "n", "temperature"))
     if sampled:
         _eval_sets(draft, {"val": draft.take("data.val_files")}, samples, temperature)
     draft.taken |= {"data.reward_fn_key", f"{ACTOR}ppo_micro_batch_size"}
     if draft.look("critic.ppo_mini_batch_size") == draft.look(f"{ACTOR}ppo_mini_batch_size"):
         draft.taken.add("critic.ppo_mini_batch_size")
+
+
+def _reward_of_verl(draft: Draft) -> None:
+    path, name = (draft.take(f"reward.custom_reward_function.{part}") for part in ("path", "name"))
+    model = "reward.reward_model.model_path"
+    if not draft.take("reward.reward_model.enable"):
+        draft.taken.add(model)
+    _own_reward(draft, path, name or "compute_score", model, "what verl chooses by data_source")
+    options = [draft.take(f"{start}custom_reward_function.reward_kwargs") for start in ("reward.", "")]
+    if "reward.import" in draft.recipe and any(options):
+        draft.put("reward.options", options[0] or options[1])
 
 
 def trl(draft: Draft) -> None:
@@ -73,17 +81,17 @@ def trl(draft: Draft) -> None:
     is_half, was_given = draft.take("bf16"), "bf16" in draft.given
     is_half = draft.take("dtype") in ("bfloat16", "auto") or is_half
     draft.put("model.dtype", "bfloat16" if is_half else "float32", "" if was_given else "TRL's default")
-    steps = draft.take("max_steps") or -1
+    steps = draft.number("max_steps")
     if steps > 0:
         draft.put("trainer.steps", max(1, round(steps / updates)), "max_steps / updates of a step")
         draft.taken.add("num_train_epochs")
     for name, usual in (("save", "steps"), ("eval", "no")):
-        strategy, count = draft.take(f"{name}_strategy", usual), draft.take(f"{name}_steps") or 0
+        strategy, count = draft.take(f"{name}_strategy", usual), draft.number(f"{name}_steps")
         key = f"trainer.{name}_every"
         if strategy in ("epoch", "best") or 0 < count < 1:
             draft.decide.append(f"{key}: each {strategy} there; give a number of steps")
         else:
-            draft.put(key, 0 if strategy == "no" else max(1, round(count / updates)))
+            draft.put(key, 0 if strategy in ("no", False) else max(1, round(count / updates)))
     if (warmup := draft.number("warmup_steps")) >= 1:
         draft.put("optim.warmup_steps", round(warmup / updates))
     elif warmup:
@@ -110,7 +118,7 @@ def trl(draft: Draft) -> None:
 
 
 def _clip_of_trl(draft: Draft, loss: str) -> None:
-    high = draft.take("epsilon_high") or draft.look("epsilon")
+    high = draft.number("epsilon_high") or draft.number("epsilon", 0.2, keep=True)
     if loss in ("cispo", "sapo"):
         draft.taken.add("loss_type")
         _loss(draft, loss, "sapo_temperature_pos", "sapo_temperature_neg")
@@ -132,7 +140,7 @@ def _batch_of_processes(draft: Draft, size: str, prefix: str) -> float:
     if draft.algorithm in ("sft", "dpo"):
         draft.put("trainer.prompts_per_step", rows * accumulated * processes, origin)
         return 1
-    generated, parts = draft.take(f"{prefix}generation_batch_size") or 0, draft.take(f"{prefix}steps_per_generation")
+    generated, parts = (draft.number(prefix + name) for name in ("generation_batch_size", "steps_per_generation"))
     parts = parts or generated / (rows * processes) or accumulated
     prompts = rows * processes * parts / draft.number(f"{prefix}num_generations", 8, keep=True)
     draft.put("trainer.prompts_per_step", max(1, round(prompts)), f"{origin} / num_generations")
@@ -140,7 +148,7 @@ def _batch_of_processes(draft: Draft, size: str, prefix: str) -> float:
     if prompts != round(prompts) or parts % accumulated:
         draft.decide.append(f"trainer.prompts_per_step: {prompts:g} prompts and {parts / accumulated:g} updates there")
     longest = draft.number(f"{prefix}max_completion_length", 512, keep=True)
-    longest += draft.look(f"{prefix}max_prompt_length") or ASSUMED_PROMPT
+    longest += draft.number(f"{prefix}max_prompt_length", keep=True) or ASSUMED_PROMPT
     _micro_batch(draft, longest, rows * longest)
     return float(draft.recipe["algorithm.num_mini_batches"] * draft.number(f"{prefix}num_iterations", 1, keep=True))
 
@@ -149,8 +157,8 @@ def _hub_rows(draft: Draft) -> None:
     name, subset, mixture = draft.take("dataset_name"), draft.take("dataset_config"), draft.take("datasets")
     splits = draft.take("dataset_train_split", "train"), draft.take("dataset_test_split", "test")
     part = {"path": name} | ({"subset": subset} if subset else {})
-    if isinstance(mixture, list):
-        draft.put("data.train", [_part(row) for row in mixture])
+    if mixture:
+        draft.put_rows("data.train", mixture)
     elif name:
         is_plain = part == {"path": name} and splits[0] == "train"
         draft.put("data.train", name if is_plain else [{**part, "split": splits[0]}])
@@ -171,7 +179,7 @@ def openrlhf(draft: Draft) -> None:
     _algorithm(draft, "algo.advantage.estimator")
     rows = draft.number("rollout.batch_size", 1, keep=True) * draft.number("rollout.n_samples_per_prompt", 1, keep=True)
     _updates(draft, rows, draft.number("train.batch_size", 1), "completions of a step / train.batch_size")
-    room = longest - (draft.look("data.prompt_max_len") or longest // 2)
+    room = longest - (draft.number("data.prompt_max_len", keep=True) or longest // 2)
     if draft.look("rollout.max_new_tokens") is None:
         draft.put("rollout.max_new_tokens", room)
         draft.decide.append(f"rollout.max_new_tokens: what a prompt leaves of data.max_len={longest}: {room}")
@@ -180,7 +188,7 @@ def openrlhf(draft: Draft) -> None:
     coef = draft.take("algo.kl.init_coef")
     _kl(draft, ("loss" if draft.take("algo.kl.use_loss") else "reward") if coef else "", coef)
     low, clips = draft.number("actor.eps_clip", 0.2), draft.take("actor.eps_clip_low_high")
-    clips = clips if isinstance(clips, list) else [low]
+    clips = clips if isinstance(clips, list) and clips else [low]
     draft.put("algorithm.clip_low", clips[0])
     draft.put("algorithm.clip_high", clips[-1])
     if draft.look("actor.policy_loss_type") == "gspo":
@@ -203,8 +211,8 @@ def axolotl(draft: Draft) -> None:
     if draft.take("adapter"):
         draft.decide.append("adapter: LoRA is not supported yet, so all parameters are trained; use a lower optim.lr")
     updates = _batch_of_processes(draft, "micro_batch_size", "trl.")
-    if draft.look("max_steps"):
-        draft.put("trainer.steps", max(1, round(draft.take("max_steps") / updates)))
+    if steps := draft.number("max_steps"):
+        draft.put("trainer.steps", max(1, round(steps / updates)))
         draft.taken.add("num_epochs")
     draft.taken |= {"warmup_ratio"} if draft.look("warmup_steps") else set()
     for name in ("saves_per_epoch", "evals_per_epoch"):
@@ -218,7 +226,7 @@ def axolotl(draft: Draft) -> None:
         draft.decide.append(f"chat_template={template}: the model's own is used, or that of data.chat_template")
     if wanted == "grpo":
         _rewards(draft, "trl.")
-        draft.put("algorithm.clip_high", draft.take("trl.epsilon_high") or draft.look("trl.epsilon", 0.2))
+        draft.put("algorithm.clip_high", draft.number("trl.epsilon_high") or draft.look("trl.epsilon", 0.2))
         draft.taken.add("sequence_len")
         return
     strategy = draft.take("excess_length_strategy") or "drop"
@@ -230,8 +238,8 @@ def axolotl(draft: Draft) -> None:
 
 def _axolotl_rows(draft: Draft) -> None:
     for ours, theirs in (("data.train", "datasets"), ("data.eval", "test_datasets")):
-        if isinstance(parts := draft.take(theirs), list) and parts:
-            draft.put(ours, [_part(part) for part in parts])
+        if rows := draft.take(theirs):
+            parts = draft.put_rows(ours, rows)
             kinds = {str(part.get("type")) for part in parts} - {"alpaca", "chat_template", "None"}
             draft.decide += [f"datasets: rows of type {', '.join(kinds)}: set data.format or columns"] * bool(kinds)
     if draft.take("val_set_size"):
@@ -253,7 +261,7 @@ def slime(draft: Draft) -> None:
     if draft.look("num_steps_per_rollout") is None:
         _updates(draft, rows, part, "completions of a step / global_batch_size")
     longest = draft.number("rollout_max_response_len", 512, keep=True)
-    longest += draft.look("rollout_max_prompt_len") or ASSUMED_PROMPT
+    longest += draft.number("rollout_max_prompt_len", keep=True) or ASSUMED_PROMPT
     micro = draft.number("micro_batch_size", 1)
     _micro_batch(draft, longest, tokens if draft.look("use_dynamic_batch_size") else micro * longest)
     draft.put("algorithm.clip_high", draft.take("eps_clip_high") or draft.look("eps_clip"))
@@ -264,20 +272,22 @@ def slime(draft: Draft) -> None:
     if draft.look("num_rollout"):
         draft.put("trainer.steps", draft.look("num_rollout"))
         draft.taken.add("num_epoch")
-    if floor := draft.number("min_lr"):
-        draft.put("optim.min_lr_ratio", floor / draft.look("lr"))
+    if (floor := draft.number("min_lr")) and (peak := draft.number("lr", keep=True)):
+        draft.put("optim.min_lr_ratio", floor / peak)
     own = str(draft.take("custom_rm_path") or "")
     if not draft.look("rm_type") or own:
         module, _, function = own.rpartition(".")
         _own_reward(draft, module and f"{module}.py", function, "rm_url", "what slime computes")
         draft.taken.add("rm_type")
-    sets, samples = draft.take("eval_prompt_data") or [], draft.number("n_samples_per_eval_prompt", 1)
-    temperature = draft.number("eval_temperature", draft.look("rollout_temperature", 1.0))
-    _eval_sets(draft, dict(zip(sets[::2], sets[1::2], strict=False)), samples, temperature)
+    samples = draft.number("n_samples_per_eval_prompt", 1)
+    temperature = draft.number("eval_temperature", draft.number("rollout_temperature", 1.0, keep=True))
+    if isinstance(sets := draft.look("eval_prompt_data"), list):
+        draft.taken.add("eval_prompt_data")
+        _eval_sets(draft, dict(zip(map(str, sets[::2]), sets[1::2], strict=False)), samples, temperature)
 
 
 def _algorithm(draft: Draft, name: str) -> None:
-    meaning, theirs = draft.table.find(name), draft.take(name)
+    meaning, theirs = draft.table.find(name), str(draft.take(name))
     values: Mapping[str, str] = meaning.entry["values"] if meaning else {}
     if theirs not in values:
         draft.decide.append(f"{name}={theirs} is not supported yet ({', '.join(values)} are); grpo stands here")
@@ -317,22 +327,21 @@ def _cut_rows(draft: Draft, name: str, *, cut: bool = True) -> None:
             draft.put("data.truncate", "right")
 
 
-def _part(given: Mapping[str, Any]) -> dict[str, Any]:
-    files = given.get("data_files")
-    files = files[0] if isinstance(files, list) and len(files) == 1 else files
-    ours = {"path": files if isinstance(files, str) else given["path"]}
-    ours |= {key: given[name] for key, name in (("subset", "name"), ("split", "split")) if given.get(name)}
-    return ours | ({"format": "alpaca"} if given.get("type") == "alpaca" else {})
-
-
 def _own_reward(draft: Draft, path: Any, function: str, model: str, otherwise: str) -> None:
     if path:
-        module = Path(str(path)).stem if "/" in str(path) else str(path).removesuffix(".py")
-        draft.put("reward.import", f"{module}:{function}")
-        where = "the directory of the recipe; docs/rewards.md has its arguments"
-        draft.decide.append(f"reward.import: put {path} into {where}")
+        text, said = str(path), "put {} into the directory of the recipe; docs/rewards.md has its arguments"
+        module, package = Path(text).stem if "/" in text else text.removesuffix(".py"), text.partition("pkg://")[2]
+        valid = re.sub(r"\W|^(?=\d)", "_", module)
+        if all(part.isidentifier() for part in (package or module).split(".")):
+            draft.put("reward.import", f"{package or module}:{function}")
+            said = f"{package} is imported as Python finds it; docs/rewards.md has its arguments" if package else said
+        elif isinstance(path, str) and "$" not in module:
+            said = f"rename {{}} to {valid}.py and give {valid}:{function}; until then exact_match stands here"
+        else:
+            said = "{} is no path of a Python file; exact_match stands here"
+        draft.decide.append(f"reward.import: {said.replace('{}', text)}")
     elif not draft.look(model) or model in draft.taken:
-        draft.decide.append(OWN_REWARD.format(otherwise))
+        draft.decide.append(OWN_REWARD.format(otherwise, "exact_match stands here"))
 
 
 def _rewards(draft: Draft, prefix: str) -> None:
@@ -340,15 +349,18 @@ def _rewards(draft: Draft, prefix: str) -> None:
     names = functions if isinstance(functions, list) else [functions] if functions else []
     weights = weights if isinstance(weights, list) and len(weights) == len(names) else [1.0] * len(names)
     parts: list[dict[str, Any]] = []
+    missing: list[str] = []
     for name, weight in zip(map(str, names), weights, strict=True):
         is_own = "." in name
         if not is_own and name != "accuracy_reward":
-            draft.decide.append(OWN_REWARD.format(name))
+            missing.append(name)
         else:
             kind = {"import": ":".join(name.rsplit(".", 1))} if is_own else {"name": "math_verify"}
             parts.append(kind | ({"weight": weight} if weight != 1 else {}))
     if not names and not draft.look(f"{prefix}reward_model_name_or_path"):
-        draft.decide.append(OWN_REWARD.format("those that the script gives"))
+        missing.append("those that the script gives")
+    alone = "it is left out here" if parts else "exact_match stands here"
+    draft.decide += [OWN_REWARD.format(name, alone) for name in missing]
     if len(parts) > 1:
         draft.put("reward.parts", parts)
     for key, value in parts[0].items() if len(parts) == 1 else ():

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from dovetail.errors import shortened
 from dovetail.recipe.keys import Key
 from dovetail.recipe.names import Table
 
@@ -12,6 +13,11 @@ NO_TRACKERS = ("console", "file", "none", None)
 OWNERS: Mapping[str, tuple[str, ...]] = {  # sections of some algorithms
     "critic": ("ppo",), "rollout": ("grpo", "rloo", "ppo"), "reward": ("grpo", "rloo", "ppo"),
 }  # fmt: skip
+LARGEST = 1e18  # of numbers that are converted
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST
 
 
 @dataclass
@@ -46,11 +52,17 @@ class Draft:
     def number(self, name: str, default: float = 0, *, keep: bool = False) -> Any:
         """keep: not done with. The user decides on other values."""
         value = self.look(name, default) if keep else self.take(name, default)
-        if isinstance(value, int | float) and not isinstance(value, bool):
+        if is_number(value):
             return value
+        usual = self.table.defaults.get(name)
+        usual = usual if is_number(usual) and value is not None else default
         if value is not None:
-            self.decide.append(f"{name}={value} is no number; {default:g} stands for it")
-        return default
+            self.reject(name, value, usual or None)
+        return usual
+
+    def reject(self, name: str, value: Any, stand_in: Any, why: str = "no number") -> None:
+        stands = "it is left out" if stand_in is None else f"{stand_in} stands for it"
+        self.decide.append(f"{name}={shortened(str(value))} is {why}; {stands}")
 
     def lose(self, reason: str, *what: str) -> None:
         self.lost.setdefault(reason, []).extend(what)
@@ -83,6 +95,24 @@ class Draft:
                     self.put(key, [{"name": name, **{part: str(v) for part, v in items.items()}} for name in names])
             elif items:
                 self.put(key, items)
+
+    def put_rows(self, key: str, rows: Any) -> list[Mapping[str, Any]]:
+        """rows: a path, a mapping of theirs, or a list of them. Returns those that name files."""
+        parts: list[dict[str, Any]] = []
+        taken: list[Mapping[str, Any]] = []
+        for row in rows if isinstance(rows, list) else [rows]:
+            given = row if isinstance(row, Mapping) else {"path": row}
+            files = given.get("data_files")
+            files = files if isinstance(files, str | list) and files else given.get("path")
+            paths = [path for path in (files if isinstance(files, list) else [files]) if path and isinstance(path, str)]
+            more = {ours: given[name] for ours, name in (("subset", "name"), ("split", "split")) if given.get(name)}
+            more |= {"format": "alpaca"} if given.get("type") == "alpaca" else {}
+            parts += [{"path": path, **more} for path in paths]
+            taken += [given] * bool(paths)
+            self.decide += [] if paths else [f"{key}: {row} names no path; it is left out"]
+        if parts:
+            self.put(key, parts)
+        return taken
 
     def default_of(self, key: str) -> Any:
         defaults = self.keys[key].defaults if key in self.keys else {}

@@ -1,5 +1,6 @@
 """Recipes from configs of other projects."""
 
+import contextlib
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,7 +10,7 @@ from pydantic import ValidationError
 
 from dovetail.errors import ConfigError, quoted
 from dovetail.recipe.conversions import CONVERSIONS
-from dovetail.recipe.draft import Draft
+from dovetail.recipe.draft import Draft, is_number
 from dovetail.recipe.names import Meaning, Table, leaf_of, read_tables
 from dovetail.recipe.schema import Recipe, known_keys
 from dovetail.recipe.shell import PROGRAM, read_command
@@ -18,13 +19,17 @@ from dovetail.recipe.yaml import dump_value, flat, merge, parse_value, read_mapp
 IMPORTED = ("verl", "trl", "openrlhf", "axolotl", "slime")
 SAID = 5  # weight of the trainer's name in the command
 OFF = (None, False, 0, -1, 1, "", "none", "no", "disabled", "null")  # values that ask for nothing
-UNSET = ("${", "???")  # values that OmegaConf leaves open
+UNSET = re.compile(r"\?\?\?.*|\$\{(?!oc\.env:)[^}]*\}+", re.DOTALL)  # values that OmegaConf leaves open
 SECRET = re.compile(r"(wandb|hub|api|auth|access).*(key|token)|password|secret")
-REFERENCE = re.compile(r"\$\{(?:oc\.select:)?([\w.]+)(?:, ?([^{}]*))?\}")  # of OmegaConf
+REFERENCE = re.compile(r"\$\{(?:oc\.(?:select|env):)?([\w.]+)(?:, ?([^{}]*))?\}")  # of OmegaConf
 OTHERS = re.compile(r"(?<![a-z])(dpo|kto|rm|reward|gkd|kd|orpo|cpo|rloo|prm|bco|nash_md|xpo)(?![a-z])")  # trainers
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 NAMES_A_PATH = ("model.path", "critic.path", "reference.path", "reward.model.path", "data.train", "data.eval")
 REQUIRED: Mapping[str, str] = {"model.path": "MODEL", "data.train": "ROWS.jsonl", "run_dir": "runs/imported"}
+
+COUNTED = (  # others are divided by what these are made of
+    "algorithm.epochs", "algorithm.num_mini_batches", "rollout.samples_per_prompt", "trainer.prompts_per_step"
+)  # fmt: skip
 
 CORRECTION = "algorithm.correction"
 IN_VERL, IN_TRL, IN_OPENRLHF = (
@@ -45,9 +50,11 @@ def import_config(path: Path, project: str = "") -> Draft:
     words, given = _read(path)
     name, _, kind = project.partition("-")
     table, kind = _recognized(words, given, name, kind, path)
-    given = {key: value for key, value in given.items() if not (isinstance(value, str) and value.startswith(UNSET))}
+    given = {key: value for key, value in given.items() if not (isinstance(value, str) and UNSET.fullmatch(value))}
+    given = _grouped(table, given)
     older = {table.current(key): value for key, value in given.items()}
     draft = Draft(table, kind, known_keys(), older | {key: given[key] for key in older.keys() & given.keys()})
+    _numbers(draft)
     CONVERSIONS[table.title](draft)
     _correction(draft)
     _copy(draft)
@@ -73,6 +80,8 @@ def _resolved(value: Any, references: Mapping[str, Any]) -> Any:
         return [_resolved(part, references) for part in value]
     if not isinstance(value, str):
         return value
+    if value.startswith("[") and isinstance(parts := parse_value(value), list):
+        return _resolved(parts, references)
     value = f"$HOME{value[1:]}" if value == "~" or value.startswith("~/") else value
     whole = REFERENCE.fullmatch(value)
     if whole and (whole[1] in references or whole[2]):
@@ -107,6 +116,51 @@ def _recognized(
     if table.title == "TRL" and not chosen:
         raise ConfigError(f"{path}: no name in it tells TRL's trainers apart; give --from trl-sft, trl-grpo or trl-dpo")
     return table, chosen
+
+
+def _grouped(table: Table, given: Mapping[str, Any]) -> dict[str, Any]:
+    """A mapping's names are its value where no table has them."""
+    grouped: dict[str, Any] = {}
+    for name, value in given.items():
+        outer = name if table.find(table.current(name)) else name.rpartition(".")[0]
+        while outer and not (table.find(table.current(outer)) or outer.endswith("_kwargs")):
+            outer = outer.rpartition(".")[0]
+        if outer in ("", name):
+            grouped[name] = value
+        else:
+            inside = grouped.get(outer)
+            grouped[outer] = dict(inside) if isinstance(inside, Mapping) else {}
+            merge(grouped[outer], name.removeprefix(f"{outer}."), value)
+    return grouped
+
+
+def _numbers(draft: Draft) -> None:
+    """Numeric text as numbers. What is none, where one belongs, is left out of `given`, for the user."""
+    given: dict[str, Any] = {}
+    for name, value in draft.given.items():
+        meaning = draft.table.find(name)
+        if meaning is None or meaning.key is None:
+            given[name] = value
+            continue
+        ours = next(iter(draft.keys[meaning.key].defaults.values()), None) if meaning.key in draft.keys else None
+        theirs = draft.table.defaults.get(name, ours if meaning.copied else None)
+        is_text = meaning.key in (*NAMES_A_PATH, *REQUIRED) or isinstance(meaning.entry.get("item", ours), str)
+        number = value if is_text or not isinstance(value, str) else _number(value)
+        known = isinstance(value, str | int | None) and value in meaning.entry.get("values", ())
+        if is_number(number) and number < 1 and meaning.key in COUNTED and not known:
+            draft.reject(name, value, theirs, "less than 1")
+        elif known or number is None or is_number(number) or not (is_number(theirs) or isinstance(number, float)):
+            given[name] = number
+        else:
+            draft.reject(name, value, theirs)
+    draft.given = given
+
+
+def _number(text: str) -> Any:
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(text)
+    return text
 
 
 def _copy(draft: Draft) -> None:
@@ -190,6 +244,8 @@ def _drop_impossible(draft: Draft) -> None:
                     raise ConfigError(f"the recipe is not one that can run: {detail['msg']}") from error
                 if key in draft.recipe:
                     draft.decide.append(f"{key}={quoted(draft.recipe.pop(key))} is not possible: {detail['msg']}")
+                if key in REQUIRED:
+                    draft.put(key, REQUIRED[key])
 
 
 def nested(recipe: Mapping[str, Any]) -> dict[str, Any]:
