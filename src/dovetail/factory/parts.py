@@ -128,9 +128,9 @@ class RunParts:
         self.lengths = [len(x.ids) for row in rows for x in sequences_of(row)]
         others = {"data.eval": held_out, **{f"eval.sets {name}": examples for name, examples in sets.items()}}
         prints = {name: rows_fingerprint(examples) for name, examples in others.items()}
-        trained = {tuple(x.ids) for row in rows for x in sequences_of(row)}
+        trained = {hash(tuple(x.ids)) for row in rows for x in sequences_of(row)} if any(others.values()) else set()
         for name, examples in others.items():
-            if known := sum(any(tuple(x.ids) in trained for x in sequences_of(row)) for row in examples):
+            if known := sum(any(hash(tuple(x.ids)) in trained for x in sequences_of(row)) for row in examples):
                 self.notes.append(f"{known} of {len(examples)} rows of {name} are rows of data.train")
         if self.say is not None:
             self.say(rows_line(self.lengths, sum(map(len, others.values()))))
