@@ -176,6 +176,7 @@ train: trainer.max_lag=2 rollout.start.count=2 rollout.router_replay=rollout => 
 train: trainer.max_lag=2 rollout.engines=[h:1] rollout.sleep=true => trainer.max_lag is 2: engines sample while
 train: rollout.start.args=[--port=1] => --port=1: host and port of engines are chosen by the run; leave it out
 train: rollout.start.args=['--seed 1'] => rollout.start.args: '--seed 1' is one word; write a list of words
+train: rollout.engines='http://a:1,http://b:2' => rollout.engines: 'http://a:1,http://b:2' is one URL; write a list
 train: rollout.push.address=http://h => rollout.push.address is 'http://h'
 train: rollout.engines=[h:1] rollout.push.transport=file rollout.push.directory=/proc/x => rollout.push.directory /proc
 train: 'eval.sets=[{name: a, data: D.jsonl, metrics: [absent:f]}]' => eval.sets: metric 'absent:f'

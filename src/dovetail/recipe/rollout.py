@@ -89,6 +89,14 @@ class RolloutSection(Section):
             return given
         return {**given, "backend": "vllm"} if given.get("engines") or given.get("start") is not None else given
 
+    @field_validator("engines")
+    @classmethod
+    def _urls(cls, urls: Texts) -> Texts:
+        for url in urls:
+            if "," in url:
+                raise ValueError(f"{quoted(url)} is one URL; write a list, such as [http://a:8000, http://b:8000]")
+        return urls
+
     @property
     def inside(self) -> bool:
         """Whether the trainer's ranks sample."""
