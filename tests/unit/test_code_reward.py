@@ -1,12 +1,14 @@
 """The reward `code`: what passes, and programs that try to do harm."""
 
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from dovetail.rewards import sandbox
 from dovetail.rewards.code import code
 from dovetail.system import children_of
 
@@ -90,8 +92,11 @@ def test_a_harmful_program_fails_alone(harm: str) -> None:
 
 
 def namespaces_allowed() -> bool:
-    """Whether a program can be kept from this machine's files and network."""
-    return code(block("import os; assert os.getpid() == 1"), ONE, "stop") == 1.0
+    """Whether the kernel lets a program be kept from this machine's files and network."""
+    flags = sandbox.NEW_MOUNTS | sandbox.NEW_IPC | sandbox.NEW_PIDS | sandbox.NEW_NET
+    flags |= sandbox.NEW_USER if os.geteuid() else 0
+    asked = f"import ctypes, sys; sys.exit(ctypes.CDLL(None).unshare({flags}) != 0)"
+    return subprocess.run([sys.executable, "-c", asked], check=False).returncode == 0
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits are Linux's")
