@@ -91,12 +91,12 @@ def one_line(error: BaseException | None) -> str:
 
 
 def users_line(error: BaseException) -> str:
-    """The last place of the traceback in a file that is neither ours nor installed; "": none."""
+    """The last line of the traceback in a file of the user, neither in this package nor installed; "": none."""
     return _place([f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(NOT_USERS)])
 
 
 def exit_line(error: SystemExit) -> str:
-    """Where a program ended itself; "": here, as after a signal."""
+    """The line of the user that called sys.exit; "": a line of this package did, as after a signal."""
     frames = traceback.extract_tb(error.__traceback__)
     return "" if frames[-1].filename.startswith(OURS) else users_line(error) or _place(frames)
 

@@ -120,7 +120,7 @@ def free_bytes() -> int:
 
 @pytest.mark.usefixtures("process_group")
 def test_an_engine_of_the_same_gpu_gives_its_memory_back_between_samplings(tmp_path: Path) -> None:
-    """Each push is heard; it loaded random weights of its own."""
+    """Each push takes effect; the server starts with other random weights."""
     policy, asked = saved(transformers.LlamaConfig(**TEXT), tmp_path), prompts()
     params, total = SamplingParams(samples=8, max_new_tokens=96, seed=3), torch.cuda.mem_get_info(0)[1]
     flags = ("--enable-sleep-mode", "--load-format", "dummy")

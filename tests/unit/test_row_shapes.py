@@ -187,7 +187,7 @@ def test_directories_and_globs_are_read_in_order(tmp_path: Path) -> None:
         ("rows.jsonl", b'{"input": ["a"]}', ":1: the row is not written as OpenRLHF's are"),
         ("rows.jsonl", b'{"instruction": "a", "output": "b", "history": [1]}', ":1: the row is not written as Alpaca's are"),
         ("rows.jsonl", b'{"conversations": [], "chosen": "a", "rejected": "b"}', ":1: the row is not written as ShareGPT's"),
-        ("rows.csv", b"prompt\n[{'role': 'user'}]\n", r"rows\.csv:2: prompt is the text of messages, but no JSON \(Expecting"),
+        ("rows.csv", b"prompt\n[{'role': 'user'}]\n", r"rows\.csv:2: prompt looks like .* but is not JSON \(Expecting"),
         ("rows.jsonl", b'{"conversations": "a"}', r":1: conversations is 'a'; expected"),
         ("rows.jsonl", b'{"conversations": [{"from": "function_call", "value": "f"}]}', "message 0 calls 'f'; expected"),
         ("rows.jsonl", b'{"prompt": "a", "reward_model": "4"}', r":1: reward_model is '4'; expected \{style, ground_truth\}"),

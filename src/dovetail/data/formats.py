@@ -167,7 +167,9 @@ def _messages_read(row: JsonRow) -> JsonRow:
             try:
                 read[name] = json.loads(text)
             except ValueError as error:
-                raise row.error(f"{name} is the text of messages, but no JSON ({error}): {quoted(text)}") from error
+                raise row.error(
+                    f"{name} looks like a list of messages but is not JSON ({error}): {quoted(text)}"
+                ) from error
     return replace(row, values={**row.values, **read}) if read else row
 
 

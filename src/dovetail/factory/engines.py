@@ -28,7 +28,7 @@ TRANSFERS: Mapping[str | None, Mapping[str, str]] = {  # by vLLM's back end
 PROBE_SECONDS = 60.0  # of a request before the run
 HINTS: Mapping[int | None, str] = {  # by status
     401: f"; set the environment variable {KEY} to its key",
-    404: "; this is no server of vLLM, SGLang or `dovetail serve`, or its URL has a path too much: give http://HOST:PORT",
+    404: "; start vLLM, SGLang or `dovetail serve` there, and give its URL without a path: http://HOST:PORT",
 }
 
 

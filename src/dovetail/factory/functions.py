@@ -149,11 +149,11 @@ def try_loss(loss: PolicyLoss | SFTLoss, batch: PackedBatch, section: FunctionSe
 
 
 def _check_names(names: Iterable[Any]) -> None:
-    """Of metrics."""
+    """ValueError if a metric has the name of a metric of every step."""
     taken = {*EMPTY_UPDATE, *sample_metrics([], compared=True), *STEP_NAMES} - {"clip_fraction"}  # of the term
     for name in names:
         if not isinstance(name, str) or name in taken or name.startswith(STEP_PREFIXES):
-            raise ValueError(f"a metric cannot be called {name!r}: every step has that itself, or it is no text")
+            raise ValueError(f"a metric cannot be called {name!r}; choose a string that is not a metric of every step")
 
 
 @contextmanager
@@ -166,11 +166,11 @@ def _tried(key: str, function: str | None) -> Iterator[None]:
 
 
 def _cause(error: Exception, batch: PackedBatch | None = None) -> str:
-    place = users_line(error)
+    name, what, place = type(error).__name__, str(error), users_line(error)
     if isinstance(error, KeyError) and batch is not None:
-        return f"LookupError: no {error}; the fields of this run are {', '.join(sorted(batch.fields))} ({place})"
-    name = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
-    return f"{name}{error}{place and f' ({place})'}"
+        name, what = "LookupError", f"no {error}; the fields of this run are {', '.join(sorted(batch.fields))}"
+    said = what if isinstance(error, UserError) else f"{name}: {what}"
+    return f"{said} ({place})" if place else said
 
 
 def _trial(aggregation: Any, given: Collection[str]) -> PackedBatch:

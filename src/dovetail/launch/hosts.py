@@ -188,7 +188,7 @@ class _Monitor:
         tell(f"warn rank {rank} cannot reach {problem}: the loss of a host will be noticed late\n")
 
     def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """In a task of our own: of asyncio's, Python 3.11 reports those that are cancelled."""
+        """Creates the task here: if asyncio creates it, Python 3.11 prints a traceback when it is cancelled."""
         task = asyncio.create_task(self._greet(reader, writer))
         self.joining.add(task)
         task.add_done_callback(self.joining.discard)

@@ -113,7 +113,7 @@ def _tried(name: str | Class, options: Mapping[str, Any], device: torch.device, 
     except Exception as error:
         place = users_line(error)
         said = str(error) if isinstance(error, ValueError) and not place else f"{type(error).__name__}: {error}"
-        said += place and f" ({place})"
+        said += f" ({place})" if place else ""
         raise ConfigError(f"optim.name {_shown(name)} was tried on a small matrix: {said}") from error
 
 

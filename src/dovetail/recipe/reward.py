@@ -17,7 +17,7 @@ JUDGE_SECONDS = 300.0  # for a judge or reward server, with retries
 
 def _valid_url(text: str) -> str:
     if not re.match(r"https?://[^/]", text):
-        raise ValueError(f"{quoted(text)}; expected http://HOST:PORT or https://, with the path")
+        raise ValueError(f"{quoted(text)}; expected a URL such as http://HOST:PORT/v1")
     return text
 
 
