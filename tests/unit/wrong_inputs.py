@@ -205,7 +205,7 @@ train: reward.name=mine:score => reward.name='mine:score' is no built-in | of yo
 train: reward=numeric_match => reward: 'numeric_match'; write {name: 'numeric_match'}
 train: reward=mine:score => reward: 'mine:score'; write {import: 'mine:score'}
 train: reward=[] => reward: the list is empty
-train: 'reward={judge: {model: m, url: localhost:1, prompt: "{completion}"}}' => reward.judge.url: 'localhost:1'; expected a URL such as http://
+train: 'reward={judge: {model: m, url: localhost:1, prompt: "{completion}"}}' => reward.judge.url: 'localhost:1'; expected a URL
 train: 'reward={judge: {model: m, url: http://h/v1, prompt: "{text}"}}' => has no {completion} | {prompt}, {completion}, {answer}
 train: reward.weight=heavy => reward.weight is 'heavy'
 train: run_dir=used => run_dir used is not empty; choose another run_dir
