@@ -105,7 +105,11 @@ class FakeEngine:
                 self.answer(None)
 
             def do_POST(self) -> None:
-                text = self.rfile.read(int(self.headers.get("content-length") or 0))
+                size = int(self.headers.get("content-length") or 0)
+                text = self.rfile.read(size)
+                if len(text) < size:  # the client left before it had sent its request
+                    self.close_connection = True
+                    return
                 self.answer(json.loads(text) if text else None)
 
             def answer(self, body: Any) -> None:
