@@ -12,7 +12,7 @@ from dovetail.errors import ConfigError
 from dovetail.jsonl import append
 from dovetail.recipe.tracking import LoggerSection
 from dovetail.run.loggers import RunFacts, check_loggers, grouped
-from dovetail.run.metrics import Metrics
+from dovetail.run.metrics import Metrics, missing_rows, read_rows
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -43,6 +43,39 @@ def test_a_row_behind_a_cut_line_is_a_line_of_its_own(tmp_path: Path) -> None:
         if step == 2:
             path.write_bytes(path.read_bytes()[:-4])
     assert path.read_text() == '{"step": 1}\n{"step":\n{"step": 3}\n'
+
+
+def metrics_row(step: object) -> str:
+    return json.dumps({"step": step, "loss": None, "tokens": 3, "step_seconds": 0.5}) + "\n"
+
+
+@pytest.mark.parametrize(
+    "damage",
+    ["\ufffd\0{", "[" * 100_000, "{}", "[]", '{"step": 3, "loss": 1}', metrics_row("3"), metrics_row(1)],
+    ids=["garbage", "nested", "empty", "list", "torn", "text", "repeated"],
+)
+def test_a_damaged_line_costs_its_own_row_only(damage: str, tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = [metrics_row(step) for step in range(1, 8)]
+    lines[2] = damage.rstrip("\n") + "\n"
+    path.write_text("".join(lines))
+    rows, kept, rest = read_rows(path, 6)
+    assert [row["step"] for row in rows] == [1, 2, 4, 5, 6]
+    assert kept == lines[:2] + lines[3:6], "to the letter"
+    assert rest == [lines[2], lines[6]]
+    told = missing_rows(rows, 6)
+    assert "has no row of step 3; the rows of steps 1 to 2, 4 to 6 are kept" in told
+
+
+def test_a_whole_file_has_no_missing_rows_and_a_lost_one_has_none_that_are_kept(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    assert read_rows(path, 9) == ([], [], [])
+    assert missing_rows([], 9) == "was lost or damaged: it has no row of steps 1 to 9; no row is kept"
+    path.write_text("".join(map(metrics_row, range(1, 4))))
+    rows, _, _ = read_rows(path, 3)
+    assert missing_rows(rows, 3) == ""
+    every_second = [{"step": step} for step in range(2, 100, 2)]
+    assert "no row of steps 1, 3, 5, 7, 45 more; " in missing_rows(every_second, 98)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

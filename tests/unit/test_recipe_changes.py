@@ -16,19 +16,17 @@ from dovetail.checkpoint.manifest import TRAINING
 from dovetail.checkpoint.reader import ShardedReader
 from dovetail.checkpoint.retention import saved_steps
 from dovetail.errors import CheckpointError, ConfigError
-from dovetail.parallel.layout import Layout
 from dovetail.parallel.mesh import Mesh
 from dovetail.recipe.schema import make_recipe
 from dovetail.rl.tasks import step_rows
 from dovetail.run.directory import RunDirectory
 from dovetail.run.paths import FinishedError, changed
 from dovetail.run.resume import Resumed, find, refuse
-from dovetail.run.state import CHUNK, RunState, model_fingerprint, random_state, sampled_fingerprint
+from dovetail.run.state import RunState, random_state
 from dovetail.weights.safe_paths import MANIFEST
 from tests.commands.program import here, make_model, on_ranks, read_rows, refusal, write_recipe, write_rows
 from tests.fault.training_checkpoint import state_of
 from tests.golden.job import _merged as merged
-from tests.harness import run
 from tests.unit.test_sharded import _forge as forge
 
 BASE: dict[str, Any] = {
@@ -239,34 +237,6 @@ def test_other_contents_under_the_same_names_are_refused(
     assert sorted((folder / "run").rglob("*")) == before
 
 
-def test_a_bit_anywhere_in_the_weights_makes_another_fingerprint(tmp_path: Path) -> None:
-    """Of files of several stretches, whatever the number of ranks."""
-    for name, size in (("a.safetensors", CHUNK + 5), ("b.safetensors", 1 << 13)):
-        (tmp_path / name).write_bytes(bytes(size))
-    found = [model_fingerprint({}, {}, tmp_path, Mesh.solo())]
-    for file, where in (("a", -1), ("a", CHUNK // 3), ("b", -(1 << 12) - 1)):
-        flip(tmp_path / f"{file}.safetensors", where)
-        found.append(model_fingerprint({}, {}, tmp_path, Mesh.solo()))
-    assert len(set(found)) == 4
-    assert run(2, fingerprint_of, tmp_path) == [found[-1]] * 2
-
-
-def test_samples_of_weights_are_of_the_whole_file(tmp_path: Path) -> None:
-    """All of a small one; of a larger one its ends and blocks between."""
-    source: Any = SimpleNamespace(config={}, sides={}, path=tmp_path)
-    found, size = [], 64 * 5 << 12
-    (tmp_path / "a.safetensors").write_bytes(bytes(5000))
-    (tmp_path / "b.safetensors").write_bytes(bytes(size))
-    for file, where in (("a", 0), ("a", 4200), ("b", -1), ("b", (size - 4096) // 2)):
-        found.append(sampled_fingerprint(source))
-        flip(tmp_path / f"{file}.safetensors", where)
-    assert len({*found, sampled_fingerprint(source)}) == 5
-
-
-def fingerprint_of(folder: Path) -> str:
-    return model_fingerprint({}, {}, folder, Mesh.build(Layout(dp=2)))
-
-
 def test_rows_that_were_dropped_follow_more_than_their_file(folder: Path) -> None:
     """Who lowers trainer.tokens_per_batch has other rows, and is told which keys to look at."""
     other_rows(folder)
@@ -287,9 +257,20 @@ def test_a_finished_run_is_not_begun_again(folder: Path) -> None:
     assert [row["step"] for row in read_rows(folder / "run/metrics.jsonl")] == [1, 2, 3]
     shutil.rmtree(newest(folder))  # as of a run that was stopped once and has trainer.save_every=0
     told = refusal(here("train", folder / "r.yaml", "trainer.steps=4"))
-    assert (
-        "whose newest checkpoint is of step 2 of 3: choose another run_dir, or go back to it by --resume step=2" in told
-    )
+    words = "whose newest checkpoint is of step 2 of 3: go back to step 2 by --resume step=2, or choose another run_dir"
+    assert words in told, told
+    assert (folder / "run/hf").exists()
+
+
+def test_a_damaged_piece_of_a_finished_run_that_is_to_go_on_is_named(folder: Path) -> None:
+    (folder / "run/hf").mkdir()
+    piece = next(newest(folder).glob("pieces-*"))
+    flip(piece, -1)
+    told = refusal(here("train", folder / "r.yaml", "trainer.steps=3"))
+    assert "the finished run in run_dir" in told, told
+    assert "go back to step 1 by --resume step=1, or choose another run_dir" in told, told
+    assert f"{piece.name}: " in told and "does not match its checksum" in told, told
+    assert "another recipe" not in told, told
     assert (folder / "run/hf").exists()
 
 
@@ -301,6 +282,18 @@ def test_a_finished_run_without_checkpoints_is_not_said_to_go_on(folder: Path) -
     told = refusal(here(*again, "trainer.steps=3"))
     words = "it holds a run of another recipe that saved no checkpoint (trainer.steps was 2, is 3)"
     assert f"move that one away: {words}" in told, told
+
+
+def test_a_run_whose_metrics_are_damaged_goes_on_and_says_which_rows_are_kept(folder: Path) -> None:
+    metrics = folder / "run/metrics.jsonl"
+    _, second = metrics.read_text().splitlines()
+    metrics.write_text(f"garbage\n{second}\n")
+    ended = here("train", folder / "r.yaml", "trainer.steps=3")
+    assert ended.code == 0, ended
+    lost = "was lost or damaged: it has no row of step 1; the rows of step 2 are kept"
+    assert f"{metrics} {lost}; the run goes on\n" in ended.out, ended.out
+    assert [row["step"] for row in read_rows(metrics)] == [2, 3]
+    assert (folder / "run/superseded/001/metrics.jsonl").read_text() == "garbage\n"
 
 
 def newest(folder: Path) -> Path:

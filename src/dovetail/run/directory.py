@@ -3,7 +3,6 @@
 superseded/ has files of steps that a resumed run repeats.
 """
 
-import json
 import math
 import os
 import re
@@ -11,7 +10,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence as Seq
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -37,7 +36,7 @@ from dovetail.run.console import Console, curve, log_path, note_failure, rank_lo
 from dovetail.run.learning import EQUAL, LearningNotes
 from dovetail.run.lock import RunLock, refuse_unshared
 from dovetail.run.loggers import RunFacts, check_loggers
-from dovetail.run.metrics import METRICS, Metrics, Records, write_samples
+from dovetail.run.metrics import METRICS, Metrics, Records, missing_rows, read_rows, write_samples
 from dovetail.run.paths import CHECKPOINTS, CONFIG, EVENTS, HF, check_run_dir, is_run
 from dovetail.run.profiler import Profiler
 from dovetail.run.resume import Resumed, find
@@ -322,6 +321,9 @@ class RunDirectory:
         for problem in resumed.passed_over:
             self.event("checkpoint_passed_over", cause=problem)
             self.say(f"passed over: {problem}")
+        if gap := missing_rows(self._earlier, state.step):
+            self.event("metrics_lost", cause=gap)
+            self.say(f"{self.path / METRICS} {gap}; the run goes on")
         for change in resumed.changes:
             self.say(f"changed since then: {change}")
         self.event("resumed", step=state.step, path=str(resumed.reader.path), changes=list(resumed.changes))
@@ -336,7 +338,7 @@ class RunDirectory:
         numbers = [int(path.name) for path in (self.path / SUPERSEDED).glob("*") if path.name.isdecimal()]
         aside = self.path / SUPERSEDED / f"{1 + max(numbers, default=0):03}"  # numbers may have gaps
         set_aside(self.path / CHECKPOINTS, self._order, aside / CHECKPOINTS)
-        self._earlier, kept, rest = _rows(self.path / METRICS, step)
+        self._earlier, kept, rest = read_rows(self.path / METRICS, step)
         files = [*(self.path / ROLLOUTS).glob("step_*"), *(self.path / EVAL).glob("**/step_*")]
         files += (self.path / PROFILE).glob("step-*")
         late = [path for path in files if (of := OF_STEP.match(path.name)) and int(of[1] or of[2]) > step]
@@ -356,19 +358,3 @@ class RunDirectory:
 def _exports(contents: Contents) -> list[Export]:
     engines = contents.engines.items()
     return [export for role, engine in engines for export in engine.export_training(role, with_model=role == POLICY)]
-
-
-def _rows(path: Path, last: int) -> tuple[list[Row], list[str], list[str]]:
-    """Rows up to step `last`, their lines, later lines."""
-    text = path.read_text(encoding="utf-8", errors="replace").rstrip("\n") if path.exists() else ""
-    lines = [f"{line}\n" for line in text.split("\n")] if text else []
-    rows: list[Row] = []
-    for line in lines:
-        row: Any = None
-        with suppress(ValueError):
-            row = json.loads(line)
-        numbers = [row.get(key) for key in ("step", "tokens", "step_seconds")] if isinstance(row, dict) else [None]
-        if any(type(number) not in (int, float) for number in numbers) or "loss" not in row or row["step"] > last:
-            break
-        rows.append(row)
-    return rows, lines[: len(rows)], lines[len(rows) :]

@@ -1,6 +1,7 @@
 """metrics.jsonl, samples and loggers."""
 
 import errno
+import json
 import queue
 import threading
 import time
@@ -25,6 +26,8 @@ MOST_WAITING = 64  # writes
 TRIAL_SECONDS = 30.0  # for a logger to start
 LAST_SECONDS = 10.0  # to send the rest
 MOST_CAUSE = 500  # characters
+MOST_SPANS = 4  # of steps, in a message
+NUMBERS = ("step", "tokens", "step_seconds")  # of every row
 
 Write = Callable[[], object]  # called again if it raises
 
@@ -129,3 +132,60 @@ class LoggerThread(threading.Thread):
             finish()
         self.cause = without_secrets(one_line(caught.error))[:MOST_CAUSE]
         self.tried.set()
+
+
+def read_rows(path: Path, last: int) -> tuple[list[dict[str, Any]], list[str], list[str]]:
+    """Returns the rows up to step `last` with rising steps, their lines, and all other lines."""
+    text = ""
+    if path.exists():
+        text = path.read_text(encoding="utf-8", errors="replace").rstrip("\n")
+    rows: list[dict[str, Any]] = []
+    kept: list[str] = []
+    rest: list[str] = []
+    newest = 0
+    for line in text.split("\n") if text else []:
+        row = _parsed_row(line)
+        if row is not None and newest < row["step"] <= last:
+            newest = row["step"]
+            rows.append(row)
+            kept.append(f"{line}\n")
+        else:
+            rest.append(f"{line}\n")
+    return rows, kept, rest
+
+
+def _parsed_row(line: str) -> dict[str, Any] | None:
+    """Returns None for a line that is not a whole row of a step."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(row, dict) or "loss" not in row:
+        return None
+    numbers = [row.get(key) for key in NUMBERS]
+    return row if all(type(number) in (int, float) for number in numbers) else None
+
+
+def missing_rows(rows: Seq[Row], last: int) -> str:
+    """Returns which of the steps 1 to `last` have no row, and which rows are kept; "": none."""
+    kept = {row["step"] for row in rows}
+    missing = [step for step in range(1, last + 1) if step not in kept]
+    if not missing:
+        return ""
+    rest = [step for step in range(1, last + 1) if step in kept]
+    rows_kept = f"the rows of {_spans(rest)} are kept" if rest else "no row is kept"
+    return f"was lost or damaged: it has no row of {_spans(missing)}; {rows_kept}"
+
+
+def _spans(steps: Seq[int]) -> str:
+    """Returns a text such as `steps 1 to 3, 5`."""
+    spans: list[list[int]] = []
+    for step in steps:
+        if spans and spans[-1][-1] == step - 1:
+            spans[-1] = [spans[-1][0], step]
+        else:
+            spans.append([step])
+    texts = [" to ".join(map(str, span)) for span in spans[:MOST_SPANS]]
+    more = [f"{len(spans) - MOST_SPANS} more"] if len(spans) > MOST_SPANS else []
+    noun = "step" if len(steps) == 1 else "steps"
+    return f"{noun} {', '.join(texts + more)}"

@@ -76,9 +76,14 @@ def find(
     if finished and state.step >= _planned(recipe):
         edit = "choose another run_dir, or raise trainer.steps to train on"
         raise ConfigError(f"{holds}; all {state.step} steps of it are done ({path / HF}): {edit}")
-    if finished and state.step < (last := _last_step(path / METRICS)):
-        edit = f"choose another run_dir, or go back to it by --resume step={state.step}"
-        raise ConfigError(f"{holds}, whose newest checkpoint is of step {state.step} of {last}: {edit}")
+    last = _last_step(path / METRICS)
+    if finished and state.step < last:
+        edit = f"go back to step {state.step} by --resume step={state.step}, or choose another run_dir"
+        if passed_over:
+            lost = f"the finished run in run_dir {path} cannot go on from its last step"
+            raise CheckpointError(f"{lost}: {edit}\n{listing(passed_over)}")
+        saved = f"whose newest checkpoint is of step {state.step} of {last}"
+        raise ConfigError(f"{holds}, {saved}: {edit}")
     if any(any(changes.get(key, ())) for key in EVALUATED):
         state = state.model_copy(update={"before": {}})  # of other rows: not comparable
     was, now = _ranks(reader.manifest.layout), _ranks(vars(mesh.layout))
