@@ -192,7 +192,8 @@ def test_a_layout_that_cannot_run_is_refused_before_a_rank_starts(
     sizes = {"vocab_size": 8, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
     (folder / "M").mkdir()
     (folder / "M/model.safetensors").touch()
-    (folder / "D").touch()
+    (folder / "M/tokenizer.json").touch()
+    (folder / "D").write_text('{"prompt": "a", "completion": "b", "answer": "b"}')
     if family is not None:
         (folder / "M/config.json").write_text(json.dumps({"model_type": family, "intermediate_size": 24, **sizes}))
     started: list[int] = []

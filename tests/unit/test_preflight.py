@@ -47,7 +47,8 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[object]:
     (tmp_path / "M").mkdir()
     (tmp_path / "M/config.json").write_text(json.dumps(CONFIG))
     write_header(tmp_path / "M", "float32")
-    (tmp_path / "D.jsonl").write_text("{}\n")
+    (tmp_path / "M/tokenizer.json").write_text("{}")
+    (tmp_path / "D.jsonl").write_text('{"prompt": "a", "completion": "b", "answer": "b"}\n')
     recipe: dict[str, Any] = {"model": {"path": "M"}, "data": {"train": "D.jsonl"}, "run_dir": "run"}
     recipe |= {"algorithm": {"name": "sft"}}
     (tmp_path / "R.yaml").write_text(yaml.safe_dump(recipe))

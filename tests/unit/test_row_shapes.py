@@ -227,7 +227,8 @@ def test_places_of_images_become_content_parts(tmp_path: Path) -> None:
 
 def test_a_row_of_another_format_than_the_first_is_named(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"question": "a", "answer": "1"}\n{"prompt": "b", "answer": "2"}')
-    with pytest.raises(DataError, match=r"rows\.jsonl:2: the row lacks 'question' \(it has 'prompt', 'answer'\)"):
+    words = r"rows\.jsonl:2: the row is written as TRL's are, but the first one \(.*rows\.jsonl:1\) as GSM8K's; put"
+    with pytest.raises(DataError, match=words):
         list(rows_of(str(tmp_path / "rows.jsonl"), lambda _: None))
 
 

@@ -9,9 +9,10 @@ from pydantic import ValidationError
 
 from dovetail.cli.common import RowFile, say
 from dovetail.cli.generate import Generation
+from dovetail.cli.preflight import DEFAULT_REWARD
 from dovetail.errors import ConfigError
-from dovetail.factory.parts import reads_answer
 from dovetail.factory.rewards import make_rewards, own_metrics
+from dovetail.factory.rows import reads_answer
 from dovetail.jsonl import json_line
 from dovetail.launch.process import put
 from dovetail.launch.progress import Progress
@@ -23,7 +24,7 @@ from dovetail.rl.experience import Sample, sample_row
 
 def run(args: argparse.Namespace, progress: Progress) -> None:
     folder, seconds = Path.cwd(), args.reward_timeout_seconds
-    names = args.reward or ("exact_match",)
+    names = args.reward or (DEFAULT_REWARD,)
     parts = [{"function" if ":" in name else "name": name, "timeout_seconds": seconds} for name in names]
     try:
         rewarded = RewardSection(parts=tuple(map(RewardPart.model_validate, parts)))

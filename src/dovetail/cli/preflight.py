@@ -6,8 +6,8 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,10 +18,13 @@ from dovetail.arch.spec import ArchSpec
 from dovetail.arch.transformers_spec import AnySpec
 from dovetail.cli.arguments import recipe_of
 from dovetail.cli.header import MOMENT_BYTES, TRAINED_BYTES, chosen_device, count_parameters, visible_gpus
-from dovetail.data.paths import data_files, hub_source
+from dovetail.data.columns import prompt_column, score_column
+from dovetail.data.files import Source
+from dovetail.data.rows import JsonRow
 from dovetail.errors import CheckpointError, ConfigError, LayoutError, UserError, listing
 from dovetail.factory.engines import connect
 from dovetail.factory.layouts import check_layout, max_positions, sampling_layout
+from dovetail.factory.rows import Columns, RowCheck, Template, columns_of, read_answer, sources_of
 from dovetail.launch.engines import engine_key
 from dovetail.launch.process import complain
 from dovetail.parallel.layout import Layout
@@ -42,8 +45,11 @@ from dovetail.weights.safe_paths import (
     refuse_occupied,
     refuse_unwritable,
     refuse_without_safetensors,
+    refuse_without_tokenizer,
+    side_files,
 )
 
+DEFAULT_REWARD = "exact_match"  # of `dovetail eval`
 RANK_BYTES = 1 << 28  # of a Python process with torch, at least
 Result = TypeVar("Result")
 
@@ -60,8 +66,11 @@ class Model:
 
 
 class Mistakes:
+    """What was found: errors by their text, and notes."""
+
     def __init__(self) -> None:
         self.errors: dict[str, UserError] = {}
+        self.notes: list[str] = []
 
     def of(self, check: Callable[..., Result], *given: Any) -> Result | None:
         try:
@@ -99,9 +108,11 @@ def preflight(args: argparse.Namespace, layout: Layout) -> bool:
         needed = _rows(args, layout, mistakes)
     mistakes.of(_check_memory, needed, layout, device)
     mistakes.raise_all()
-    cores = system.cores()
-    if layout.num_ranks > cores and device == "cpu":
-        complain(f"dovetail: note: {layout.num_ranks} ranks share {cores} CPU cores; fewer ranks may be faster\n")
+    cores, ranks = system.cores(), layout.num_ranks
+    if ranks > cores and device == "cpu":
+        mistakes.notes.append(f"{ranks} ranks share {cores} CPU cores; fewer ranks may be faster")
+    for note in mistakes.notes:
+        complain(f"dovetail: note: {note}\n")
     return True
 
 
@@ -128,10 +139,13 @@ def check_out(path: Path | str, data: Path | str) -> None:
 
 def _rows(args: argparse.Namespace, layout: Layout, mistakes: Mistakes) -> int:
     """-> bytes needed by all ranks."""
-    mistakes.of(_check_data, args.data)
     if args.out is not None:
         mistakes.of(check_out, args.out, args.data)
     model = mistakes.of(read_model, args.model, args.engine)
+    check = RowCheck(_columns(args), Template.unknown())
+    if model is not None:
+        check = replace(check, template=Template.of(model.path, None))
+    mistakes.of(check.first_of, Source(path=args.data), mistakes.notes.append)
     if model is None:
         return 0
     if args.command == "score":
@@ -142,17 +156,23 @@ def _rows(args: argparse.Namespace, layout: Layout, mistakes: Mistakes) -> int:
     return model.parameters * (2 if args.dtype == "bfloat16" else 4)
 
 
+def _columns(args: argparse.Namespace) -> Columns:
+    """Which columns the rows of `score`, `generate` or `eval` need."""
+    if args.command == "score":
+        return score_column
+    rewards = (args.reward or (DEFAULT_REWARD,)) if args.command == "eval" else ()
+    return partial(prompt_column, answers=read_answer(rewards))
+
+
 def _train(args: argparse.Namespace, layout: Layout, mistakes: Mistakes, device: str) -> int:
     recipe = recipe_of(args)
     run_dir = Path(recipe.run_dir)
     if mistakes.of(check_run_dir, run_dir, args.resume) and args.resume == "auto" and not args.dry_run:
         mistakes.of(check_unfinished, run_dir, recipe.model_dump(mode="json", by_alias=True))
-    for sources in (recipe.data.train, recipe.data.eval or (), *(each.data for each in recipe.eval.sets)):
-        for source in (sources,) if isinstance(sources, str) else sources:
-            mistakes.of(_check_data, source if isinstance(source, str) else source.path)
     policy = mistakes.of(read_model, recipe.model.path, recipe.model.engine)
     if policy is not None:
         mistakes.of(check_layout, policy.spec, layout)
+    _check_rows(recipe, policy, mistakes)
     trained, folder, algorithm = [policy], Path(args.recipe).parent, recipe.algorithm
     for what, section in algorithm:
         if isinstance(section, FunctionSection | LossSection) and section.function is not None:
@@ -172,6 +192,20 @@ def _train(args: argparse.Namespace, layout: Layout, mistakes: Mistakes, device:
     offloads = recipe.trainer.offload_optimizer and device != "cpu"
     each = TRAINED_BYTES - (MOMENT_BYTES if offloads or recipe.optim.name != "adamw" else 0)
     return sum(model.parameters * each for model in trained if model is not None)
+
+
+def _check_rows(recipe: Recipe, policy: Model | None, mistakes: Mistakes) -> JsonRow | None:
+    """The first row of data.train."""
+    data, template = recipe.data, Template.unknown()
+    if policy is not None:
+        mistakes.of(refuse_without_tokenizer, policy.path, side_files(policy.path))
+        template = mistakes.of(Template.of, policy.path, data.chat_template) or template
+    check = RowCheck(columns_of(recipe), template, recipe.algorithm.samples)
+    firsts: list[JsonRow | None] = []
+    for given in (data.train, data.eval, *(each.data for each in recipe.eval.sets)):
+        sources = sources_of(data, given)
+        firsts += [mistakes.of(check.first_of, each, mistakes.notes.append) for each in sources]
+    return firsts[0]
 
 
 def _check_rl(recipe: Recipe, folder: Path, policy: Model | None, layout: Layout, mistakes: Mistakes) -> None:
@@ -213,11 +247,6 @@ def _named(key: str, check: Callable[..., Result], *given: Any) -> Result:
         return check(*given)
     except LayoutError as error:
         raise LayoutError(f"{key}.layout: {error}") from error
-
-
-def _check_data(path: str) -> None:
-    if hub_source(path) is None:
-        data_files(path)
 
 
 def _check_sampler(spec: AnySpec, layout: Layout) -> None:

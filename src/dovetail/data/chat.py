@@ -18,6 +18,7 @@ from dovetail.launch.process import start_worker
 
 Message = Mapping[str, Any]
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+ROLES = ("system", "user", "assistant", "tool")
 METHODS = ("apply_chat_template", "get_chat_template")
 
 
@@ -102,9 +103,8 @@ class Chat:
 
     def _render(self, row: JsonRow, messages: list[Message], **options: bool) -> tuple[str, list[list[int]]]:
         """With the row's tools."""
-        if not self.tokenizer.chat_template:
-            raise row.error("messages need a chat template, and the tokenizer has none; write the prompt as a string")
-        given = {**_template_options(row), "tools": _tools(row, self.tokenizer.chat_template)}
+        tools = tools_of(row, self.tokenizer.chat_template)
+        given = {**_template_options(row), "tools": tools}
         with row.locating():
             return self.renderer.render_marked(self.tokenizer, messages, **given, **options)
 
@@ -232,8 +232,16 @@ def _trains(row: JsonRow, turn: int, message: Message) -> bool:
     return bool(weight)
 
 
-def _tools(row: JsonRow, template: Any) -> list[Any] | None:
-    """A list, or its JSON text as in TRL's tables."""
+def tools_of(row: JsonRow, template: Any) -> list[Any] | None:
+    """The tools of a row of messages, which are a list or its JSON text as in TRL's tables.
+
+    Raises DataError where there is no chat template, or where it does not write tools.
+    """
+    if not template:
+        raise row.error(
+            "messages need a chat template, and the tokenizer has none; name a Jinja file with "
+            "data.chat_template, or write the prompt as a string"
+        )
     column = row.values.get("tools")
     try:
         tools = json.loads(column or "null") if isinstance(column, str) else column
@@ -241,10 +249,33 @@ def _tools(row: JsonRow, template: Any) -> list[Any] | None:
         tools = column
     is_list = isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
     if tools is not None and (not is_list or is_deep(tools)):
+        given = f"{json.dumps(column, default=str):.80}"
         raise row.error(
-            'tools must be a list of JSON schemas such as [{"type": "function", "function": {"name": ...}}], or the JSON text '
-            f"of one, not {json.dumps(column, default=str):.80}; rename the column if it is not for the chat template"
+            'tools must be a list of JSON schemas such as [{"type": "function", "function": '
+            f'{{"name": ...}}}}], or the JSON text of one, not {given}; rename the column if it is '
+            "not for the chat template"
         )
     if tools and "tools" not in str(template):
-        raise row.error("the row has tools, which the model's chat template does not write; drop or rename the column")
+        raise row.error(
+            "the row has tools, which the model's chat template does not write; drop or rename the "
+            "column, or name another template with data.chat_template"
+        )
     return tools
+
+
+def odd_turns(messages: Sequence[Message], template: Any) -> list[str]:
+    """What is unusual in the messages of a prompt, as words behind `the prompt`."""
+    found = []
+    roles = [str(message["role"]) for message in messages]
+    unknown = [role for role in roles if role not in ROLES and role not in str(template)]
+    if unknown:
+        found.append(
+            f"has the role {quoted(unknown[0])}, which the chat template does not name; expected "
+            f"one of {', '.join(ROLES)}"
+        )
+    if roles[-1] == "assistant":
+        found.append(
+            "ends with a turn of the assistant, which completions go on with; drop that turn where "
+            "they are to be answers of their own"
+        )
+    return found

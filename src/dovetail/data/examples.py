@@ -7,9 +7,10 @@ from typing import Any, Literal, TypedDict, TypeVar, Unpack
 
 from dovetail.batch.packed import Media, Sequence
 from dovetail.data.chat import Chat, Renderer
+from dovetail.data.columns import is_pair, prompt_column, score_column, sft_column
 from dovetail.data.encode import Encoder, Tokenizer, labelled
 from dovetail.data.files import Source, as_source
-from dovetail.data.formats import rows_of
+from dovetail.data.formats import no_rows, rows_of
 from dovetail.data.media import MediaRef
 from dovetail.data.processor import Processor
 from dovetail.data.rows import JsonRow
@@ -71,17 +72,13 @@ def load_prompts(
     encode = _encoder(tokenizer, reading)
 
     def example(index: int | str, row: JsonRow) -> Prompt:
-        if answers:
-            row.require("prompt", "answer")
-            if row.values["answer"] is None:
-                raise row.error("answer is null, which no reward can compare with; leave the row out")
+        column = prompt_column(row, answers=answers)
         own = {"id", "prompt", "answer", "input_ids", "images", "videos"}
         columns = {key: value for key, value in row.given.items() if key not in own}
         prompt: Any = ""
-        if not answers and row.values.get("prompt") is None and row.gives("input_ids", instead_of="prompt"):
+        if column == "input_ids":
             ids, media = encode.input_ids(row)
         else:
-            row.require("prompt")
             prompt, shown = encode.read(row, "prompt")
             ids, _, media = encode.expand(row, encode.prompt(row, prompt), None, shown)
         answer = row.values.get("answer")
@@ -95,28 +92,18 @@ def load_sft(source: Rows, tokenizer: Tokenizer, limits: Limits, **reading: Unpa
     encode = _encoder(tokenizer, reading)
 
     def example(_: int | str, row: JsonRow) -> Sequence:
-        if row.has("chosen", "rejected"):
-            raise row.error(
-                "the row has a chosen and a rejected completion, which algorithm sft does not train (preferences are for "
-                "dpo and its kin); to train the chosen one, set data.columns={completion: chosen}"
-            )
-        if row.gives("messages", instead_of="prompt"):
-            messages, shown = encode.read(row, "messages")
-            ids, mask = encode.chat.conversation(row, messages)
-        elif not row.has("prompt") and row.gives("text", instead_of="prompt"):
-            ids, mask = encode.text(row)
-            shown = MediaRef()
-        elif not row.has("prompt") and row.gives("input_ids", instead_of="prompt"):
+        column = sft_column(row)
+        if column == "completion":
+            return encode.pair(row, column)
+        if column == "input_ids":
             ids, media = encode.input_ids(row)
             return Sequence(*labelled(row, ids), media=media)
+        if column == "messages":
+            messages, shown = encode.read(row, column)
+            ids, mask = encode.chat.conversation(row, messages)
         else:
-            row.require("prompt", "completion")
-            if row.values.get("label") is False:
-                raise row.error(
-                    "label is false, which marks a completion that is not to be learned (TRL's unpaired preferences), and sft "
-                    "trains every completion; leave such rows out, or rename the column if it says something else"
-                )
-            return encode.pair(row, "completion")
+            ids, mask = encode.text(row)
+            shown = MediaRef()
         all_ids, all_mask, media = encode.expand(row, ids, mask, shown)
         return Sequence(all_ids, mask=all_mask, media=media)
 
@@ -130,18 +117,9 @@ def load_preferences(
     encode = _encoder(tokenizer, reading)
 
     def example(index: int | str, row: JsonRow) -> Preference:
-        row.require("prompt")
-        if row.has("chosen", "rejected"):
+        if is_pair(row, paired=paired):
             return Preference(row.id(index), encode.pair(row, "chosen"), encode.pair(row, "rejected"))
-        if paired:
-            raise row.error(
-                "the row has no chosen and rejected completion to compare; completions with a label (true or false) are for "
-                "algorithm kto"
-            )
-        row.require("completion", "label")
-        good, sequence = row.values["label"], encode.pair(row, "completion")
-        if good not in (True, False):
-            raise row.error(f"label is {quoted(good)}; expected true for a good completion, false for a bad one")
+        sequence, good = encode.pair(row, "completion"), row.values["label"]
         return Preference(row.id(index), sequence if good else None, None if good else sequence)
 
     return _load(source, example, limits, encode)
@@ -152,10 +130,9 @@ def load_score(source: Rows, tokenizer: Tokenizer | None, limits: Limits, **read
     encode = _encoder(tokenizer, reading)
 
     def example(index: int | str, row: JsonRow) -> Prompt:
-        if row.gives("input_ids", instead_of="prompt"):
+        if score_column(row) == "input_ids":
             ids, media = encode.input_ids(row)
         else:
-            row.require("prompt", "completion")
             sequence = encode.pair(row, "completion", ends=False)
             ids, media = list(sequence.ids), sequence.media
         return Prompt(id=row.id(index), ids=tuple(ids), media=media)
@@ -191,7 +168,7 @@ def _load(
                 )
             examples.append(example)
     if not count:
-        raise DataError(f"{path}: no rows; the file needs at least one")
+        raise no_rows(path)
     if not examples:
         raise DataError(
             f"{path}: all {count} rows are longer than {limits.max_tokens} tokens and dropped by data.overlong_rows=drop; "

@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from huggingface_hub import snapshot_download
-
 from dovetail.data.paths import COMPRESSED, HUB_FILES, TABLES, data_files, hub_source
 from dovetail.data.rows import JsonRow, parse_json
 from dovetail.errors import DataError
@@ -45,12 +43,13 @@ def read_rows(source: Source | Path | str) -> Iterator[JsonRow]:
         name, revision, files = hub["name"], hub["revision"], hub["files"]
         try:
             patterns = [files, f"{files}/*"]
-            folder = snapshot_download(name, repo_type="dataset", revision=revision, allow_patterns=patterns)
+            fetch = importlib.import_module("huggingface_hub").snapshot_download
+            folder = fetch(name, repo_type="dataset", revision=revision, allow_patterns=patterns)
             place = f"{folder}/{files}"
         except (OSError, ValueError) as error:
             raise DataError(f"{source.path} could not be fetched from the hub: {error}") from error
     for path in data_files(place):
-        yield from _read_file(path)
+        yield from read_file(path)
 
 
 def needs_text(source: Source | Path | str) -> bool:
@@ -58,10 +57,11 @@ def needs_text(source: Source | Path | str) -> bool:
     return any(not row.gives("input_ids", instead_of="prompt") for row in read_rows(source))
 
 
-def _read_file(path: Path) -> Iterator[JsonRow]:
+def read_file(path: Path, group: int = GROUP) -> Iterator[JsonRow]:
+    """The rows of a file. group: rows of a table converted at a time."""
     kind = TABLES.get((path.with_suffix("") if path.suffix in COMPRESSED else path).suffix, "json")
     if kind in ("parquet", "arrow"):
-        for line, values in enumerate(_table_rows(path, kind), start=1):
+        for line, values in enumerate(_table_rows(path, kind, group), start=1):
             yield JsonRow(values, path, line)
         return
     try:
@@ -105,15 +105,15 @@ def _csv_rows(file: IO[bytes], path: Path) -> Iterator[JsonRow]:
         yield row
 
 
-def _table_rows(path: Path, kind: str) -> Iterator[Mapping[str, Any]]:
+def _table_rows(path: Path, kind: str, group: int) -> Iterator[Mapping[str, Any]]:
     errors = (ValueError, OSError, ArithmeticError, NotImplementedError)  # or dates too far away
     try:
         if kind == "parquet":
             file = _pyarrow(".parquet", path).ParquetFile(path)
-            names, batches = file.schema_arrow.names, file.iter_batches(GROUP)
+            names, batches = file.schema_arrow.names, file.iter_batches(group)
         else:
             table = _arrow_table(path)
-            names, batches = table.schema.names, table.to_batches(GROUP)
+            names, batches = table.schema.names, table.to_batches(group)
         _refuse_twice(names, path)
         for batch in batches:
             yield from batch.to_pylist()

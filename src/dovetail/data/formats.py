@@ -4,13 +4,14 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from itertools import takewhile
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
-from dovetail.data.files import Source, as_source, read_rows
+from dovetail.data.files import Source, as_source, read_file, read_rows
+from dovetail.data.paths import data_files, hub_source
 from dovetail.data.rows import JsonRow
-from dovetail.errors import quoted
+from dovetail.errors import DataError, quoted
 
 Values = dict[str, Any]
 
@@ -127,28 +128,93 @@ COLUMNS: tuple[tuple[str, str], ...] = (
     ("prompt label", "slime"), ("prompt", "trl"), ("input output", "openrlhf"), ("input label", "openrlhf"),
     ("text", "trl"), ("input_ids", "trl"), ("input", "openrlhf"),
 )  # fmt: skip
+OURS = ("trl", "openai")  # rows of a file may be of both
+FIRST_ROWS, MOST_FILES = 32, 32  # rows of each file, and files, that are read before a run
+MOST_ARRAY = 1 << 25  # bytes of a JSON array that is read before a run
 
 
-def rows_of(source: Source | Path | str, say: Callable[[str], None]) -> Iterator[JsonRow]:
-    """Rows in our columns. say: gets a line that names another project's format."""
-    source, name = as_source(source), ""
-    for raw in read_rows(source):
+class RowReader:
+    """Reads the rows of `source` in our columns. say: takes a line that names another's format."""
+
+    def __init__(self, source: Source, say: Callable[[str], None]) -> None:
+        self.source, self.say = source, say
+        self._first: JsonRow | None = None
+        self._format = ""  # of the first row
+        self._columns: list[set[str]] = []  # sets of columns, one of which every row needs
+
+    def read(self, raw: JsonRow) -> JsonRow:
+        """`raw` in our columns. DataError where it is not written as the first row is."""
+        source = self.source
         row = replace(_messages_read(_renamed(raw, source.columns)), chat=source.chat)
-        if not name:
-            name = _recognized(row) if source.format == "auto" else source.format
-            title, read = FORMATS[name]
-            if (name, source.format) != ("trl", "auto"):  # TRL's columns are ours
-                say(f"rows of {source.path} are read as {title}")
-        alternatives = [columns.split() for columns, other in COLUMNS if other == name]
-        if name not in ("trl", "openai") and not any(set(columns) <= row.values.keys() for columns in alternatives):
-            row.require(*alternatives[0])
+        if self._first is None:
+            self._first = row
+            self._begin(row)
+        title, read = FORMATS[self._format]
+        self._refuse_other_format(row)
         try:
             values = {**row.values, **read(row)}
         except (AttributeError, TypeError, LookupError) as error:
             raise row.error(f"the row is not written as {title} are ({error}); see `dovetail docs data`") from error
         if source.chat and isinstance(values.get("prompt"), str):
             values["prompt"] = _user(values["prompt"])
-        yield replace(row, values=values, given=row.values)
+        return replace(row, values=values, given=row.values)
+
+    def _begin(self, row: JsonRow) -> None:
+        self._format = self.source.format
+        if self.source.format == "auto":
+            self._format = _recognized(row)
+        if (self._format, self.source.format) != ("trl", "auto"):  # TRL's columns are ours
+            self.say(f"rows of {self.source.path} are read as {FORMATS[self._format][0]}")
+        alike = OURS if self._format in OURS else (self._format,)
+        self._columns = [set(columns.split()) for columns, name in COLUMNS if name in alike]
+
+    def _refuse_other_format(self, row: JsonRow) -> None:
+        """A file may hold OpenAI's and TRL's rows together, and no others."""
+        if any(columns <= row.values.keys() for columns in self._columns):
+            return
+        other = _format_of(row)
+        if other is not None and self._first is not None and self.source.format == "auto":
+            theirs, ours = FORMATS[other][0], FORMATS[self._format][0]
+            raise row.error(
+                f"the row is written as {theirs} are, but the first one ({self._first.path}:"
+                f"{self._first.line}) as {ours}; put the rows of each format into a file of their "
+                "own, and list both in data.train"
+            )
+        if self._format not in OURS:
+            row.require(*next(columns for columns, name in COLUMNS if name == self._format).split())
+
+
+def rows_of(source: Source | Path | str, say: Callable[[str], None]) -> Iterator[JsonRow]:
+    """Rows in our columns. say: gets a line that names another project's format."""
+    source = as_source(source)
+    reader = RowReader(source, say)
+    for raw in read_rows(source):
+        yield reader.read(raw)
+
+
+def first_rows(source: Source) -> Iterator[JsonRow]:
+    """The first rows of each file, in our columns; DataError as where all of them are loaded.
+
+    Nothing is read of names on the hub, and of JSON arrays, which are read whole, only of short
+    ones.
+    """
+    if hub_source(source.path) is not None:
+        return
+    reader, is_empty = RowReader(source, lambda _: None), True
+    files = data_files(source.path)
+    for path in files[:MOST_FILES]:
+        if ".json" in path.suffixes[-2:] and path.stat().st_size > MOST_ARRAY:
+            is_empty = False
+            continue
+        for raw in islice(read_file(path, FIRST_ROWS), FIRST_ROWS):
+            is_empty = False
+            yield reader.read(raw)
+    if is_empty and len(files) <= MOST_FILES:
+        raise no_rows(source.path)
+
+
+def no_rows(path: str) -> DataError:
+    return DataError(f"{path}: no rows; the file needs at least one")
 
 
 def _renamed(row: JsonRow, columns: Mapping[str, str]) -> JsonRow:
@@ -184,15 +250,24 @@ def _column(row: JsonRow, name: str) -> Any:
 
 
 def _recognized(row: JsonRow) -> str:
-    """By the columns that are not null, else by all."""
-    for here in ({key for key, value in row.values.items() if value is not None}, row.values.keys()):
+    name = _format_of(row)
+    if name is None:
+        raise row.error(
+            f"the row's columns ({', '.join(map(repr, row.values)) or 'none'}) are of no known "
+            "format; say in a recipe what they hold, such as "
+            "data.columns={prompt: COLUMN, answer: COLUMN}"
+        )
+    return name
+
+
+def _format_of(row: JsonRow) -> str | None:
+    """The format of a row by its columns that are not null, else by all; None: unknown."""
+    filled = {key for key, value in row.values.items() if value is not None}
+    for here in (filled, row.values.keys()):
         for columns, name in COLUMNS:
             if set(columns.split()) <= here:
                 return name
-    raise row.error(
-        f"the row's columns ({', '.join(map(repr, row.values)) or 'none'}) are of no known format; say in a recipe "
-        "what they hold, such as data.columns={prompt: COLUMN, answer: COLUMN}"
-    )
+    return None
 
 
 def _conversation(values: Mapping[str, Any], messages: list[Any]) -> Values:

@@ -17,9 +17,10 @@ from dovetail.factory.engine import compile_kernels, make_engine
 from dovetail.factory.functions import advantage, fields_of, policy_loss, preference_loss, same_keys, sft_loss
 from dovetail.factory.layouts import Backend, check_positions
 from dovetail.factory.notes import notes
-from dovetail.factory.parts import Engines, RunParts, reads_answer
+from dovetail.factory.parts import Engines, RunParts
 from dovetail.factory.remote import check_prompts, check_sent, make_remote_sampler, make_stream
 from dovetail.factory.rewards import make_rewards
+from dovetail.factory.rows import reads_answer
 from dovetail.factory.sampler import backend_layout, make_sampler
 from dovetail.factory.tokenizer import banned_ids, stop_ids, text_of
 from dovetail.parallel.consensus import agreed

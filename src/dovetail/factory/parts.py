@@ -1,6 +1,5 @@
 """Rows, engines and meshes of a run."""
 
-import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -25,6 +24,7 @@ from dovetail.factory.functions import imported, same_keys
 from dovetail.factory.layouts import check_layout
 from dovetail.factory.notes import check_experts, rows_line
 from dovetail.factory.rewards import own_metrics
+from dovetail.factory.rows import Given, listed, read_template, sources_of
 from dovetail.factory.sampler import longest_row
 from dovetail.factory.tokenizer import load_processor, load_tokenizer
 from dovetail.kernels.reference import wide
@@ -38,14 +38,13 @@ from dovetail.parallel.layout import Layout
 from dovetail.parallel.mesh import Mesh
 from dovetail.parallel.process_group import num_ranks
 from dovetail.recipe.algorithms import PPO
-from dovetail.recipe.data import DataSection, SourceSection
+from dovetail.recipe.data import DataSection
 from dovetail.recipe.distillation import TeacherSection
 from dovetail.recipe.evaluation import default_metrics
 from dovetail.recipe.preferences import Reward
-from dovetail.recipe.reward import RewardModelSection, RewardSection
+from dovetail.recipe.reward import RewardModelSection
 from dovetail.recipe.schema import CriticSection, Recipe, ReferenceSection
 from dovetail.recipe.types import LayoutSection
-from dovetail.rewards.built_in import BUILT_IN
 from dovetail.rl.evaluation import EvalSet
 from dovetail.rollout.remote.fleet import Replica
 from dovetail.rollout.stream import StreamSampler
@@ -245,38 +244,12 @@ def optim_settings(recipe: Recipe, folder: Path, lr: float, role: str) -> OptimS
     )
 
 
-def load_parts(
-    data: DataSection, given: str | Sequence[str | SourceSection] | None, load: Callable[[Source], list[Example]]
-) -> tuple[list[Example], Parts]:
+def load_parts(data: DataSection, given: Given, load: Callable[[Source], list[Example]]) -> tuple[list[Example], Parts]:
     """All examples, and the parts if they have weights."""
-    listed = [] if given is None else [given] if isinstance(given, str) else given
-    parts = [SourceSection(path=part) if isinstance(part, str) else part for part in listed]
-    weights = [part.weight for part in parts if part.weight is not None]  # all or none
-    loaded = [load(_source(data, part, named=len(parts) > 1)) for part in parts]
+    weights = [part.weight for part in listed(given) if part.weight is not None]  # all or none
+    loaded = [load(source) for source in sources_of(data, given)]
     examples = [example for part in loaded for example in part]
     return examples, tuple(zip(map(len, loaded), weights, strict=True)) if weights else ()
-
-
-def _source(data: DataSection, part: SourceSection, *, named: bool) -> Source:
-    return Source(
-        path=part.path, subset=part.subset, split=part.split, format=part.format or data.format,
-        columns=data.columns if part.columns is None else part.columns, chat=data.apply_chat_template,
-        prefix=f"{part.path}:" if named else "",
-    )  # fmt: skip
-
-
-def reads_answer(reward: RewardSection) -> bool:
-    """Whether a built-in reward needs `answer`."""
-    names = [part.name for part in reward.labelled().values() if part.name is not None]
-    builtins = [BUILT_IN[name] for name in names if name in BUILT_IN]
-    return any("answer" in inspect.signature(builtin).parameters for builtin in builtins)
-
-
-def read_template(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"data.chat_template {path} cannot be read: {error}; give a Jinja file") from error
 
 
 def with_epochs(recipe: Recipe, num_rows: int) -> Recipe:

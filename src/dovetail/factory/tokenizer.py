@@ -20,6 +20,7 @@ from dovetail.hf.transformers_model import known_config
 from dovetail.hf.vision import FAMILIES
 from dovetail.jsonl import parse_json
 from dovetail.weights.hf_directory import Pretrained
+from dovetail.weights.safe_paths import refuse_without_tokenizer
 
 GENERATION_CONFIG, PREPROCESSOR_CONFIG = "generation_config.json", "preprocessor_config.json"
 LOCK = ".dovetail.lock"
@@ -27,8 +28,7 @@ LOCK = ".dovetail.lock"
 
 def load_tokenizer(source: Pretrained, *, trust_remote_code: bool = False) -> Any:
     """Imports transformers late: most scoring needs no text."""
-    if not source.has_tokenizer:
-        raise ModelError(f"{source.path} has no tokenizer (tokenizer.json); give rows of input_ids, or copy it there")
+    refuse_without_tokenizer(source.path, source.sides)
     auto = importlib.import_module("transformers").AutoTokenizer
     with _loading(source.path, "tokenizer", trusted=trust_remote_code):
         tokenizer = auto.from_pretrained(str(source.path), trust_remote_code=trust_remote_code, local_files_only=True)

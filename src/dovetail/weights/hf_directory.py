@@ -15,14 +15,13 @@ from dovetail.errors import CheckpointError, ModelError
 from dovetail.nn.decoder import Head
 from dovetail.weights.config_file import CONFIG, pinned, read_config, unmerged
 from dovetail.weights.hf_reader import TensorSource
-from dovetail.weights.safe_paths import SideFiles, side_files
+from dovetail.weights.safe_paths import TOKENIZER_FILES, SideFiles, side_files
 from dovetail.weights.safetensors import dump_json
 from dovetail.weights.shards import Dtypes
 
 ADAPTED = ("lora_", ".base_layer.", ".modules_to_save.")  # peft's
 EngineName = Literal["auto", "native", "transformers"]
 FETCHED = ("*.safetensors", "*.json")
-TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model", "tiktoken.model")
 # value heads: ours, TRL's, OpenRLHF's
 HEAD_STEMS = ("score", "v_head.summary", "v_head", "value_head.summary", "value_head", "classifier", "lm_head")
 HEAD_NAMES = ("score.weight", "score.bias")

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
-from dovetail.errors import CheckpointError, ConfigError, quoted
+from dovetail.errors import CheckpointError, ConfigError, ModelError, quoted
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -17,6 +17,7 @@ MANIFEST = "MANIFEST.json"
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 WEIGHTS = (".safetensors", *PICKLED, ".gguf", ".h5", ".msgpack", ".onnx", ".ot", ".tflite")
 LEFTOVERS = (".tmp-*", ".trash-*")  # of interrupted saves
+TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model", "tiktoken.model")
 SIDE_FOLDER = "additional_chat_templates"
 
 SideFiles = Mapping[str, Path | bytes]  # name -> path or content
@@ -66,6 +67,12 @@ def refuse_without_safetensors(directory: Path) -> None:
             f"AutoModelForCausalLM.from_pretrained({str(directory)!r}).save_pretrained(NEW) writes safetensors"
         )
     raise CheckpointError(f"{directory} has no weights: expected {SINGLE} or {INDEX} with the files it names")
+
+
+def refuse_without_tokenizer(directory: Path, sides: SideFiles) -> None:
+    if not sides.keys() & set(TOKENIZER_FILES):
+        lacks = f"{directory} has no tokenizer (tokenizer.json)"
+        raise ModelError(f"{lacks}; give rows of input_ids, or copy it there")
 
 
 def refuse_occupied(target: Path) -> None:
