@@ -16,7 +16,8 @@ from dovetail.errors import ConfigError, UserError, shortened
 from dovetail.rollout.base import SamplingParams
 from dovetail.rollout.remote.vllm import GENERATE, PUSH_PATHS, TITLE
 from dovetail.rollout.remote.wire import NO_BIAS
-from dovetail.rollout.server import Event, Sample, SamplerServer
+from dovetail.rollout.served_sample import Event, Sample
+from dovetail.rollout.server import SamplerServer
 
 Events = Generator[Event, None, None]
 Answer = dict[str, Any] | Events | None  # None: no such path
@@ -233,7 +234,9 @@ class _Handler(BaseHTTPRequestHandler):
                     if self._is_gone():
                         raise ConnectionResetError from None
                     continue
-                finished = event.finish is not None
+                finished = event.is_last
+                if event.error is not None:
+                    raise RuntimeError(f"the sample failed: {event.error}")
                 yield event
         finally:
             if not finished:

@@ -5,6 +5,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
+from dovetail.errors import Caught
+
 T = TypeVar("T")
 
 
@@ -15,9 +17,7 @@ def in_background(work: Callable[[], T]) -> Future[T]:
 
 
 def settle(future: Future[T], work: Callable[[], T]) -> None:
-    try:
-        value = work()
-    except (RuntimeError, OSError, ValueError, LookupError, TypeError) as error:
-        future.set_exception(error)
-    else:
-        future.set_result(value)
+    with Caught() as caught:
+        future.set_result(work())
+    if caught.error is not None:
+        future.set_exception(caught.error)

@@ -1,0 +1,133 @@
+"""The thread that owns a server's model: an error of a request fails that request alone."""
+
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from dovetail.rollout import server as server_module
+from dovetail.rollout.base import Prompt, SamplingParams
+from dovetail.rollout.served_sample import Event, Sample
+from dovetail.rollout.server import SamplerServer
+from tests.parity.configs import VOCAB
+from tests.unit.test_scheduler import sampler_of
+
+MODEL = "qwen2_window"
+LONG = SamplingParams(max_new_tokens=12, temperature=0.8, seed=3)
+SECONDS = 20.0
+
+
+@contextmanager
+def running(**options: Any) -> Iterator[SamplerServer]:
+    engine = SamplerServer(sampler_of(MODEL, 4096, **options))
+
+    def own() -> None:
+        with suppress(SystemExit):
+            engine.run()
+
+    owner = threading.Thread(target=own, daemon=True)
+    owner.start()
+    try:
+        yield engine
+    finally:
+        engine._work.put(sys.exit)
+        owner.join(SECONDS)
+        assert not owner.is_alive()
+
+
+def wrong(**changes: Any) -> Sample:
+    """A sample that no typed request can ask for."""
+    params = {name: changes.pop(name) for name in list(changes) if name in vars(LONG)}
+    broken = replace(LONG)
+    for name, value in params.items():
+        object.__setattr__(broken, name, value)
+    return Sample(**{"ids": [5], "params": broken, "interval": 12, **changes})
+
+
+WRONG: tuple[dict[str, Any], ...] = (
+    {"seed": "abc"},
+    {"seed": [1]},
+    {"step": {}},
+    {"top_k": 1.5},
+    {"stop_ids": "ab"},
+    {"stop_ids": (10**40,)},
+    {"banned_ids": (999999,)},
+    {"banned_ids": (-999,)},
+    {"temperature": "hot"},
+    {"row": "x"},
+    {"sample": 1 << 70},
+    {"drawn": "x"},
+    {"ids": ["x"], "temperature": 1.7},
+    {"ids": [VOCAB], "temperature": 1.6},  # fails the samples of its kind, in a turn
+    {"batch": ([1], 2, 0)},
+)
+
+
+def test_an_error_of_a_request_is_that_requests(capfd: pytest.CaptureFixture[str]) -> None:
+    (expected,) = sampler_of(MODEL, 4096).sample([Prompt(0, [7, 8, 9])], LONG)
+    with running(page_size=4) as engine:
+        for changes in WRONG:
+            other, broken = Sample(ids=[7, 8, 9], params=LONG, interval=12), wrong(**changes)
+            engine.submit(other)
+            engine.submit(broken)
+            failed = broken.events.get(timeout=SECONDS)
+            assert failed.error and failed.is_last, changes
+            event = other.events.get(timeout=SECONDS)
+            assert event.ids == list(expected.ids) and event.finish == "length", changes
+            assert f"1 samples failed: {failed.error}" in capfd.readouterr().err
+        engine.call(lambda: None)
+        assert not engine._living and engine.pool.num_free == engine.pages
+
+
+def test_a_failed_call_is_the_callers() -> None:
+    def fail() -> None:
+        raise AttributeError("of the caller")
+
+    with running() as engine:
+        with pytest.raises(AttributeError, match="of the caller"):
+            engine.call(fail)
+        cancelled = engine.ask(lambda: None)
+        cancelled.cancel()
+        engine.call(lambda: None)
+
+
+def test_few_kinds_of_sampling_run_at_once_and_all_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "KINDS", 2)
+    with running() as engine:
+        most = 0
+        kinds = [replace(LONG, temperature=1 + n / 8) for n in range(5)]
+        samples = [Sample(ids=[5], params=kind, interval=12) for kind in kinds]
+        for sample in samples:
+            engine.submit(sample)
+        for sample in samples:
+            while sample.events.empty():
+                engine.call(lambda: None)
+                most = max(most, len(engine._loops))
+            event: Event = sample.events.get()
+            assert event.finish == "length" and len(event.ids) == 12
+        assert most == 2 and not engine._deferred
+
+
+def test_clients_that_leave_take_only_their_own_requests_along(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(server_module, "KINDS", 1)
+    with running() as engine:
+        engine.call(lambda: engine.pause(clear_cache=False))
+        kinds = [replace(LONG, temperature=1.0 + n % 3) for n in range(60)]
+        samples = [Sample(ids=[5, n % 5], params=kind) for n, kind in enumerate(kinds)]
+        held = Sample(ids=[5], params=LONG, batch=("b", 2, 0))
+        for sample in (*samples, held):
+            engine.submit(sample)
+        for sample in (*samples[1:], held):
+            engine.abort(sample)
+        engine.call(engine.resume)
+        while not samples[0].events.get(timeout=SECONDS).is_last:
+            pass
+        engine.call(lambda: None)
+        assert not engine._living and engine.pool.num_free == engine.pages
+        assert not engine._deferred and not engine._held.get("b")
