@@ -79,6 +79,36 @@ def test_defaults_of_score_and_generate() -> None:
     assert (args.samples, args.max_new_tokens, args.top_p, args.top_k, args.seed) == (3, 64, 1.0, 5, 0)
 
 
+OF_A_MODEL = [
+    ["score", "--data", "D", "--out", "O"],
+    ["generate", "--data", "D", "--out", "O"],
+    ["eval", "--data", "D"],
+    ["convert", "DST", "--to", "sharded"],
+    ["inspect"],
+    ["serve", "--port", "0"],
+]
+
+
+@pytest.mark.parametrize("argv", OF_A_MODEL, ids=lambda argv: argv[0])
+def test_every_command_takes_its_model_by_place_or_by_name_once(
+    argv: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, *others = argv
+    by_place = parse([name, "M", *others])
+    assert "M" in vars(by_place).values()
+    for named in (["--model", "M"], ["--model=M"]):
+        assert parse([name, *named, *others]) == by_place
+        assert parse([name, *others, *named]) == by_place
+    assert run_command([name, "M", *others, "--model", "N"]) == 2
+    twice = "dovetail: --model N: the model is given twice; give it once"
+    assert capsys.readouterr().err.startswith(twice)
+    assert run_command([name]) == 2
+    missing = "dovetail: the following arguments are required: "
+    assert re.match(f"{missing}(MODEL|SRC, DST|PATH)", capsys.readouterr().err)
+    assert run_command([name, "--help"]) == 0
+    assert "--model" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -88,6 +118,7 @@ def test_defaults_of_score_and_generate() -> None:
             ["score", "--model", "M"],
             "dovetail: the following arguments are required: --data, --out; see dovetail score --help",
         ),
+        (["train", "r.yaml", "--model", "M"], "unrecognized arguments: --model M; model: here model.path; see"),
         ([*SCORE, "--layout", "tp=two"], "layout 'tp=two': tp must be a whole number of 1 or more, not 'two'"),
         ([*SCORE, "--layout", "tp=\u00b2"], "tp must be a whole number of 1 or more, not '\u00b2'"),
         ([*SCORE, "--layout", "tp=2,dp=2,tp=4"], "layout 'tp=2,dp=2,tp=4': tp is given twice; leave one out"),

@@ -122,7 +122,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = Parser(prog=f"dovetail {name}", description=COMMANDS[name].help, epilog=epilog)
     COMMANDS[name].add_arguments(parser)
     overrides, rest = _split_overrides(argv[1:]) if is_train else ([], list(argv[1:]))
-    args, unknown = parser.parse_known_intermixed_args(rest)
+    if name in OF_A_MODEL:
+        args, unknown = _parse_with_model(parser, rest)
+    else:
+        args, unknown = parser.parse_known_intermixed_args(rest)
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}{_hints(unknown) if is_train else ''}")
     if is_train:
@@ -196,6 +199,17 @@ def _split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     return overrides, rest
 
 
+def _parse_with_model(parser: Parser, words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Takes `--model MODEL` for the first positional argument."""
+    flag = Parser(prog=parser.prog, add_help=False, allow_abbrev=False)
+    flag.add_argument("--model", metavar="MODEL", nargs=1, default=[])
+    given, others = flag.parse_known_args(words)
+    args, unknown = parser.parse_known_args([*given.model, *others])
+    if given.model and unknown and not unknown[0].startswith("-"):
+        parser.error(f"--model {given.model[0]}: the model is given twice; give it once")
+    return args, unknown
+
+
 def _add_device(parser: ArgumentParser, default: str = "auto") -> None:
     parser.add_argument("--device", choices=["auto", "cpu", "cuda", "npu"], default=default, help="what to compute on")
 
@@ -211,7 +225,7 @@ def _add_compute(parser: ArgumentParser, dtype: str | None = "float32", engine: 
 
 
 def _add_rows(parser: ArgumentParser, data: str) -> None:
-    parser.add_argument("--model", required=True, metavar="M", help=MODEL)
+    parser.add_argument("model", metavar="MODEL", help=MODEL)
     parser.add_argument("--data", required=True, metavar=data, help="JSONL, parquet, CSV, a directory, or a glob")
     parser.add_argument("--out", required=True, metavar="OUT.jsonl", help="an existing file is replaced")
     _add_compute(parser)
@@ -338,14 +352,15 @@ def _resume(text: str) -> str:
 
 
 MODEL = "a directory, or name@revision on the hub"
+OF_A_MODEL = ("score", "generate", "eval", "convert", "inspect", "serve")
 ON_RANKS = ("train", "score", "generate", "eval", "convert")
 COMMANDS: Mapping[str, Command] = {
     "train": Command("train a model by RL or SFT, from an HF checkpoint to an HF checkpoint", _train,
         "recipe.yaml layout.tp=2 optim.lr=1e-6"),
     "score": Command("per-token log-probs and entropies, or values, of given token sequences", _score,
-        "--model Qwen2.5-0.5B --data rows.jsonl --out out.jsonl --layout tp=2"),
+        "Qwen2.5-0.5B --data rows.jsonl --out out.jsonl --layout tp=2"),
     "generate": Command("completions of prompts from the embedded sampler", _generate,
-        "--model Qwen2.5-0.5B --data prompts.jsonl --out out.jsonl --samples 4 --max-new-tokens 256"),
+        "Qwen2.5-0.5B --data prompts.jsonl --out out.jsonl --samples 4 --max-new-tokens 256"),
     "eval": Command("metrics of a model on the prompts of a file: avg@k, pass@k, maj@k, or your own", _eval,
         "Qwen2.5-0.5B --data prompts.jsonl --samples 8 --temperature 1"),
     "convert": Command("turn an HF checkpoint into a sharded one, or back, bit for bit", _convert,
