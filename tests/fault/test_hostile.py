@@ -16,7 +16,8 @@ import torch
 from safetensors.torch import save_file
 
 import dovetail
-from dovetail.checkpoint.manifest import Manifest, _checksum
+from dovetail.checkpoint.manifest import Manifest
+from dovetail.checkpoint.manifest_body import checksum
 from dovetail.checkpoint.reader import ShardedReader
 from dovetail.errors import CheckpointError
 from dovetail.weights.hf_reader import HFReader
@@ -135,7 +136,7 @@ def write_manifest(root: Path, name: str, place: str, whole: dict[str, Any]) -> 
         body["pieces"] = {name: body["pieces"][old]}
         for tensor in body["tensors"].values():
             tensor["regions"][0]["file"] = name
-    (root / MANIFEST).write_text(json.dumps({**body, "crc32": _checksum(body)}))
+    (root / MANIFEST).write_text(json.dumps({**body, "crc32": checksum(body)}))
 
 
 def escapes(base: Path) -> list[tuple[str, str, str, list[str]]]:
@@ -273,7 +274,7 @@ def test_mutants_of_a_manifest_are_refused_or_read(count: int, sound: Path) -> N
         for _ in range(rng.randrange(2)):
             changed = mutated(changed, rng)
         if isinstance(changed, dict):
-            changed["crc32"] = _checksum(changed)
+            changed["crc32"] = checksum(changed)
         (step / MANIFEST).write_text(json.dumps(changed))
         begun = time.process_time()
         try:
@@ -305,5 +306,5 @@ def test_a_manifest_of_many_regions_is_refused_in_time() -> None:
     }  # fmt: skip
     begun = time.process_time()
     with pytest.raises(CheckpointError, match="more than 16 regions"):
-        Manifest.parse(json.dumps({**body, "crc32": _checksum(body)}).encode(), "it")
+        Manifest.parse(json.dumps({**body, "crc32": checksum(body)}).encode(), "it")
     assert time.process_time() - begun < SECONDS

@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from dovetail import system
+from dovetail.checkpoint.manifest_body import FORMAT, VERSION, checksum
 from dovetail.cli import header
 from dovetail.cli.main import run_command
 from dovetail.cli.preflight import read_model
@@ -174,8 +175,46 @@ def test_a_finished_run_starts_no_rank(started: list[object], capsys: pytest.Cap
         "dovetail: run_dir run holds this run, which is finished: nothing to do (run/hf); choose another"
     )
     assert run_command(["train", "R.yaml", "layout.tp=8", "optim.lr=0.5"]) == 2
-    assert "D.jsonl: no such data file" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "D.jsonl: no such data file" in told
+    assert "it holds a run of another recipe that saved no checkpoint (optim.lr was" in told
     assert not started
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            "optim.lr=0.5",
+            "run_dir run holds a finished run of another recipe (optim.lr was 1e-06, is 0.5); all 4 steps",
+        ),
+        ("trainer.seed=3", "the run cannot go on with these changes"),
+        ("trainer.steps=3", "trainer.steps is 3, but the run has done 4 steps already"),
+        ("trainer.steps=5", None),
+    ],
+)
+@pytest.mark.parametrize("damage", [False, True])
+def test_a_finished_run_of_another_recipe_is_refused(
+    change: str, words: str | None, damage: bool, started: list[object], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is said of a run whose newest checkpoint cannot be read: another one may be."""
+    given = ["layout.tp=8", "trainer.steps=4"]
+    recipe = load_recipe("R.yaml", given)
+    folder = Path("run/checkpoints/step_000004.abc")
+    folder.mkdir(parents=True)
+    Path("run/hf").mkdir()
+    Path("run/config.yaml").write_text(recipe.to_yaml())
+    state = {"order": 1, "step": 4, "recipe": recipe.model_dump(mode="json", by_alias=True)}
+    body = {"format": FORMAT, "version": VERSION, "state": state}
+    crc = checksum(body) + damage
+    (folder / "MANIFEST.json").write_text(json.dumps({**body, "crc32": crc}))
+    refused = words is not None and not damage
+    assert run_command(["train", "R.yaml", *given, change]) == (2 if refused else 0)
+    told = capsys.readouterr()
+    assert bool(started) is not refused
+    if refused:
+        assert (words or "") in told.err
+        assert told.out == ""
 
 
 def test_modules_of_rewards_are_found_without_being_run(started: list[object]) -> None:

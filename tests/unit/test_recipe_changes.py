@@ -19,9 +19,10 @@ from dovetail.errors import CheckpointError, ConfigError
 from dovetail.parallel.mesh import Mesh
 from dovetail.recipe.schema import make_recipe
 from dovetail.rl.tasks import step_rows
+from dovetail.run.changes import refuse
 from dovetail.run.directory import RunDirectory
 from dovetail.run.paths import FinishedError, changed
-from dovetail.run.resume import Resumed, find, refuse
+from dovetail.run.resume import Resumed, find
 from dovetail.run.state import RunState, random_state
 from dovetail.weights.safe_paths import MANIFEST
 from tests.commands.program import here, make_model, on_ranks, read_rows, refusal, write_recipe, write_rows

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from dovetail.checkpoint.conversion import convert_to_hf, convert_to_sharded
-from dovetail.checkpoint.manifest import _checksum
+from dovetail.checkpoint.manifest_body import checksum
 from dovetail.checkpoint.reader import ShardedReader
 from dovetail.checkpoint.writer import save_sharded
 from dovetail.errors import CheckpointError
@@ -119,7 +119,7 @@ def _forge(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
     body = json.loads((path / MANIFEST).read_text())
     del body["crc32"]
     change(body)
-    (path / MANIFEST).write_text(json.dumps({**body, "crc32": _checksum(body)}))
+    (path / MANIFEST).write_text(json.dumps({**body, "crc32": checksum(body)}))
 
 
 NORM = "model.norm.weight"

@@ -1,23 +1,19 @@
 """Which file holds which region of which tensor."""
 
 import json
-import zlib
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from dovetail.checkpoint.manifest_body import FORMAT, VERSION, checksum, read_body
 from dovetail.errors import CheckpointError, quoted
-from dovetail.jsonl import parse_json
 from dovetail.parallel.placement import overlap
 from dovetail.weights.hf_reader import StoredRegion, StoredTensor
 from dovetail.weights.safetensors import CODES, DTYPES
 
-FORMAT = "dovetail-sharded"
-VERSION = 2
 MOST_IN_A_FILE = 16  # of one tensor: the search is quadratic
-READABLE = (1, VERSION)  # the first had no training state
 TRAINING = "training/"
 
 
@@ -58,19 +54,11 @@ class Manifest:
             "pieces": {name: {"size": file.size, "header_crc32": file.crc32} for name, file in self.pieces.items()},
             "files": {name: {"size": file.size, "crc32": file.crc32} for name, file in self.sides.items()},
         }
-        return (json.dumps({**body, "crc32": _checksum(body)}) + "\n").encode()
+        return (json.dumps({**body, "crc32": checksum(body)}) + "\n").encode()
 
     @classmethod
     def parse(cls, data: bytes, what: str) -> "Manifest":
-        body = parse_json(data, what)
-        if body.get("format") != FORMAT:
-            raise CheckpointError(f"{what}: format {quoted(body.get('format'))}, expected {FORMAT!r}")
-        if body.get("version") not in READABLE:
-            version, known = quoted(body.get("version")), f"{READABLE[0]} to {VERSION}"
-            raise CheckpointError(f"{what}: format version {version}, this dovetail reads {known}; update dovetail")
-        crc = body.pop("crc32", None)
-        if crc != _checksum(body):
-            raise CheckpointError(f"{what} does not match its own checksum; it was changed after it was written")
+        body = read_body(data, what)
         try:
             manifest = cls(
                 layout={name: _whole(degree) for name, degree in body["layout"].items()},
@@ -85,10 +73,6 @@ class Manifest:
         for name, tensor in manifest.tensors.items():
             _check_tiling(name, tensor, manifest.pieces, what)
         return manifest
-
-
-def _checksum(body: Mapping[str, Any]) -> int:
-    return zlib.crc32(json.dumps(body, sort_keys=True, separators=(",", ":")).encode())
 
 
 def _whole(value: Any) -> int:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from dovetail.checkpoint.manifest import Manifest
+from dovetail.checkpoint.manifest_body import STEP
 from dovetail.checkpoint.reader import ShardedReader
 from dovetail.errors import CheckpointError, DamagedError, listing, quoted
 from dovetail.parallel.consensus import agreed, of_first
@@ -20,7 +21,6 @@ from dovetail.weights.safe_paths import LEFTOVERS, MANIFEST, contained
 
 T = TypeVar("T")
 NONE: Mapping[str, str] = {}
-NAME = re.compile(r"step_(\d{6,})\.\w+")
 LINK = re.compile(r"step_\d{6,}")
 ORDER, SCORE = "order", "score"
 LATEST = "latest"  # for people
@@ -62,7 +62,7 @@ def saved_steps(folder: Path) -> tuple[list[SavedStep], list[str]]:
     """Complete ones, the newest first; problems of others."""
     sound, problems = [], []
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-        if NAME.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
+        if STEP.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
             try:
                 manifest = Manifest.parse(contained(path, MANIFEST).read_bytes(), str(path / MANIFEST))
             except (CheckpointError, OSError) as error:
@@ -147,7 +147,7 @@ def set_aside(folder: Path, order: int, aside: Path) -> None:
     steps, _ = saved_steps(folder)
     readable = {saved.path: saved.order for saved in steps}
     kept = [saved.path for saved in steps if saved.order <= order]
-    directories = [path for path in folder.glob("step_*") if NAME.fullmatch(path.name) and not path.is_symlink()]
+    directories = [path for path in folder.glob("step_*") if STEP.fullmatch(path.name) and not path.is_symlink()]
     for path in sorted(directories, key=lambda path: readable.get(path, math.inf), reverse=True):
         if readable.get(path, math.inf) > order:
             move(path)

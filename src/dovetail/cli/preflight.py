@@ -36,7 +36,8 @@ from dovetail.recipe.schema import Recipe
 from dovetail.recipe.types import LayoutSection
 from dovetail.rewards.own_modules import refuse_names, search_path
 from dovetail.rewards.runner import refuse_unknown
-from dovetail.run.paths import FinishedError, check_run_dir, check_unfinished
+from dovetail.run.changes import check_going_on
+from dovetail.run.paths import FinishedError, check_run_dir
 from dovetail.weights.config_file import pinned, read_config
 from dovetail.weights.safe_paths import (
     INDEX,
@@ -168,7 +169,7 @@ def _train(args: argparse.Namespace, layout: Layout, mistakes: Mistakes, device:
     recipe = recipe_of(args)
     run_dir = Path(recipe.run_dir)
     if mistakes.of(check_run_dir, run_dir, args.resume) and args.resume == "auto" and not args.dry_run:
-        mistakes.of(check_unfinished, run_dir, recipe.model_dump(mode="json", by_alias=True))
+        mistakes.of(check_going_on, run_dir, recipe.model_dump(mode="json", by_alias=True))
     policy = mistakes.of(read_model, recipe.model.path, recipe.model.engine)
     if policy is not None:
         mistakes.of(check_layout, policy.spec, layout)

@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.errors import ConfigError
-from dovetail.recipe.keys import rename_keys
-from dovetail.recipe.yaml import flat, read_mapping
+from dovetail.recipe.yaml import flat
 from dovetail.weights.safe_paths import LEFTOVERS, refuse_unwritable
 
 CONFIG, HF, CHECKPOINTS, EVENTS, LOCK = "config.yaml", "hf", "checkpoints", "events.jsonl", ".lock"
@@ -49,11 +48,6 @@ def check_run_dir(path: Path, resume: str) -> bool:
     if resume.startswith("step=") and not existed:
         raise ConfigError(f"--resume {resume}: run_dir {path} holds no run; leave it out to begin one")
     return existed
-
-
-def check_unfinished(path: Path, recipe: Mapping[str, Any]) -> None:
-    if (path / HF).exists() and not with_effect(changed(rename_keys(read_mapping(path / CONFIG))[0], recipe)):
-        raise FinishedError(path)
 
 
 def with_effect(changes: Mapping[str, tuple[Any, Any]]) -> dict[str, tuple[Any, Any]]:
