@@ -1,10 +1,12 @@
 """Exceptions for users: what was given, what was expected, what to do."""
 
+import errno
 import os
 import re
 import sysconfig
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
@@ -12,6 +14,12 @@ MAX_QUOTED = 200  # characters of a value
 MAX_LINE = 2000  # characters of a line
 LONG_WORD = re.compile(rf"\S{{{MAX_QUOTED + 4},}}")  # longer than a shortened one
 SHOWN_RANKS = 8  # for each value, in a message
+FREE_SPACE = "free some space, or choose another place"
+DISK_REMEDIES: Mapping[int | None, str] = {
+    errno.ENOSPC: FREE_SPACE,
+    errno.EDQUOT: FREE_SPACE,
+    errno.EROFS: "choose a place that can be written",
+}
 OURS = str(Path(__file__).parent) + os.sep
 NOT_USERS = (OURS, "<", *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")))
 
@@ -60,6 +68,34 @@ class NumericsError(UserError):
 
 class MachineError(RuntimeError):
     """Exit 1, without a traceback."""
+
+
+def disk_problem(error: OSError, path: Path | None = None) -> str | None:
+    """Returns the message for a full or read-only disk at `path`, and None for other errors."""
+    remedy = DISK_REMEDIES.get(error.errno)
+    if remedy is None:
+        return None
+    place = path or error.filename
+    named = "" if place is None else f"{place}: "
+    return f"{named}{error.strerror}; {remedy}"
+
+
+def raise_disk_problem(error: OSError, path: Path | None = None) -> None:
+    """Raises MachineError for a full or read-only disk at `path`."""
+    problem = disk_problem(error, path)
+    if problem is not None:
+        raise MachineError(problem) from error
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """System errors of the block that name no file get the name of `path`."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 class SecondaryFailure(RuntimeError):

@@ -9,7 +9,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from dovetail.errors import CheckpointError, quoted
+from dovetail.errors import CheckpointError, naming, quoted
 
 Row = Mapping[str, Any]
 ODD_LETTERS = "backslashreplace"  # half a surrogate pair becomes JSON's escape
@@ -18,7 +18,7 @@ ODD_LETTERS = "backslashreplace"  # half a surrogate pair becomes JSON's escape
 def append(path: Path, row: Row) -> None:
     """Also after a torn line."""
     data = json_line(row).encode(errors=ODD_LETTERS)
-    with open(path, "a+b", buffering=0) as file:
+    with naming(path), open(path, "a+b", buffering=0) as file:
         end = file.seek(0, os.SEEK_END)
         if end and os.pread(file.fileno(), 1, end - 1) != b"\n":
             data = b"\n" + data

@@ -69,7 +69,16 @@ def refused_on(world: int, *argv: object) -> str:
 
 def refusal(ended: Ended) -> str:
     """The message of a command that ended as a user's mistake should: code 2, one message, no traceback."""
-    assert ended.code == 2, ended
+    return _only_message(ended, 2)
+
+
+def failure(ended: Ended) -> str:
+    """The message of a command that ended by a failure of the machine: code 1, one message, no traceback."""
+    return _only_message(ended, 1)
+
+
+def _only_message(ended: Ended, code: int) -> str:
+    assert ended.code == code, ended
     assert ended.err.count("dovetail: ") == 1, ended.err
     assert ended.err.startswith("dovetail: "), ended.err
     assert "Traceback" not in ended.err, ended.err

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from dovetail.checkpoint.retention import saved_steps
-from dovetail.errors import CheckpointError
+from dovetail.errors import MachineError
 from tests.checkpoints import assert_same_tensors, tensors_of, write_tiny
 from tests.fault.crashing import (
     DIED,
@@ -320,7 +320,7 @@ def full(folder: Path, store: Path, place: tuple[int, int], background: bool, ro
     begun, told = time.monotonic(), ""
     try:
         run.save(2, 2)
-    except CheckpointError as error:
+    except MachineError as error:
         told = str(error)
     restore()
     assert time.monotonic() - begun < SECONDS

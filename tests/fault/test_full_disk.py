@@ -4,6 +4,7 @@ import errno
 import os
 import resource
 import shutil
+import tempfile
 from collections import namedtuple
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -13,15 +14,17 @@ import pytest
 
 from dovetail import jsonl
 from dovetail.checkpoint.retention import saved_steps
+from dovetail.cli import report
 from dovetail.cli.common import RowFile, portions
-from dovetail.errors import CheckpointError
+from dovetail.errors import CheckpointError, MachineError
 from dovetail.parallel.mesh import Mesh
 from dovetail.rl.tasks import RLTask
 from dovetail.run import directory, metrics
 from dovetail.run.metrics import MOST_WAITING, Records
+from dovetail.weights.atomic import replace_file
 from dovetail.weights.hf_reader import HFReader
 from dovetail.weights.safetensors import TensorFileWriter
-from tests.commands.program import here, read_rows, refusal, write_recipe, write_rows
+from tests.commands.program import failure, here, read_rows, write_recipe, write_rows
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 usage = namedtuple("usage", "total used free")
@@ -115,7 +118,7 @@ def test_a_command_that_fails_before_its_first_row_leaves_nothing(tmp_path: Path
         raise FULL
         yield {}
 
-    with pytest.raises(CheckpointError, match=f"^{tmp_path}/out.jsonl: .*No space left"):
+    with pytest.raises(MachineError, match=f"^{tmp_path}/out.jsonl: No space left"):
         write_out(tmp_path / "out.jsonl", rows())
     with pytest.raises(ZeroDivisionError), RowFile(tmp_path / "out.jsonl", Mesh.solo()):
         raise ZeroDivisionError
@@ -145,8 +148,9 @@ def test_a_model_that_does_not_fit_is_named(model: Path, tmp_path: Path, monkeyp
 
     monkeypatch.setattr(TensorFileWriter, "write", fail)
     for form in ("hf", "sharded"):
-        told = refusal(here("convert", model, tmp_path / "out", "--to", form))
-        assert told == f"{tmp_path}/out: [Errno 28] No space left on device\n"
+        told = failure(here("convert", model, tmp_path / "out", "--to", form))
+        remedy = "free some space, or choose another place"
+        assert told == f"{tmp_path}/out: No space left on device; {remedy}\n"
     assert list(tmp_path.iterdir()) == []
 
 
@@ -161,12 +165,89 @@ def test_a_run_whose_result_would_not_fit_does_not_begin(
     rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": "ab", "completion": "cd"}])
     recipe = write_recipe(tmp_path / "r.yaml", model, rows, trainer={"save_every": every})
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**12, 10**12, size // 2))
-    told = refusal(here("train", recipe))
+    told = failure(here("train", recipe))
     assert words in told
     assert every or f"takes {size / 1e9:.2g} GB; free some, or choose another run_dir" in told
     assert not (tmp_path / "run").exists()
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**12, 10**12, 20 * size))
     assert here("train", recipe).code == 0
+
+
+@pytest.fixture
+def bad_disk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The disk refuses every trial file and every small file; the words of its error."""
+    number: int = request.param
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise OSError(number, os.strerror(number), "a temporary file")
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
+    for name in ("write_bytes", "write_text", "unlink"):
+        monkeypatch.setattr(Path, name, refuse)
+    return os.strerror(number)
+
+
+@pytest.mark.parametrize("bad_disk", [errno.ENOSPC, errno.EDQUOT, errno.EROFS], indirect=True)
+@pytest.mark.parametrize(
+    "command",
+    [
+        "train r.yaml",
+        "score --model M --data rows.jsonl --out OUT",
+        "convert M OUT --to sharded",
+        "report run --out OUT",
+        "import-config trl.yaml -o OUT",
+    ],
+)
+def test_a_full_or_read_only_disk_is_one_message_with_the_path_and_exit_1(
+    command: str, bad_disk: str, job: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(job)
+    place = job / "new" if command.startswith("train") else job / "OUT"
+    told = failure(here(*command.replace("OUT", str(place)).split()))
+    assert told.startswith(f"{place}: {bad_disk}; "), told
+    assert not place.exists()
+
+
+@pytest.fixture(scope="module")
+def job(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model M, rows, a recipe with the run directory `new`, and a run to report."""
+    folder = tmp_path_factory.mktemp("job")
+    (folder / "M").symlink_to(model)
+    rows = write_rows(folder / "rows.jsonl", [{"prompt": "ab", "completion": "cd"}])
+    write_recipe(folder / "r.yaml", model, rows, run_dir=str(folder / "new"))
+    (folder / "trl.yaml").write_text("model_name_or_path: M\nnum_generations: 4\n")
+    (folder / "run").mkdir()
+    (folder / "run/config.yaml").write_text("run_dir: run\n")
+    row = {"step": 1, "loss": 0.5, "tokens": 1, "step_seconds": 1.0}
+    jsonl.append(folder / "run/metrics.jsonl", row)
+    return folder
+
+
+def test_errors_of_the_disk_between_checks_are_no_defect(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk becomes full after the checks, at a file that no command names."""
+
+    def fail(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/some/file")
+
+    monkeypatch.setattr(report, "check_runs", fail)
+    told = failure(here("report", job / "run"))
+    assert told == "/some/file: No space left on device; free some space, or choose another place\n"
+
+
+def test_a_small_file_that_does_not_fit_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failing write or fsync names no file by itself."""
+
+    def fail(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="No space left") as caught:
+        replace_file(tmp_path / "config.yaml", b"x")
+    assert caught.value.filename == str(tmp_path / "config.yaml")
+    monkeypatch.setattr(jsonl, "write_whole", fail)
+    with pytest.raises(OSError, match="No space left") as caught:
+        jsonl.append(tmp_path / "metrics.jsonl", {"step": 1})
+    assert caught.value.filename == str(tmp_path / "metrics.jsonl")
 
 
 def test_no_line_is_ever_half_there(tmp_path: Path) -> None:

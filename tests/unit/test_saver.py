@@ -15,12 +15,12 @@ import torch.distributed as dist
 from dovetail.checkpoint.reader import ShardedReader
 from dovetail.checkpoint.retention import Retention, SavedStep, clear_debris, open_newest, saved_steps
 from dovetail.checkpoint.writer import Saver
-from dovetail.errors import CheckpointError, DataError
+from dovetail.errors import DataError, MachineError
 from dovetail.parallel.mesh import Axis, Mesh
 from dovetail.rl.step_metrics import Row
 from dovetail.rl.tasks import SupervisedTask
 from dovetail.weights.safetensors import TensorFileWriter
-from tests.commands.program import Ended, here, make_model, read_rows, refusal, write_recipe, write_rows
+from tests.commands.program import Ended, failure, here, make_model, read_rows, refusal, write_recipe, write_rows
 from tests.fault.saves import NAMES, SIDES, export_of, made_of, order_of
 from tests.fault.training_checkpoint import state_of
 
@@ -77,7 +77,7 @@ def test_no_failure_of_a_save_is_silent(background: bool, error: Exception, tmp_
 
     saver = Saver(tmp_path, Mesh.solo(), Retention(1), background=background)
     saver.save(1, [export_of(made_of(1, 1), 0, 1)], Failing(), state_of(1, 1))
-    with pytest.raises((type(error), CheckpointError)):
+    with pytest.raises((type(error), MachineError)):
         saver.finish()
     saver.save(2, [export_of(made_of(2, 1), 0, 1)], SIDES, state_of(2, 2))
     saver.finish()
@@ -140,7 +140,7 @@ def test_a_run_survives_saves_that_fail(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 def test_a_run_that_cannot_be_saved_stops(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The third failure in a row ends it; what was saved before is whole."""
-    told = refusal(runs(tmp_path, 100, monkeypatch, set(range(2, 100))))
+    told = failure(runs(tmp_path, 100, monkeypatch, set(range(2, 100))))
     assert "the run cannot be saved; what was saved before is whole" in told and "No space left" in told
     assert len(read_rows(tmp_path / "run/metrics.jsonl")) <= 10
     (saved,) = saved_steps(tmp_path / "run/checkpoints")[0]
@@ -148,7 +148,7 @@ def test_a_run_that_cannot_be_saved_stops(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 def test_the_model_is_written_even_where_the_last_save_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    told = refusal(runs(tmp_path, 4, monkeypatch, {2}))
+    told = failure(runs(tmp_path, 4, monkeypatch, {2}))
     assert "the run cannot be saved; what was saved before is whole" in told
     assert (tmp_path / "run/hf/model.safetensors").is_file()
 

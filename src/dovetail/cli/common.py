@@ -20,7 +20,7 @@ from dovetail.data.encode import Tokenizer
 from dovetail.data.examples import Prompt
 from dovetail.data.files import needs_text
 from dovetail.data.processor import Processor
-from dovetail.errors import ConfigError
+from dovetail.errors import ConfigError, raise_disk_problem
 from dovetail.factory.engine import make_mesh
 from dovetail.factory.tokenizer import load_processor, load_tokenizer
 from dovetail.jsonl import ODD_LETTERS, json_line, write_whole
@@ -82,6 +82,7 @@ class RowFile:
                     self.path.parent.mkdir(parents=True, exist_ok=True)
                     self._file = self._opened()
                 except OSError as error:
+                    raise_disk_problem(error, self.path)
                     problem = f"{error.strerror}: {error.filename}"
                     raise ConfigError(f"--out {self.path} cannot be written: {problem}; give another path") from error
         self._console.start()

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from dovetail.errors import ConfigError, listing
+from dovetail.errors import ConfigError, listing, raise_disk_problem
 from dovetail.launch.process import complain, put
 from dovetail.recipe.importing import import_config, to_yaml
 
@@ -14,9 +14,11 @@ def run(args: argparse.Namespace) -> None:
     draft = import_config(Path(args.file), args.project)
     text = to_yaml(draft, Path(args.file).name)
     if args.out:
+        out = Path(args.out)
         try:
-            Path(args.out).write_text(text, encoding="utf-8")
+            out.write_text(text, encoding="utf-8")
         except OSError as error:
+            raise_disk_problem(error, out)
             raise ConfigError(f"--out {args.out} cannot be written: {error.strerror}") from None
     else:
         put(text)

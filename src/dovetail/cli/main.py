@@ -15,7 +15,16 @@ from typing import NoReturn, Self
 
 from dovetail.cli.arguments import ON_RANKS, layout_of, parse, recipe_of, supervision_of
 from dovetail.cli.header import header
-from dovetail.errors import ConfigError, MachineError, SecondaryFailure, UserError, exit_line, one_line, short_lines
+from dovetail.errors import (
+    ConfigError,
+    MachineError,
+    SecondaryFailure,
+    UserError,
+    disk_problem,
+    exit_line,
+    one_line,
+    short_lines,
+)
 from dovetail.launch.hosts import Store
 from dovetail.launch.process import MAX_CAUSE, limit_behind, open_closed_streams, python_module, tell
 from dovetail.launch.progress import collective_timeout
@@ -125,6 +134,8 @@ def _message(error: BaseException) -> str:
         return short_lines(str(error))
     if isinstance(error, MachineError):
         return str(error)
+    if isinstance(error, OSError) and (problem := disk_problem(error)):
+        return problem
     rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
     if "gloo/transport/" in str(error):
         why = "its process ended, or its host is cut off from the network"

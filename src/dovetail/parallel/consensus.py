@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from dovetail.errors import CheckpointError, ConfigError, UserError, listing, unequal
+from dovetail.errors import CheckpointError, ConfigError, MachineError, UserError, disk_problem, listing, unequal
 from dovetail.parallel.collectives import gather_objects
 from dovetail.parallel.mesh import Mesh
 
@@ -19,20 +19,32 @@ class CollectiveErrors:
     def __init__(self, mesh: Mesh, path: Path | None = None) -> None:
         self.mesh, self.path = mesh, path
         self.problem = ""
+        self.of_machine = False
 
     @contextmanager
     def catch(self) -> Iterator[None]:
         try:
             yield
-        except (UserError, OSError) as error:
-            unnamed = self.path is not None and isinstance(error, OSError) and error.filename is None
-            self.problem = self.problem or (f"{self.path}: {error}" if unnamed else str(error))
+        except (UserError, MachineError, OSError) as error:
+            if not self.problem:
+                self._keep(error)
+
+    def _keep(self, error: UserError | MachineError | OSError) -> None:
+        self.problem = str(error)
+        self.of_machine = isinstance(error, MachineError)
+        if isinstance(error, OSError):
+            unnamed = error.filename is None and self.path is not None
+            place = f"{self.path}: " if unnamed else ""
+            of_disk = disk_problem(error)
+            self.of_machine = of_disk is not None
+            self.problem = place + (of_disk or str(error))
 
     def raise_collectively(self) -> None:
-        """CheckpointError on every rank if any has a problem. Collective."""
+        """Raises on every rank if any has a problem: MachineError or CheckpointError. Collective."""
         world = self.mesh["world"]
         ranks_of: dict[str, list[int]] = {}
-        for rank, problem in enumerate(of_all(self.problem, self.mesh)):
+        by_rank = of_all([self.problem, self.of_machine], self.mesh)
+        for rank, (problem, _) in enumerate(by_rank):
             if problem:
                 ranks_of.setdefault(problem, []).append(rank)
         lines = [
@@ -40,7 +52,10 @@ class CollectiveErrors:
             for problem, ranks in ranks_of.items()
         ]
         if lines:
-            raise CheckpointError(listing(lines).removeprefix("  - "))
+            message = listing(lines).removeprefix("  - ")
+            if any(of_machine for _, of_machine in by_rank):
+                raise MachineError(message)
+            raise CheckpointError(message)
 
 
 @contextmanager

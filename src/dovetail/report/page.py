@@ -7,13 +7,14 @@ import re
 import statistics
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from html import escape
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from dovetail.errors import ConfigError
+from dovetail.errors import ConfigError, raise_disk_problem
 from dovetail.report.read import Row, Run, number, read_runs, text_of
 from dovetail.report.samples import choose, script_json
 from dovetail.report.trace import read_profiles
@@ -62,7 +63,9 @@ def write_report(paths: Sequence[Path], out: Path, reload: float = 0) -> bool:
         fresh.write_bytes(html)
         os.replace(fresh, out)
     except OSError as error:
-        fresh.unlink(missing_ok=True)
+        with suppress(OSError):  # of a read-only disk
+            fresh.unlink()
+        raise_disk_problem(error, out)
         raise ConfigError(f"--out {out} cannot be written: {error.strerror}; give the path of a file") from error
     return finished
 

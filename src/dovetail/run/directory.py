@@ -24,7 +24,7 @@ from dovetail.checkpoint.train_state import MODEL_ROLE
 from dovetail.checkpoint.writer import Saver
 from dovetail.device import peak_flops, peak_memory_gib, usage
 from dovetail.engine.native import Engine
-from dovetail.errors import CheckpointError, ConfigError
+from dovetail.errors import CheckpointError, ConfigError, MachineError
 from dovetail.jsonl import ODD_LETTERS, append, json_line
 from dovetail.launch.progress import Progress
 from dovetail.parallel.collectives import stack_over
@@ -111,7 +111,7 @@ class RunDirectory:
 
     def claim(self, damaged: Mapping[str, str] = NONE) -> None:
         """Collective. Lock the directory and find what to resume. damaged: steps to skip, and why."""
-        with agreed(self.mesh):
+        with agreed(self.mesh, self.path):
             check_loggers(self.recipe.trainer.loggers)
             if self.lead:
                 self._existed = check_run_dir(self.path, self._resume)
@@ -135,7 +135,7 @@ class RunDirectory:
                 total, _, free = shutil.disk_usage(folder)
                 if free < needed and total:  # total 0: unknown
                     room = f"{free / 1e9:.2g} GB are free, but {wanted} {needed / 1e9:.2g} GB"
-                    raise ConfigError(f"run_dir {self.path}: {room}; free some, {remedy}")
+                    raise MachineError(f"run_dir {self.path}: {room}; free some, {remedy}")
 
     def open(self, contents: Contents) -> None:
         """Collective."""
@@ -144,7 +144,7 @@ class RunDirectory:
         if resumed is not None:
             state = resumed.state
             self.run_id, self._before, self._saved = state.run_id, dict(state.before), state.step
-        with agreed(self.mesh):
+        with agreed(self.mesh, self.path):
             if self.lead:
                 make_directory(self.path / ROLLOUTS)
                 self._lock.acquire()
@@ -298,11 +298,13 @@ class RunDirectory:
                         if self.lead:
                             self.after_save(oldest_of_last(self.path / CHECKPOINTS, self.retention.last))
                 self.on("on_save", self.path / CHECKPOINTS / f"step_{self._saving:06}")
-        except CheckpointError as error:
+        except (CheckpointError, MachineError) as error:
             self._failed_saves += 1
             self.event("save_failed", cause=str(error))
             if last or self._failed_saves == MOST_FAILED_SAVES:
-                raise CheckpointError(f"the run cannot be saved; what was saved before is whole\n{error}") from error
+                kind = MachineError if isinstance(error, MachineError) else CheckpointError
+                lost = "the run cannot be saved; what was saved before is whole"
+                raise kind(f"{lost}\n{error}") from error
             self.say(f"A SAVE FAILED, the run goes on and earlier checkpoints are whole: {error}")
 
     def _state(self, step: int) -> RunState:

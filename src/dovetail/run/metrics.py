@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save
 
 from dovetail.batch.routing import RoutingTrace
-from dovetail.errors import Caught, one_line
+from dovetail.errors import Caught, naming, one_line
 from dovetail.jsonl import ODD_LETTERS, Row, append, json_line
 from dovetail.launch.process import without_secrets
 from dovetail.recipe.tracking import LoggerSection
@@ -60,7 +60,7 @@ class Records:
 
 
 def write_samples(path: Path, samples: Seq[Mapping[str, Any]]) -> None:
-    with path.open("w", encoding="utf-8", errors=ODD_LETTERS) as out:
+    with naming(path), path.open("w", encoding="utf-8", errors=ODD_LETTERS) as out:
         for sample in samples:
             out.write(json_line({name: value for name, value in sample.items() if name != "routing"}))
     write_routes(path.with_suffix(".routing.safetensors"), [sample["routing"] for sample in samples])
@@ -77,7 +77,9 @@ def write_routes(path: Path, traces: Seq[RoutingTrace | None]) -> None:
     starts = torch.tensor([0, *map(len, known)]).cumsum(0)
     layers = torch.tensor(whole.layers)
     tensors = {"indices": whole.indices.to(narrow), "valid": whole.valid, "starts": starts, "layers": layers}
-    path.write_bytes(save({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}))
+    content = save({name: tensor.cpu().contiguous() for name, tensor in tensors.items()})
+    with naming(path):
+        path.write_bytes(content)
 
 
 class Metrics:

@@ -5,10 +5,11 @@ import shutil
 import uuid
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from dovetail.errors import naming
 from dovetail.parallel.consensus import CollectiveErrors, agreed, of_first
 from dovetail.parallel.mesh import Mesh
 from dovetail.weights.safe_paths import SideFiles, refuse_occupied, refuse_unwritable
@@ -88,10 +89,12 @@ def replace_link(link: Path, target: str) -> None:
 def _replace(path: Path, make: Callable[[Path], object]) -> None:
     fresh = path.with_name(f".tmp-{path.name}-{uuid.uuid4().hex[:8]}")
     try:
-        make(fresh)
-        os.replace(fresh, path)
+        with naming(path):
+            make(fresh)
+            os.replace(fresh, path)
     except OSError:
-        fresh.unlink(missing_ok=True)
+        with suppress(OSError):  # of a read-only disk
+            fresh.unlink()
         raise
     sync_directory(path.parent)
 

@@ -11,7 +11,7 @@ from huggingface_hub import snapshot_download
 
 from dovetail.arch.registry import choose_spec
 from dovetail.arch.transformers_spec import AnySpec, TransformersSpec
-from dovetail.errors import CheckpointError, ModelError
+from dovetail.errors import CheckpointError, ModelError, raise_disk_problem
 from dovetail.nn.decoder import Head
 from dovetail.weights.config_file import CONFIG, pinned, read_config, unmerged
 from dovetail.weights.hf_reader import TensorSource
@@ -77,6 +77,8 @@ def locate(name: str | Path) -> Path:
     try:
         return Path(snapshot_download(repository, revision=revision, allow_patterns=list(FETCHED)))
     except (OSError, ValueError) as error:
+        if isinstance(error, OSError):
+            raise_disk_problem(error)
         raise CheckpointError(f"{name} could not be fetched from the hub: {error}") from error
 
 

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
-from dovetail.errors import CheckpointError, ConfigError, ModelError, quoted
+from dovetail.errors import CheckpointError, ConfigError, ModelError, quoted, raise_disk_problem
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -89,10 +89,9 @@ def refuse_occupied(target: Path) -> None:
 def refuse_unwritable(path: Path, what: str) -> None:
     folder = next(parent for parent in path.absolute().parents if parent.exists())
     refusal = f"{what} {path} cannot be written: {folder} is no directory that you may write to"
-    if not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
-        raise ConfigError(refusal)
-    try:  # /proc looks writable to root
-        with tempfile.TemporaryFile(dir=folder):
-            pass
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"\n")
     except OSError as error:
+        raise_disk_problem(error, path)
         raise ConfigError(f"{refusal} ({error.strerror})") from error
