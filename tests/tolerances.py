@@ -3,7 +3,7 @@
 Never loosen one: a deviation has a cause.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -40,15 +40,39 @@ def max_abs(x: Tensor) -> float:
     return float(x.detach().abs().max()) if x.numel() else 0.0
 
 
-def tensor_error(a: Tensor, b: Tensor, largest: float | None = None) -> float:
-    """max|a - b| / max(max|b|, 0.01 largest). `largest`: max|b| over all tensors compared; default: b's own."""
+def _difference(a: Tensor, b: Tensor) -> float:
+    """max|a - b|, in the wider of their dtypes and at least in float32."""
     assert a.shape == b.shape, f"shapes {tuple(a.shape)} and {tuple(b.shape)} differ"
     wide = torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32)
-    difference = max_abs(a.detach().to(wide) - b.detach().to(wide))
+    return max_abs(a.detach().to(wide) - b.detach().to(wide))
+
+
+def _ratio(difference: float, scale: float) -> float:
     if difference == 0.0:
         return 0.0
-    scale = max(max_abs(b), SMALL_SHARE * (max_abs(b) if largest is None else largest))
     return difference / scale if scale else float("inf")
+
+
+def tensor_error(a: Tensor, b: Tensor, largest: float | None = None) -> float:
+    """max|a - b| / max(max|b|, 0.01 largest). `largest`: max|b| over all tensors compared; default: b's own."""
+    scale = max(max_abs(b), SMALL_SHARE * (max_abs(b) if largest is None else largest))
+    return _ratio(_difference(a, b), scale)
+
+
+def sum_error(a: Tensor, b: Tensor, terms: Iterable[Tensor]) -> float:
+    """max|a - b| / max sum|t|, where b is the sum of the `terms` t, which have either sign and b's shape.
+
+    It measures differences and signed sums, for this reason. A term with a relative error e is off by
+    e|t| at most. Adding n of them, in any order, rounds by (n - 1) u sum|t| at most (u: the unit
+    roundoff; Higham, Accuracy and Stability of Numerical Algorithms, section 4.2). Hence
+    |a - b| <= (e + (n - 1) u) sum|t|: the errors of the operations determine |a - b| / sum|t|.
+    |a - b| / |b| is larger by the condition number sum|t| / |sum t|, which depends on the inputs
+    alone: where terms cancel it exceeds any bound, and which processor exceeds it is luck.
+    Where all terms have one sign, sum|t| = |b| and this is `tensor_error`.
+    """
+    sizes = torch.stack([t.detach().abs() for t in terms])
+    assert sizes.shape[1:] == b.shape, f"terms of {tuple(sizes.shape[1:])}, a sum of {tuple(b.shape)}"
+    return _ratio(_difference(a, b), max_abs(sizes.sum(0)))
 
 
 def worst_error(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> tuple[float, str]:
@@ -78,6 +102,12 @@ def assert_close(a: Tensor, b: Tensor, tolerance: float, what: str = "tensor") -
     """Fail unless `tensor_error(a, b) <= tolerance`."""
     error = tensor_error(a, b)
     assert error <= tolerance, f"{what}: error {error:.3e} > {tolerance:.0e}"
+
+
+def assert_sum_close(a: Tensor, b: Tensor, terms: Iterable[Tensor], tolerance: float, what: str = "sum") -> None:
+    """Fail unless `sum_error(a, b, terms) <= tolerance`."""
+    error = sum_error(a, b, terms)
+    assert error <= tolerance, f"{what}: error {error:.3e} of its terms > {tolerance:.0e}"
 
 
 def assert_all_close(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float) -> None:

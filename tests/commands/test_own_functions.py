@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.commands.program import here, make_model, on_ranks, write_recipe, write_rows
-from tests.tolerances import MODEL_FP32
+from tests.tolerances import MODEL_FP32, assert_sum_close
 
 ROOT = Path(__file__).parents[2]
 MINE = '''
@@ -73,7 +74,11 @@ def test_own_functions_train_as_the_built_in_ones(folder: Path) -> None:
         ended = here("train", recipe(folder, name, **keys), "--device", "cpu")
         assert ended.code == 0, ended.err
     for mine, theirs in zip(metrics(folder, "own"), metrics(folder, "built_in"), strict=True):
-        for key in ("loss", "grad_norm", "reward_mean", "kl_mean", "entropy_mean"):
+        loss, expected, *terms = map(
+            torch.tensor, (mine["loss"], theirs["loss"], theirs["reward_std"], theirs["kl_mean"])
+        )  # advantages are rewards less their mean
+        assert_sum_close(loss, expected, terms, MODEL_FP32, "loss")
+        for key in ("grad_norm", "reward_mean", "kl_mean", "entropy_mean"):
             assert mine[key] == pytest.approx(theirs[key], rel=MODEL_FP32), key
         assert mine["mine"] == pytest.approx(theirs["ratio_mean"], rel=MODEL_FP32)
         assert mine["grad_norm"] > 0

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
 
 from tests.commands.program import VOCAB, here, on_ranks, read_rows, refusal, write_recipe, write_rows
-from tests.tolerances import MODEL_FP32, assert_close
+from tests.tolerances import MODEL_FP32, assert_sum_close
 from tests.unit.test_data import make_tokenizer
 
 USER = {"role": "user", "content": "hi"}
@@ -41,8 +42,11 @@ def reward_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def by_transformers(folder: Path, row: dict[str, Any]) -> float:
-    """As TRL asks a reward model: the rendered conversation, or the joined text, without special tokens."""
+def by_transformers(folder: Path, row: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """A reward model's score as TRL asks for it, and the products of its head, whose sum it is.
+
+    Of the rendered conversation, or of the joined text, without special tokens.
+    """
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForSequenceClassification.from_pretrained(folder)
     text = row["prompt"]
@@ -54,7 +58,9 @@ def by_transformers(folder: Path, row: dict[str, Any]) -> float:
         )
     ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")
     with torch.no_grad():
-        return float(model(**ids).logits[0, 0])
+        score = model(**ids).logits[0, 0]
+        hidden = model.model(**ids).last_hidden_state[0, -1]
+        return score, hidden * model.score.weight[0]
 
 
 @pytest.mark.parametrize("layout", ["tp=1", "tp=2"])
@@ -78,8 +84,8 @@ def test_a_sum_of_rewards_is_that_of_its_parts(layout: str, model: Path, reward_
             parts = sample["rewards"]
             assert parts["length"] == len(sample["completion"])
             assert parts["nothing"] is None
-            expected = torch.tensor(by_transformers(reward_model, sample))
-            assert_close(torch.tensor(parts["model"]), expected, MODEL_FP32)
+            score, terms = by_transformers(reward_model, sample)
+            assert_sum_close(torch.tensor(parts["model"]), score, terms, MODEL_FP32)
             assert sample["reward"] == 0.5 * parts["length"] - 2.0 * parts["model"]
         rewards = [sample["reward"] for sample in samples]
         assert row["reward_mean"] == statistics.mean(rewards)

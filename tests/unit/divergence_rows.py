@@ -12,7 +12,8 @@ from dovetail.kernels import divergence as reference, divergence_triton
 from dovetail.kernels.divergence import Divergence, Pair
 from dovetail.kernels.reference import vocab_stats
 from dovetail.nn.heads import combine
-from tests.tolerances import tensor_error
+from tests.tolerances import sum_error, tensor_error
+from tests.unit.divergence_terms import terms_of
 
 ROWS = 4
 BLOCK = divergence_triton.COLUMNS
@@ -55,7 +56,9 @@ def measure(device: str) -> dict[str, dict[str, float]]:
             moved: list[Any] = [x if x is None else x.to(device) for x in own_pair]
             own = Pair(*moved)
             sums = divergence_triton.divergence_sums(z.to(device), own, kind)
-            errors = {"value": tensor_error(kind.of(*sums.cpu().unbind(1)), kind.of(*expected.unbind(1)))}
+            value = kind.of(*sums.cpu().unbind(1))
+            terms = terms_of(z, w, heat, kind)
+            errors = {"value": sum_error(value, kind.of(*expected.unbind(1)), terms)}
             for h, dtypes in ((grads[1], (torch.float32, torch.bfloat16)), (None, (torch.float32,))):
                 exact_grads: Any = [x if x is None else x.double() for x in (grads[0], h, grads[2])]
                 want = reference.divergence_grad_(z.double(), exact_pair, targets, exact_grads, expected[:, 1], kind)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dovetail.batch.packed import PackedBatch, Sequence
 from dovetail.rl.advantages import gae, group_relative, leave_one_out, terminal_rewards, whiten
-from tests.tolerances import EXACT, SUM_ORDER, assert_close
+from tests.tolerances import EXACT, SUM_ORDER, assert_close, assert_sum_close
 
 F64 = torch.float64
 
@@ -56,7 +56,8 @@ def test_gae_with_lam_and_gamma_one_is_return_minus_value() -> None:
     values = torch.arange(len(mask), dtype=F64)
     advantages, returns = gae(rewards, values, mask, owner)
     assert returns[mask].tolist() == [1.0, 1.0, 1.0, -2.0, -2.0]
-    assert_close(advantages[mask], (returns - values)[mask], SUM_ORDER)
+    terms = (returns[mask], values[mask])
+    assert_sum_close(advantages[mask], terms[0] - terms[1], terms, SUM_ORDER)
 
 
 def test_a_better_outcome_has_the_larger_advantage_at_the_predicting_position() -> None:
@@ -102,8 +103,11 @@ def test_group_relative_equals_the_formula_group_by_group() -> None:
     actual = group_relative(REWARDS, GROUPS, eps=eps)
     plain = group_relative(REWARDS, GROUPS, divide_by_std=False)
     members = REWARDS[GROUPS == 7]
-    assert_close(actual[GROUPS == 7], (members - members.mean()) / (members.std() + eps), SUM_ORDER)
-    assert_close(plain[GROUPS == 7], members - members.mean(), SUM_ORDER)
+    mean = members.mean()
+    scale = members.std() + eps
+    terms = (members / scale, mean / scale + 0 * members)
+    assert_sum_close(actual[GROUPS == 7], (members - mean) / scale, terms, SUM_ORDER)
+    assert_sum_close(plain[GROUPS == 7], members - mean, (members, mean + 0 * members), SUM_ORDER)
     assert actual[GROUPS != 7].tolist() == plain[GROUPS != 7].tolist() == [0.0] * 4
     assert int(actual.argmax()) == 4, "the best response has the largest advantage"
 
@@ -124,8 +128,11 @@ def test_leave_one_out_equals_the_mean_of_the_others() -> None:
     actual = leave_one_out(REWARDS, GROUPS)
     for i in range(len(REWARDS)):
         others = [float(REWARDS[j]) for j in range(len(REWARDS)) if j != i and GROUPS[j] == GROUPS[i]]
-        expected = float(REWARDS[i]) - sum(others) / len(others) if others and GROUPS[i] == 7 else 0.0
-        assert_close(actual[i : i + 1] + 1, torch.tensor([expected + 1], dtype=F64), SUM_ORDER)
+        if GROUPS[i] != 7:  # of one, or of equal rewards
+            assert float(actual[i]) == EXACT
+            continue
+        terms = (REWARDS[i], -torch.tensor(others, dtype=F64).mean())
+        assert_sum_close(actual[i], terms[0] + terms[1], terms, SUM_ORDER)
 
 
 def test_dropping_a_sample_or_permuting_changes_only_its_group() -> None:

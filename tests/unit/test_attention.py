@@ -34,7 +34,15 @@ def qkv(tq: int, tk: int, heads: int = 4, kv_heads: int = 2) -> tuple[Tensor, Te
 
 def defined(q: Tensor, k: Tensor, v: Tensor, q_spans: Spans, k_spans: Spans, window: int | None) -> Tensor:
     """A [n, m] mask and softmax for every sequence and head; query i is at position i + m - n."""
+    return defined_with_sums(q, k, v, q_spans, k_spans, window)[0]
+
+
+def defined_with_sums(
+    q: Tensor, k: Tensor, v: Tensor, q_spans: Spans, k_spans: Spans, window: int | None
+) -> tuple[Tensor, Tensor]:
+    """Outputs [T, H, C] by the definition, and the log-sum-exps [T, H] of the scores."""
     out = []
+    sums = []
     share = q.shape[1] // k.shape[1]
     pairs = zip(
         q.split(list(q_spans.lengths)), k.split(list(k_spans.lengths)), v.split(list(k_spans.lengths)), strict=True
@@ -48,9 +56,11 @@ def defined(q: Tensor, k: Tensor, v: Tensor, q_spans: Spans, k_spans: Spans, win
         heads = []
         for h in range(q.shape[1]):
             scores = queries[:, h] @ keys[:, h // share].T / q.shape[2] ** 0.5
-            heads.append(scores.masked_fill(~seen, float("-inf")).softmax(-1) @ values[:, h // share])
-        out.append(torch.stack(heads, dim=1))
-    return torch.cat(out)
+            heads.append(scores.masked_fill(~seen, float("-inf")))
+        weights = [x.softmax(-1) @ values[:, h // share] for h, x in enumerate(heads)]
+        out.append(torch.stack(weights, dim=1))
+        sums.append(torch.stack([x.logsumexp(-1) for x in heads], dim=1))
+    return torch.cat(out), torch.cat(sums)
 
 
 LENGTHS = {
@@ -155,7 +165,11 @@ def test_fa4_is_asked_for_the_same(
     window: int | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The stand-in has the package's parameters and computes in float64; its results are rounded once."""
+    """The stand-in has the package's parameters and computes in float64; its results are rounded once.
+
+    The gradient of the scores, P (dP - D), is a difference whose D = dO . O takes the outputs O as
+    they were rounded. It is off by P dO . (O - exact), which the expected gradients have, too.
+    """
     monkeypatch.setattr(fa4, "PACK_GQA_QUERIES", 0)
     (n, m), draw = LENGTHS[name], torch.Generator().manual_seed(0)
     shapes = ((sum(n), heads[0], dims[0]), (sum(m), heads[1], dims[0]), (sum(m), heads[1], dims[1]))
@@ -167,9 +181,12 @@ def test_fa4_is_asked_for_the_same(
         assert package.calls == {"forward": 1, "backward": 1} and not package.deterministic
         assert package.dense == (2 if name in DENSE else 0)
     exact = [x.detach().to(torch.float64).requires_grad_() for x in (q, k, v)]
-    expected = defined(exact[0], exact[1], exact[2], spans(*n), spans(*m), window)
+    expected, sums = defined_with_sums(exact[0], exact[1], exact[2], spans(*n), spans(*m), window)
     assert_close(found, expected, OP_BF16)
-    for mine, wanted in zip(ours, torch.autograd.grad(expected, exact, up.to(torch.float64)), strict=True):
+    wide_up = up.to(torch.float64)
+    rounded = (wide_up * (found.detach() - expected.detach())).sum(-1)
+    total = (wide_up * expected).sum() - (rounded * sums).sum()  # d sums / d scores = P
+    for mine, wanted in zip(ours, torch.autograd.grad(total, exact), strict=True):
         assert_close(mine, wanted, OP_BF16)
 
 

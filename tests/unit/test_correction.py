@@ -20,7 +20,7 @@ from dovetail.rl.correction import importance_weights, lag_metrics, mismatch
 from dovetail.rl.experience import pack_samples, sample_row
 from dovetail.rl.losses import Aggregation, PolicyLoss, weight_fields
 from dovetail.rl.tasks import RLTask
-from tests.tolerances import OP_FP32, SUM_ORDER, assert_close
+from tests.tolerances import OP_FP32, SUM_ORDER, assert_close, assert_sum_close
 from tests.unit.test_losses import F64, LENGTHS, MASKS, clip_formula, counted, full_batch, random_stats
 from tests.unit.test_tasks import SAMPLES, dynamic, pretended_ppo, recipe_of
 
@@ -79,7 +79,8 @@ def test_value_and_gradient_equal_a_transcription(ratio: Ratio, outside: Outside
         (gradient,) = torch.autograd.grad(result.total / result.count, stats.logprob)
         sizes = {owner: owners.count(owner) for owner in owners}
         units = len(mine) if aggregation == "token" else len({owners[i] for i in mine})
-        value, slopes = 0.0, [0.0] * len(weights)
+        terms: list[float] = []
+        slopes = [0.0] * len(weights)
         for i, (old, a, reference) in enumerate(zip(*columns, strict=True)):
             if i not in mine:
                 continue
@@ -88,10 +89,11 @@ def test_value_and_gradient_equal_a_transcription(ratio: Ratio, outside: Outside
                 1 / (units if aggregation == "token" else units * sizes[owners[i]]),
             )
             loss, d = clip_formula(p, old, a, 0.2, 0.2, None), p - reference
-            value += share * (weights[i] * loss + 0.3 * (math.exp(-d) - 1 + d))
+            terms += [share * weights[i] * loss, share * 0.3 * (math.exp(-d) - 1 + d)]
             moves = loss == -math.exp(p - old) * a
             slopes[i] = share * (weights[i] * (loss if moves else 0.0) + 0.3 * (1 - math.exp(-d)))
-        assert_close(result.total / result.count, torch.tensor(value, dtype=F64), SUM_ORDER)
+        parts = torch.tensor(terms, dtype=F64)
+        assert_sum_close(result.total / result.count, parts.sum(), parts, SUM_ORDER)
         assert_close(gradient, torch.tensor(slopes, dtype=F64), SUM_ORDER)
 
 
@@ -105,14 +107,17 @@ def test_weights_of_the_update_itself_are_those_of_a_pass_before(outside: Any) -
     batch = batch.with_fields(rollout_logprob=scored + torch.linspace(-1, 1, len(batch), dtype=F64), lag=lag)
     before = batch.with_fields(old_logprob=scored)
     weights = importance_weights(before, bounds=BOUNDS["token"], outside=outside)
-    expected = PolicyLoss(kl_coef=0.3)(stats, counted(before.with_fields(rollout_weight=weights.token)))
+    weighted = counted(before.with_fields(rollout_weight=weights.token))
+    expected = PolicyLoss(kl_coef=0.3)(stats, weighted)
+    # At the old policy's own log-probs every ratio is 1, so a token's term is its advantage.
+    expected_terms = weighted.fields["rollout_weight"] * weighted.fields["advantage"]
     fields = {name: x for name, x in batch.fields.items() if name != "old_logprob"}
     found = PolicyLoss(kl_coef=0.3, sampler_bounds=BOUNDS["token"], outside=outside)(
         stats, counted(replace(batch, fields=fields))
     )
     for mine, theirs in zip(*(torch.autograd.grad(x.total, stats.logprob) for x in (found, expected)), strict=True):
         assert_close(mine, theirs, SUM_ORDER)
-    assert_close(found.total, expected.total, SUM_ORDER)
+    assert_sum_close(found.total, expected.total, expected_terms, SUM_ORDER)
     means = {name: float(total / count) for name, (total, count) in found.metrics.items()}
     apart = {name: x for name, x in mismatch(before, scored).items() if not name.endswith(("p99", "max"))}
     for name, value in {**weights.metrics, **apart}.items():

@@ -10,7 +10,16 @@ import torch.distributed as dist
 from dovetail.parallel.layout import Layout
 from dovetail.parallel.mesh import Mesh
 from tests.harness import RankFailed, distributed, run, worker_ids
-from tests.tolerances import EXACT, SUM_ORDER, assert_all_close, assert_close, tensor_error, worst_ratio
+from tests.tolerances import (
+    EXACT,
+    SUM_ORDER,
+    assert_all_close,
+    assert_close,
+    assert_sum_close,
+    sum_error,
+    tensor_error,
+    worst_ratio,
+)
 
 
 def sum_of_ranks(offset: int) -> tuple[int, int, torch.Tensor]:
@@ -100,6 +109,17 @@ def test_tolerances_measure_what_they_say() -> None:
     with pytest.raises(AssertionError, match="small: off by a factor"):
         assert_all_close({"big": big, "small": 2 * small}, {"big": big, "small": small}, tolerance=1e-2)
     assert worst_ratio({"x": 2 * one}, {"x": one}) == (1.0, "x")
+    difference = torch.tensor([1e-3, 0.5])
+    terms = (torch.tensor([100.0, 1.0]), torch.tensor([-99.999, -0.5]))
+    assert sum_error(difference, difference, terms) == EXACT
+    error = sum_error(difference + torch.tensor([2e-3, 0.0]), difference, terms)
+    assert error == pytest.approx(2e-3 / 199.999), "against the terms, which cancel"
+    assert sum_error(3 * one, 2 * one, [one, one]) == tensor_error(3 * one, 2 * one) == 0.5
+    assert sum_error(one, 0 * one, [0 * one]) == float("inf")
+    with pytest.raises(AssertionError, match="terms of"):
+        sum_error(one, one, [one[:2]])
+    with pytest.raises(AssertionError, match="margin: error 5"):
+        assert_sum_close(3 * one, 2 * one, [one, one], SUM_ORDER, "margin")
     with pytest.raises(AssertionError, match="names differ"):
         assert_all_close({"a": one}, {"b": one}, SUM_ORDER)
     with pytest.raises(AssertionError, match="shapes"):

@@ -14,7 +14,7 @@ from dovetail.batch.packed import PackedBatch, Sequence
 from dovetail.errors import ConfigError
 from dovetail.nn.heads import is_separable
 from dovetail.rl.losses import Aggregation, KLEstimator, PolicyLoss, SFTLoss, ValueLoss, kl_estimate, weight_fields
-from tests.tolerances import EXACT, GRADCHECK, SUM_ORDER, assert_close
+from tests.tolerances import EXACT, GRADCHECK, SUM_ORDER, assert_close, assert_sum_close
 
 F64 = torch.float64
 LENGTHS = [4, 7, 1, 5, 3]
@@ -71,7 +71,8 @@ def test_the_policy_loss_is_the_clipped_objective_token_by_token(dual: float | N
     columns = (stats.logprob, batch.fields["old_logprob"], batch.fields["advantage"])
     values = list(zip(*(column.tolist() for column in columns), strict=True))
     expected = [clip_formula(p, old, a, 0.2, 0.3, dual) for p, old, a in values]
-    assert_close(loss.total, torch.tensor(sum(expected), dtype=F64), SUM_ORDER)
+    terms = torch.tensor(expected, dtype=F64)
+    assert_sum_close(loss.total, terms.sum(), terms, SUM_ORDER)
     assert float(loss.count) == len(batch) == 10
     log_ratio = stats.logprob.detach() - batch.fields["old_logprob"]
     sums = {
@@ -81,8 +82,15 @@ def test_the_policy_loss_is_the_clipped_objective_token_by_token(dual: float | N
         "ratio_deviation": (log_ratio.exp() - 1).abs().sum(),
         "entropy_mean": stats.entropy.detach().sum(),
     }
+    ratio = log_ratio.exp()
     for name, value in sums.items():
-        assert_close(loss.metrics[name].total.to(F64), torch.as_tensor(value, dtype=F64), SUM_ORDER, name)
+        found, wanted = (torch.as_tensor(x).to(F64) for x in (loss.metrics[name].total, value))
+        if name == "approx_kl":
+            assert_sum_close(found, wanted, torch.cat([ratio, ratio * 0 + 1, log_ratio]), SUM_ORDER)
+        elif name == "ratio_deviation":
+            assert_sum_close(found, wanted, torch.cat([ratio, ratio * 0 + 1]), SUM_ORDER)
+        else:
+            assert_close(found, wanted, SUM_ORDER, name)
         assert float(loss.metrics[name].count) == 10
     if dual is not None:
         assert float(loss.metrics["dual_clip_fraction"].total) > 0
@@ -132,7 +140,10 @@ def test_kl_and_entropy_terms_add_up() -> None:
     both = PolicyLoss(kl_coef=0.3, kl_estimator="k2", entropy_coef=0.1)(stats, batch)
     weight, reference = batch.fields["weight"], batch.fields["reference_logprob"]
     kl = (stats.logprob - reference) ** 2 / 2
-    assert_close(both.total, plain + (weight * (0.3 * kl - 0.1 * stats.entropy)).sum(), SUM_ORDER)
+    penalty = 0.3 * weight * kl
+    bonus = -0.1 * weight * stats.entropy
+    terms = torch.cat([plain[None], penalty, bonus])
+    assert_sum_close(both.total, plain + (penalty + bonus).sum(), terms, SUM_ORDER)
     assert_close(both.metrics["kl_mean"].total, kl.sum(), SUM_ORDER)
     gradient = torch.autograd.grad(both.total, stats.entropy)[0]
     assert_close(gradient, -0.1 * weight, SUM_ORDER)
@@ -154,14 +165,15 @@ def test_kl_estimators_have_the_expected_values_and_gradients() -> None:
     q = torch.randn(6, generator=generator, dtype=F64).log_softmax(0)
     p = logits.log_softmax(0)
     weight = p.detach().exp()  # the expectation over sampled tokens: sampling has no gradient
-    forward = (p.exp() * (p - q)).sum()
+    terms = p.exp() * (p - q)
+    forward = terms.sum()
     backward = (q.exp() * (q - p)).sum()
 
     def gradient(x: Tensor) -> Tensor:
         return torch.autograd.grad(x, logits, retain_graph=True)[0]
 
     for kind in ("k1", "k3"):
-        assert_close((weight * kl_estimate(p, q, kind)).sum(), forward, SUM_ORDER)
+        assert_sum_close((weight * kl_estimate(p, q, kind)).sum(), forward, terms, SUM_ORDER)
     assert float(kl_estimate(p, q, "k3").detach().min()) >= 0
     assert_close(gradient((weight * kl_estimate(p, q, "k2")).sum()), gradient(forward), SUM_ORDER)
     assert_close(gradient((weight * kl_estimate(p, q, "k3")).sum()), gradient(backward), SUM_ORDER)
@@ -187,15 +199,17 @@ def test_separable_losses_add_up_over_any_pieces(name: str, aggregation: Aggrega
     fn: Callable[[Any, PackedBatch], Loss] = LOSSES[name] if name != "value" else lambda s, b: ValueLoss()(s.logprob, b)
     whole = fn(stats, batch)
     parts = [fn(s, b) for s, b in pieces(stats, batch, size)]
-    total = torch.stack([part.total for part in parts]).sum()
-    assert_close(total, whole.total, SUM_ORDER)
+    totals = torch.stack([part.total for part in parts])
+    total = totals.sum()
+    assert_sum_close(total, whole.total, totals, SUM_ORDER)
     assert sum(float(part.count) for part in parts) == float(whole.count)
     assert_close(
         torch.autograd.grad(total, stats.logprob)[0], torch.autograd.grad(whole.total, stats.logprob)[0], SUM_ORDER
     )
     for metric, value in whole.metrics.items():
         assert sum(float(part.metrics[metric].count) for part in parts) == float(value.count)
-        assert_close(torch.stack([part.metrics[metric].total for part in parts]).sum(), value.total, SUM_ORDER)
+        sums = torch.stack([part.metrics[metric].total for part in parts])
+        assert_sum_close(sums.sum(), value.total, sums, SUM_ORDER)
 
 
 @pytest.mark.parametrize("aggregation", ["token", "sequence", "sequence_sum"])
@@ -213,7 +227,8 @@ def test_aggregations_are_the_means_that_they_name(aggregation: Aggregation) -> 
     compact = counted(batch)
     loss = SFTLoss()(TokenStats(-values[batch.mask], torch.zeros(len(compact))), compact)
     assert float(loss.count) == (len(compact) if aggregation == "token" else len(filled))
-    assert_close(loss.total / loss.count, expected[aggregation], SUM_ORDER)
+    terms = torch.cat(filled) / loss.count
+    assert_sum_close(loss.total / loss.count, expected[aggregation], terms, SUM_ORDER)
 
 
 def test_gspo_is_the_clip_of_the_mean_ratio_once_a_sequence() -> None:
@@ -223,14 +238,15 @@ def test_gspo_is_the_clip_of_the_mean_ratio_once_a_sequence() -> None:
     stats = random_stats(len(batch))
     fn = PolicyLoss(ratio="sequence", clip_low=0.1, clip_high=0.15)
     loss = fn(stats, batch)
-    expected = torch.zeros((), dtype=F64)
+    terms = []
     for sequence in (0, 1, 3):
         mine = batch.sequence_ids == sequence
         ratio = (stats.logprob - batch.fields["old_logprob"])[mine].mean().exp()
         a = advantage[mine][0]
-        expected = expected - torch.minimum(ratio * a, ratio.clamp(0.9, 1.15) * a)
+        terms.append(-torch.minimum(ratio * a, ratio.clamp(0.9, 1.15) * a))
+    expected = torch.stack(terms).sum()
     assert float(loss.count) == 3
-    assert_close(loss.total, expected, SUM_ORDER)
+    assert_sum_close(loss.total, expected, terms, SUM_ORDER)
     actual, wanted = (torch.autograd.grad(x, stats.logprob)[0] for x in (loss.total, expected))
     assert_close(actual, wanted, SUM_ORDER)
     pieced = sum(float(fn(s, b).total.detach()) for s, b in pieces(stats, batch, 2))

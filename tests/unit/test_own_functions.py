@@ -27,7 +27,7 @@ from dovetail.rl.advantages import whiten
 from dovetail.rl.correction import importance_weights
 from dovetail.rl.experience import own_advantages, with_advantages
 from dovetail.rl.losses import PolicyLoss, weight_fields
-from tests.tolerances import SUM_ORDER, assert_close
+from tests.tolerances import SUM_ORDER, assert_close, assert_sum_close
 from tests.unit.loss_numbers import LENGTHS, LONGEST, TRL_LOSSES, random_numbers
 from tests.unit.of_trl import of_trl
 from tests.unit.test_losses import counted, full_batch, random_stats
@@ -62,7 +62,8 @@ def test_token_terms_equal_a_transcription(term: str) -> None:
     )
     numbers = [cispo(*each, 0.3, 0.1) if term == "cispo" else sapo(*each, 0.7, 1.3) for each in columns]
     (gradient,) = torch.autograd.grad(result.total, stats.logprob)
-    assert_close(result.total, torch.tensor(sum(value for value, _ in numbers), dtype=F64), SUM_ORDER)
+    terms = torch.tensor([value for value, _ in numbers], dtype=F64)
+    assert_sum_close(result.total, terms.sum(), terms, SUM_ORDER)
     assert_close(gradient, torch.tensor([slope for _, slope in numbers], dtype=F64), SUM_ORDER)
     clipped = float(result.metrics["clip_fraction"].total)
     assert (0 < clipped < len(batch)) if term == "cispo" else clipped == 0
@@ -74,7 +75,8 @@ def test_gmpo_is_the_geometric_mean_of_clipped_ratios() -> None:
     signs = torch.tensor([0.7, -1.2, 0.0, 0.4, 0.0], dtype=F64)[batch.sequence_ids]
     batch, stats = batch.with_fields(advantage=signs), random_stats(len(batch))
     loss = PolicyLoss(term="gmpo", clip_low=0.25, clip_high=0.4)
-    result, expected = loss(stats, batch), torch.zeros((), dtype=F64)
+    result = loss(stats, batch)
+    terms = []
     for sequence in (0, 1, 3):
         mine = batch.sequence_ids == sequence
         a, product = float(signs[mine][0]), torch.ones((), dtype=F64)
@@ -82,8 +84,9 @@ def test_gmpo_is_the_geometric_mean_of_clipped_ratios() -> None:
             ratio = (p - old).exp()
             bounded = ratio.clamp(math.exp(-0.25), math.exp(0.4))
             product = product * torch.minimum(ratio * a, bounded * a).abs() / abs(a)
-        expected = expected - a * product ** (1 / int(mine.sum()))
-    assert_close(result.total, expected, SUM_ORDER)
+        terms.append(-a * product ** (1 / int(mine.sum())))
+    expected = torch.stack(terms).sum()
+    assert_sum_close(result.total, expected, terms, SUM_ORDER)
     assert float(result.count) == 3
     actual, wanted = (torch.autograd.grad(x, stats.logprob)[0] for x in (result.total, expected))
     assert_close(actual, wanted, SUM_ORDER)
@@ -97,7 +100,8 @@ def test_penalty_and_bonus_are_added_to_every_term(term: Any) -> None:
     bare = PolicyLoss(term=term)(stats, batch)
     both = PolicyLoss(term=term, kl_coef=0.3, kl_estimator="k2", entropy_coef=0.1)(stats, batch)
     kl = 0.5 * (stats.logprob - batch.fields["reference_logprob"]) ** 2
-    assert_close(both.total, bare.total + 0.3 * kl.sum() - 0.1 * stats.entropy.sum(), SUM_ORDER)
+    terms = (bare.total, 0.3 * kl.sum(), -0.1 * stats.entropy.sum())
+    assert_sum_close(both.total, torch.stack(terms).sum(), terms, SUM_ORDER)
     assert both.metrics.keys() == PolicyLoss(kl_coef=0.3)(stats, batch).metrics.keys()
 
 
@@ -120,8 +124,10 @@ def test_values_and_gradients_are_those_of_trl(name: str, trl: Mapping[str, Any]
     result = PolicyLoss(**settings)(TokenStats(logprob, numbers["entropy"]), batch)
     loss = result.total / result.count
     (gradient,) = torch.autograd.grad(loss, logprob)
-    assert_close(loss, torch.tensor(trl[name]["loss"], dtype=F64), SUM_ORDER)
-    assert_close(gradient, torch.tensor(trl[name]["gradient"], dtype=F64), SUM_ORDER)
+    expected = torch.tensor(trl[name]["gradient"], dtype=F64)
+    # A term's derivative in its log-prob is of the size of the term: A e^d for the ratio, as for A.
+    assert_sum_close(loss, torch.tensor(trl[name]["loss"], dtype=F64), expected, SUM_ORDER)
+    assert_close(gradient, expected, SUM_ORDER)
 
 
 OWN = '''
@@ -212,7 +218,8 @@ def test_an_own_loss_takes_the_place_of_the_term_alone(folder: Path) -> None:
     term = -batch.fields["advantage"] * ratio.clamp(max=1.1) * stats.logprob
     d = stats.logprob - batch.fields["reference_logprob"]
     token = term + 0.3 * (torch.expm1(-d) + d) - 0.1 * stats.entropy
-    assert_close(result.total, (batch.fields["weight"] * token).sum(), SUM_ORDER)
+    terms = batch.fields["weight"] * token
+    assert_sum_close(result.total, terms.sum(), terms, SUM_ORDER)
     assert float(result.count) == float(batch.fields["count"].sum())
     assert float(result.metrics["capped"].total) == float((ratio > 1.1).sum()) > 0
     assert result.metrics.keys() == {"capped", "kl_mean", "entropy_mean"}

@@ -13,7 +13,7 @@ from dovetail.batch.packed import PackedBatch, Sequence
 from dovetail.errors import ConfigError, DataError
 from dovetail.nn.heads import is_separable
 from dovetail.rl.preference_losses import CPOLoss, DPOLoss, KTOLoss, ORPOLoss, RewardLoss, last_tokens, nll_fields
-from tests.tolerances import OP_FP32, SUM_ORDER, assert_close
+from tests.tolerances import OP_FP32, SUM_ORDER, assert_close, assert_sum_close
 from tests.unit.of_trl import of_trl
 from tests.unit.preference_numbers import CHOSEN, KL, LABELS, PROMPTS, REJECTED, TRL_PREFERENCES, random_logits
 from tests.unit.test_losses import counted
@@ -93,22 +93,25 @@ def test_transcriptions_by_pair() -> None:
         sums.append(float(own[mask].sum()))
         means.append(float(own[mask].mean()))
         ratios.append(float((own - ref)[mask].sum()))
+    rewards = 0.1 * torch.tensor(ratios, dtype=F64)  # beta 0.3 over 3 pairs
     margins = [0.3 * (a - b) for a, b in zip(ratios[::2], ratios[1::2], strict=True)]
     result = our_loss("dpo", {"beta": 0.3, "label_smoothing": 0.2}, logits)
     expected = sum(-0.8 * log_sigmoid(m) - 0.2 * log_sigmoid(-m) for m in margins)
     assert_close(result.total, torch.tensor(expected, dtype=F64), SUM_ORDER)
-    metrics = {name: float(s.total / s.count) for name, s in result.metrics.items()}
-    assert metrics["rewards/margins"] == pytest.approx(sum(margins) / 3, rel=SUM_ORDER)
-    assert metrics["rewards/chosen"] == pytest.approx(0.3 * sum(ratios[::2]) / 3, rel=SUM_ORDER)
-    assert metrics["rewards/accuracies"] == pytest.approx(sum(m > 0 for m in margins) / 3)
-    assert metrics["logps/rejected"] == pytest.approx(sum(sums[1::2]) / 3, rel=SUM_ORDER)
+    metrics = {name: s.total / s.count for name, s in result.metrics.items()}
+    chosen, rejected = rewards[::2], rewards[1::2]
+    assert_sum_close(metrics["rewards/margins"], (chosen - rejected).sum(), rewards, SUM_ORDER)
+    assert_sum_close(metrics["rewards/chosen"], chosen.sum(), chosen, SUM_ORDER)
+    assert float(metrics["rewards/accuracies"]) == pytest.approx(sum(m > 0 for m in margins) / 3)
+    assert float(metrics["logps/rejected"]) == pytest.approx(sum(sums[1::2]) / 3, rel=SUM_ORDER)
 
     odds = [math.log(math.exp(x) / (1 - math.exp(x))) for x in means]
     ratio = sum(log_sigmoid(a - b) for a, b in zip(odds[::2], odds[1::2], strict=True))
     result = our_loss("orpo", {"beta": 0.3}, logits)
     nll, tokens = result.metrics["nll_loss"]
     assert float(tokens) == sum(len(ids) - 1 for ids in CHOSEN)  # prompts, too
-    assert_close(result.total, 3 * nll / tokens - 0.3 * ratio, SUM_ORDER)
+    terms = (3 * nll / tokens, torch.tensor(-0.3 * ratio, dtype=F64))
+    assert_sum_close(result.total, terms[0] + terms[1], terms, SUM_ORDER)
 
 
 def test_padding_and_empty_micro_batches() -> None:
