@@ -100,7 +100,7 @@ def test_a_sum_of_rewards_is_that_of_its_parts(layout: str, model: Path, reward_
 @pytest.mark.parametrize(
     ("reward", "words"),
     [
-        ([{"import": "mine:length"}, {"import": "mine:fails"}], "fails: RuntimeError: broken on purpose"),
+        ([{"import": "mine:length"}, {"import": "mine:fails"}], "completion 'c': RuntimeError: broken on purpose"),
         ([{"import": "mine:nothing"}, {"import": "mine:nothing"}], "3 steps in a row have no sample with a reward"),
         ([{"import": "mine:length"}, {"import": "mine:absent"}], "mine.py has no function 'absent'; it has "),
         ([{"import": "mine:length", "wieght": 2}], "unknown key reward.wieght; did you mean reward.weight?"),

@@ -217,11 +217,11 @@ def test_a_finished_run_of_another_recipe_is_refused(
         assert told.out == ""
 
 
-def test_modules_of_rewards_are_found_without_being_run(started: list[object]) -> None:
+def test_modules_of_losses_are_found_without_being_run(started: list[object]) -> None:
     Path("mine.py").write_text("raise RuntimeError\ndef f(): ...")
-    argv = ["train", "R.yaml", "algorithm.name=grpo", "layout.tp=8", "reward.workers=1"]
+    argv = ["train", "R.yaml", "algorithm.name=grpo", "layout.tp=8"]
     for module, name in (("mine", "f"), ("json.decoder", "any_name")):
-        assert run_command([*argv, f"reward.import={module}:{name}"]) == 0
+        assert run_command([*argv, f"algorithm.advantage.import={module}:{name}"]) == 0
     assert len(started) == 2
 
 

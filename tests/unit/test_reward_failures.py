@@ -192,7 +192,7 @@ def test_a_sum_with_a_failed_term_is_dropped_and_none_counts_nothing() -> None:
 def test_a_worker_whose_runner_is_gone_ends_without_a_word() -> None:
     setup = {"id": 0, "name": "exact_match", "function": None, "address": None, "options": {}, "directory": None}
     command = [sys.executable, "-c", "from dovetail.rewards.worker import main; main()"]
-    for sent in ("", json.dumps({**setup, "timeout": 1.0, "metric": False}) + "\n"):
+    for sent in ("", json.dumps({**setup, "timeout": 1.0, "metric": False, "log": None, "columns": None}) + "\n"):
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as worker:
             assert worker.stdin is not None and worker.stdout is not None and worker.stderr is not None
             worker.stdout.close()

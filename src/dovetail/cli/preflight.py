@@ -5,7 +5,7 @@ import ast
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from importlib.machinery import PathFinder
@@ -24,6 +24,7 @@ from dovetail.data.rows import JsonRow
 from dovetail.errors import CheckpointError, ConfigError, LayoutError, UserError, listing
 from dovetail.factory.engines import connect
 from dovetail.factory.layouts import check_layout, max_positions, sampling_layout
+from dovetail.factory.reward_trial import try_reward
 from dovetail.factory.rows import Columns, RowCheck, Template, columns_of, read_answer, sources_of
 from dovetail.launch.engines import engine_key
 from dovetail.launch.process import complain
@@ -173,7 +174,7 @@ def _train(args: argparse.Namespace, layout: Layout, mistakes: Mistakes, device:
     policy = mistakes.of(read_model, recipe.model.path, recipe.model.engine)
     if policy is not None:
         mistakes.of(check_layout, policy.spec, layout)
-    _check_rows(recipe, policy, mistakes)
+    firsts = _check_rows(recipe, policy, mistakes)
     trained, folder, algorithm = [policy], Path(args.recipe).parent, recipe.algorithm
     for what, section in algorithm:
         if isinstance(section, FunctionSection | LossSection) and section.function is not None:
@@ -190,23 +191,24 @@ def _train(args: argparse.Namespace, layout: Layout, mistakes: Mistakes, device:
         trained += [model] if key == "critic" else []
     if algorithm.samples:
         _check_rl(recipe, folder, policy, layout, mistakes)
+    if isinstance(algorithm, PolicyGradient):
+        _check_rewards(recipe, folder, firsts, mistakes)
     offloads = recipe.trainer.offload_optimizer and device != "cpu"
     each = TRAINED_BYTES - (MOMENT_BYTES if offloads or recipe.optim.name != "adamw" else 0)
     return sum(model.parameters * each for model in trained if model is not None)
 
 
-def _check_rows(recipe: Recipe, policy: Model | None, mistakes: Mistakes) -> JsonRow | None:
-    """The first row of data.train."""
+def _check_rows(recipe: Recipe, policy: Model | None, mistakes: Mistakes) -> list[list[JsonRow]]:
+    """The first rows of each source, those of data.train first; none where they are not known."""
     data, template = recipe.data, Template.unknown()
     if policy is not None:
         mistakes.of(refuse_without_tokenizer, policy.path, side_files(policy.path))
         template = mistakes.of(Template.of, policy.path, data.chat_template) or template
     check = RowCheck(columns_of(recipe), template, recipe.algorithm.samples)
-    firsts: list[JsonRow | None] = []
-    for given in (data.train, data.eval, *(each.data for each in recipe.eval.sets)):
-        sources = sources_of(data, given)
-        firsts += [mistakes.of(check.first_of, each, mistakes.notes.append) for each in sources]
-    return firsts[0]
+    named = (data.train, data.eval, *(each.data for each in recipe.eval.sets))
+    sources = [source for given in named for source in sources_of(data, given)]
+    note = mistakes.notes.append
+    return [mistakes.of(check.first_of, source, note) or [] for source in sources]
 
 
 def _check_rl(recipe: Recipe, folder: Path, policy: Model | None, layout: Layout, mistakes: Mistakes) -> None:
@@ -223,11 +225,20 @@ def _check_rl(recipe: Recipe, folder: Path, policy: Model | None, layout: Layout
         mistakes.of(connect, recipe, rollout.engines, engine_key(), None if policy is None else policy.spec.vocab_size)
     for metric in [metric for each in recipe.eval.sets for metric in each.metrics if ":" in metric]:
         mistakes.of(_check_function, "eval.sets: metric", metric, folder)
-    for part in recipe.reward.labelled().values() if isinstance(recipe.algorithm, PolicyGradient) else ():
+
+
+def _check_rewards(recipe: Recipe, folder: Path, firsts: Sequence[Sequence[JsonRow]], mistakes: Mistakes) -> None:
+    """Try them, if nothing else is wrong. firsts: rows of each source, none where unknown."""
+    parts = recipe.reward.labelled().values()
+    for part in parts:
         if part.function is not None:
             mistakes.of(_check_function, "reward", part.function, folder)
         elif part.name is not None:
             mistakes.of(refuse_unknown, part.name, "reward.name=")
+    samples = recipe.rollout.samples_per_prompt
+    for part in parts if not mistakes.errors else ():
+        if part.function is not None or part.name is not None:
+            mistakes.of(try_reward, part, folder, firsts if all(firsts) else [], samples)
 
 
 def _others(recipe: Recipe) -> Iterator[tuple[str, str | None, LayoutSection | None]]:

@@ -1,10 +1,11 @@
 """The columns that each kind of training reads. Imports no torch."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from dovetail.data.rows import JsonRow
 from dovetail.errors import quoted
 
+OWN = ("id", "prompt", "answer", "input_ids", "images", "videos")
 ScoreColumn = Literal["input_ids", "completion"]
 SftColumn = Literal["messages", "text", "input_ids", "completion"]
 
@@ -22,6 +23,11 @@ def prompt_column(row: JsonRow, *, answers: bool) -> Literal["prompt", "input_id
         return "input_ids"
     row.require("prompt")
     return "prompt"
+
+
+def extra_columns(row: JsonRow) -> dict[str, Any]:
+    """What rewards get of an RL row beside its prompt and answer."""
+    return {key: value for key, value in row.given.items() if key not in OWN}
 
 
 def sft_column(row: JsonRow) -> SftColumn:

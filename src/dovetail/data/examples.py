@@ -7,7 +7,7 @@ from typing import Any, Literal, TypedDict, TypeVar, Unpack
 
 from dovetail.batch.packed import Media, Sequence
 from dovetail.data.chat import Chat, Renderer
-from dovetail.data.columns import is_pair, prompt_column, score_column, sft_column
+from dovetail.data.columns import extra_columns, is_pair, prompt_column, score_column, sft_column
 from dovetail.data.encode import Encoder, Tokenizer, labelled
 from dovetail.data.files import Source, as_source
 from dovetail.data.formats import no_rows, rows_of
@@ -73,8 +73,7 @@ def load_prompts(
 
     def example(index: int | str, row: JsonRow) -> Prompt:
         column = prompt_column(row, answers=answers)
-        own = {"id", "prompt", "answer", "input_ids", "images", "videos"}
-        columns = {key: value for key, value in row.given.items() if key not in own}
+        columns = extra_columns(row)
         prompt: Any = ""
         if column == "input_ids":
             ids, media = encode.input_ids(row)

@@ -66,17 +66,16 @@ class RowCheck:
     template: Template
     is_prompt: bool = False
 
-    def first_of(self, source: Source, say: Callable[[str], None]) -> JsonRow | None:
-        """The first row of `source`. DataError for the first bad one of those that are read."""
-        first: JsonRow | None = None
-        noted = set[str]()
+    def first_of(self, source: Source, say: Callable[[str], None]) -> list[JsonRow]:
+        """The first rows of `source`. DataError for the first bad one."""
+        rows, noted = list[JsonRow](), set[str]()
         for row in first_rows(source):
-            first = first or row
+            rows.append(row)
             for note in self._notes(row):
                 if note not in noted:
                     say(f"{row.path}:{row.line}: the prompt {note}")
                 noted.add(note)
-        return first
+        return rows
 
     def _notes(self, row: JsonRow) -> list[str]:
         messages = self._messages(row)

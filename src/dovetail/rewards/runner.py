@@ -6,12 +6,13 @@ import os
 import random
 import secrets
 import selectors
+import shutil
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from dovetail.errors import ConfigError, DataError, quoted
 from dovetail.jsonl import as_text
@@ -50,6 +51,7 @@ class CallLimits:
     metric: bool = False  # one number may be that of all samples of a call
     workers: int = 1
     concurrency: int = 16  # calls of an async function at a time in each worker
+    columns: Seq[str] | None = None  # of the rows, if they are known
 
 
 def refuse_unknown(name: str | None, key: str) -> None:
@@ -65,6 +67,7 @@ class RewardRunner:
     """Workers of one reward, replaced if they die or exceed `timeout` seconds. ConfigError if it cannot be loaded.
 
     function: module:function of `directory`. address: arguments of `Judge` or `RemoteModel`.
+    output: a file for what workers print, instead of standard error; see `log_to`.
     """
 
     def __init__(
@@ -77,12 +80,14 @@ class RewardRunner:
         directory: Path | str | None = None,
         timeout: float = 10.0,
         limits: "CallLimits | None" = None,
+        output: IO[bytes] | None = None,
     ) -> None:
         if function is None and address is None:
             refuse_unknown(name, "reward.name=")
         self._limits = limits or CallLimits()
         self._timeout = min(timeout, LONGEST)
         self._calls_at_a_time = 1
+        self.is_async = False  # whether calls are awaited
         self.watch: Callable[[int, int], None] | None = None
         self._setup = {
             "name": name,
@@ -92,8 +97,11 @@ class RewardRunner:
             "directory": None if directory is None else str(Path(directory).resolve()),
             "timeout": self._timeout,
             "metric": self._limits.metric,
+            "columns": self._limits.columns,
+            "log": None,
         }
-        self._workers = [_Worker(self._setup) for _ in range(self._limits.workers)]
+        self._output = output
+        self._workers = [_Worker(self._setup, self._output) for _ in range(self._limits.workers)]
         for worker in self._workers:
             self._await_ready(worker)
 
@@ -144,6 +152,16 @@ class RewardRunner:
             by_group.setdefault(key, []).append(index)
         return random.Random(0).sample(list(by_group.values()), len(by_group))
 
+    def log_to(self, path: Path) -> None:
+        """Append to `path` what workers print from now on, and what `output` holds."""
+        self._setup["log"] = str(path.resolve())
+        if self._output is not None:
+            self._output.seek(0)
+            with path.open("ab") as log:
+                shutil.copyfileobj(self._output, log)
+        for worker in self._workers:
+            worker.send({"log": self._setup["log"]})
+
     def close(self) -> None:
         for worker in self._workers:
             worker.ask_to_end()
@@ -159,7 +177,7 @@ class RewardRunner:
 
     def _replace(self, worker: "_Worker") -> "_Worker":
         worker.kill()
-        fresh = self._workers[self._workers.index(worker)] = _Worker(self._setup)
+        fresh = self._workers[self._workers.index(worker)] = _Worker(self._setup, self._output)
         self._await_ready(fresh)
         return fresh
 
@@ -172,6 +190,7 @@ class RewardRunner:
         cause = "it did not load in time or ended its process" if answer is None else answer[0].error
         if answer is not None and answer[0].value:
             self._calls_at_a_time = self._limits.concurrency
+            self.is_async = True
         if cause is not None:
             self.close()
             name = self._setup["function"] or self._setup["name"] or "at an address"
@@ -187,8 +206,9 @@ def _hopeless(results: Seq[RewardResult | None], most_errors: float) -> bool:
 class _Worker:
     """The keeper of a reward process; messages are JSON lines."""
 
-    def __init__(self, setup: Mapping[str, Any]) -> None:
-        self._process = start_worker("dovetail.rewards.worker")
+    def __init__(self, setup: Mapping[str, Any], output: IO[bytes] | None) -> None:
+        files = [] if output is None else [output.fileno()]
+        self._process = start_worker("dovetail.rewards.worker", *map(str, files), files=files)
         assert self._process.stdin is not None and self._process.stdout is not None
         self._requests, self.answers = self._process.stdin, self._process.stdout
         os.set_blocking(self.answers.fileno(), False)

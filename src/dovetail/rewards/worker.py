@@ -31,8 +31,10 @@ OURS = (str(Path(__file__).parents[1]) + os.sep, "<frozen ", "<string>", importl
 POSITIONAL = frozenset({"completion", "answer", "_answer", "finish", "_finish"})  # of every built-in
 VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 VERL_BATCH = tuple(f"{name}s" for name in VERL)
+OF_TRL = ("prompts", "completions", "answer", "finish")  # what the form of TRL gets
 ONLY_IN_TRL = ("completion_ids", "trainer_state", "log_extra", "log_metric", "environments")
 _MOST_TEXT = 1000  # characters of an exception
+OUTPUT = 2  # in sys.argv, behind sys.path: a file for what is printed
 END_SECONDS = 10.0  # for killed processes to be gone
 POLL_MILLISECONDS = 1000.0
 LONGER = "where it needs longer, raise reward.timeout_seconds"
@@ -71,6 +73,8 @@ def main() -> NoReturn:
     requests, answers = os.fdopen(os.dup(0), encoding="utf-8"), os.fdopen(os.dup(1), "w", buffering=1)
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)  # user code must not read requests or write answers
+    if len(sys.argv) > OUTPUT:
+        os.dup2(int(sys.argv[OUTPUT]), 2)
     os.dup2(2, 1)
     with suppress(BrokenPipeError):
         _answer(requests, answers)
@@ -82,6 +86,8 @@ def _answer(requests: TextIO, answers: TextIO) -> None:
         return
     setup: dict[str, Any] = loads(first)
     loaded: tuple[Scorer, bool] | None = None
+    if setup["log"] is not None:
+        _print_to(setup["log"])
     with CapturedOutput() as caught:
         loaded = load(setup)
     ready = {"value": float(loaded is not None and loaded[1]), "error": caught.error}
@@ -89,9 +95,20 @@ def _answer(requests: TextIO, answers: TextIO) -> None:
     if loaded is not None:
         for line in requests:
             request = loads(line)
+            if "log" in request:
+                _print_to(request["log"])
+                continue
             results = run_calls(*loaded, request["calls"], setup["timeout"])
             sys.stdout.flush()  # what the function printed
             answers.write(dumps({"id": request["id"], "results": results}) + "\n")
+
+
+def _print_to(log: str) -> None:
+    """Append to a file what is printed from now on."""
+    sys.stdout.flush()
+    with suppress(OSError), open(log, "ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
 
 
 def _keep(child: int) -> NoReturn:
@@ -188,11 +205,12 @@ def load(setup: Mapping[str, Any]) -> tuple[Scorer, bool]:
     if not takes_all:
         _check_options(options, frozenset(parameters))
     needed = _needed(function, parameters, options)
+    if setup["columns"] is not None and "completions" in parameters:
+        _refuse_lacking(function, needed, [*OF_TRL, *setup["columns"], *options])
 
     def call(arguments: dict[str, Any]) -> Any:
         given = {**arguments, **options}
-        if lacking := [name for name in needed if name not in given]:
-            raise TypeError(f"{function} needs {', '.join(lacking)}, but the rows give {', '.join(arguments)}")
+        _refuse_lacking(function, needed, [*arguments, *options])
         value = reward(**{key: value for key, value in given.items() if takes_all or key in parameters})
         if not asynchronous and inspect.iscoroutine(value):
             value.close()
@@ -232,11 +250,17 @@ def _needed(function: str, parameters: Mapping[str, inspect.Parameter], options:
     needed = [p.name for p in required if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     verl = next((names for names in (VERL, VERL_BATCH) if names[1] in parameters), None)
     if never := [name for name in needed if (name not in verl if verl else name in ONLY_IN_TRL)]:
-        given = ", ".join(verl or ("prompts", "completions", "answer", "finish", "the columns of the rows"))
+        given = ", ".join(verl or (*OF_TRL, "the columns of the rows"))
         raise TypeError(
             f"{function} needs {', '.join(never)}, which no reward is given; it gets {given}, and reward.options"
         )
     return needed
+
+
+def _refuse_lacking(function: str, needed: Seq[str], given: Seq[str]) -> None:
+    if lacking := [name for name in needed if name not in given]:
+        needs = f"{function} needs {', '.join(lacking)}"
+        raise TypeError(f"{needs}, but the rows give {', '.join(given)}")
 
 
 def _check_options(options: Mapping[str, Any], accepted: frozenset[str]) -> None:
