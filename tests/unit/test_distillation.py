@@ -4,17 +4,19 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 import dovetail as dt
 from bench.models import one_rank
+from dovetail.batch.loss import TokenStats
 from dovetail.engine.teacher import Teacher, evaluate
 from dovetail.errors import ConfigError, ModelError
 from dovetail.recipe.schema import make_recipe
 from dovetail.rl.distillation import DistillationLoss
-from dovetail.rl.distillation_task import prompt_of
+from dovetail.rl.distillation_task import DistillationTask, prompt_of
 from examples import distillation
 from tests.golden.job import MODEL, RL_ROWS, SFT_ROWS, play, sft, write_inputs
 from tests.tolerances import SUM_ORDER
@@ -78,6 +80,28 @@ def test_a_model_that_is_its_own_teacher_has_nothing_to_learn(inputs: Path) -> N
     batch, states = Teacher.of(engine, engine).read(dt.PackedBatch.pack(rows))
     report = evaluate(engine, batch, DistillationLoss(teacher=states))
     assert abs(report.loss) < SUM_ORDER and abs(report.metrics["sampled_reverse_kl"]) < SUM_ORDER
+
+
+@pytest.mark.parametrize(("epochs", "mini_batches", "scored"), [(1, 1, 0), (2, 1, 1), (1, 2, 1), (2, 2, 1)])
+def test_samples_are_scored_before_several_updates(epochs: int, mini_batches: int, scored: int, tmp_path: Path) -> None:
+    """From the second update on the policy is another one than the samples were scored with."""
+    algorithm = {
+        "name": "distillation",
+        "divergence": "sampled_reverse_kl",
+        "lmbda": 1.0,
+        "epochs": epochs,
+        "num_mini_batches": mini_batches,
+    }
+    given = {"data": {"train": "rows"}, "teacher": {"path": "t"}, "algorithm": algorithm}
+    recipe = make_recipe({"model": {"path": "m"}, "run_dir": str(tmp_path), **given})
+    engines = [mock.Mock(), mock.Mock()]
+    for engine in engines:
+        engine.score = mock.Mock(side_effect=lambda batch: TokenStats(*torch.ones(2, len(batch))))
+    policy, teacher = engines
+    task = DistillationTask(recipe=recipe, policy=policy, teacher=teacher, rows=[], held_out=[])
+    batch, _ = task._taught(dt.PackedBatch.pack([[3, 4, 5]]))
+    assert ("old_logprob" in batch.fields, policy.score.call_count) == (bool(scored), scored)
+    assert "teacher_logprob" in batch.fields and teacher.score.call_count == 1
 
 
 def test_prompts_of_rows() -> None:

@@ -93,15 +93,21 @@ def test_given_experts_replace_the_choice_and_gather_live_scores() -> None:
     assert_close(weights, 2 * scores / scores.sum(-1, keepdim=True), OP_FP64)
 
 
-def test_balance_costs_are_those_of_the_formula() -> None:
-    """By sequence, without padding; and what they add to the gradient of the router is their own."""
-    router, x = router_of(), hidden()
+@pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
+def test_balance_costs_are_those_of_the_formula(scores: str) -> None:
+    """By sequence, without padding; and what they add to the gradient of the router is their own.
+
+    The shares of a token's experts sum to 1, of sigmoids too (DeepSeek-V3, equation 19).
+    """
+    router, x = router_of(scores=scores), hidden()
     b = balance(aux_coef=0.7, z_coef=0.3, weight=0.5)
     routes = Routes(balance=b)
     indices, weights = router(x, routes)
     (grad,) = torch.autograd.grad((weights * 0).sum(), router.weight)
     logits = x @ router.weight.T
-    p, cost = logits.softmax(-1), torch.zeros((), dtype=torch.float64)
+    gates = logits.sigmoid()
+    p = logits.softmax(-1) if scores == "softmax" else gates / gates.sum(-1, keepdim=True)
+    cost = torch.zeros((), dtype=torch.float64)
     for sequence, length in enumerate(b.lengths.tolist()):
         mine = (b.owner == sequence) & b.counted
         f = torch.bincount(indices[mine].flatten(), minlength=E).to(torch.float64) * E / (K * length)

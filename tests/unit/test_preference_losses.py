@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from decimal import Decimal, localcontext
 from typing import Any
 
 import pytest
@@ -12,7 +13,16 @@ from dovetail.batch.loss import Loss, TokenStats
 from dovetail.batch.packed import PackedBatch, Sequence
 from dovetail.errors import ConfigError, DataError
 from dovetail.nn.heads import is_separable
-from dovetail.rl.preference_losses import CPOLoss, DPOLoss, KTOLoss, ORPOLoss, RewardLoss, last_tokens, nll_fields
+from dovetail.rl.preference_losses import (
+    CPOLoss,
+    DPOLoss,
+    KTOLoss,
+    ORPOLoss,
+    RewardLoss,
+    _log1mexp,
+    last_tokens,
+    nll_fields,
+)
 from tests.tolerances import OP_FP32, SUM_ORDER, assert_close, assert_sum_close
 from tests.unit.of_trl import of_trl
 from tests.unit.preference_numbers import CHOSEN, KL, LABELS, PROMPTS, REJECTED, TRL_PREFERENCES, random_logits
@@ -112,6 +122,21 @@ def test_transcriptions_by_pair() -> None:
     assert float(tokens) == sum(len(ids) - 1 for ids in CHOSEN)  # prompts, too
     terms = (3 * nll / tokens, torch.tensor(-0.3 * ratio, dtype=F64))
     assert_sum_close(result.total, terms[0] + terms[1], terms, SUM_ORDER)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_log1mexp_loses_no_digit_near_either_end(dtype: torch.dtype) -> None:
+    """Against 50 decimal digits; 1 - e^x has none left for a small x, nor log of what is near 1."""
+    tolerance = OP_FP32 if dtype == torch.float32 else SUM_ORDER
+    points = [-50.0, -30.0, -5.0, -0.7, -0.69, -0.1, -1e-3, -1e-6, -1e-12]
+    x = torch.tensor(points, dtype=dtype)
+    with localcontext() as context:
+        context.prec = 50
+        given = [Decimal(value) for value in x.double().tolist()]
+        expected = [float((1 - value.exp()).ln()) for value in given]
+    for number, value in enumerate(expected):
+        found = _log1mexp(x[number : number + 1]).double()
+        assert_close(found, torch.tensor([value], dtype=F64), tolerance, f"x = {points[number]}")
 
 
 def test_padding_and_empty_micro_batches() -> None:

@@ -17,7 +17,7 @@ from dovetail.checkpoint.reader import ShardedReader
 from dovetail.checkpoint.retention import saved_steps
 from dovetail.errors import CheckpointError, ConfigError
 from dovetail.parallel.mesh import Mesh
-from dovetail.recipe.schema import make_recipe
+from dovetail.recipe.schema import load_recipe, make_recipe
 from dovetail.rl.tasks import step_rows
 from dovetail.run.changes import refuse
 from dovetail.run.directory import RunDirectory
@@ -159,6 +159,18 @@ def folder(begun: Path, tmp_path: Path) -> Path:
     copy = Path(shutil.copytree(begun, tmp_path / "job", symlinks=True))
     (copy / "r.yaml").write_text((begun / "r.yaml").read_text().replace(str(begun), str(copy)))
     return copy
+
+
+@pytest.mark.parametrize(
+    ("override", "repeats"),
+    [("trainer.save_every=1", True), ("trainer.save_every=2", True), ("optim.lr=0.5", False)],
+)
+def test_policies_are_made_again_where_no_change_moves_them(override: str, repeats: bool, begun: Path) -> None:
+    """Groups that later policies have sampled are of use only to them: docs/async.md."""
+    recipe = load_recipe(str(begun / "r.yaml"), [override])
+    keys = recipe.model_dump(mode="json", by_alias=True)
+    found = find(begun / "run", Mesh.solo(), "auto", keys)
+    assert found is not None and found.repeats == repeats
 
 
 def test_allowed_changes_by_command(folder: Path) -> None:

@@ -106,6 +106,20 @@ def test_cut_equals_its_definition_by_sorting(columns: int, top_k: int, top_p: f
     assert torch.equal(cut(weights, top_k, top_p), nucleus_by_sorting(weights, top_k, top_p))
 
 
+def test_the_nucleus_of_a_row_is_its_own() -> None:
+    """The row whose nucleus is the first token's leaves that of a flat row whole: 3,905 ids."""
+    draw = torch.Generator().manual_seed(0)
+    flat = torch.rand(5000, generator=draw, dtype=torch.float64) + 0.5
+    peaked = flat.clone()
+    peaked[3] = 1e9
+    weights = torch.stack([peaked, flat])
+    found = cut(weights, 0, 0.85)
+    assert torch.equal(found, nucleus_by_sorting(weights, 0, 0.85))
+    for row, alone in zip(found, weights, strict=True):
+        assert torch.equal(row, cut(alone[None], 0, 0.85)[0])
+    assert found.count_nonzero(-1).tolist()[0] == 1 and int(found[1].count_nonzero()) > 2048
+
+
 def test_tied_tokens_stay_or_go_together() -> None:
     weights = torch.tensor([[1.0, 4.0, 2.0, 2.0, 0.5]])
     assert cut(weights, 2, 1.0).tolist() == [[0.0, 4.0, 2.0, 2.0, 0.0]]

@@ -2,27 +2,32 @@
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from dovetail.errors import MachineError
-from dovetail.factory.job import Builder
+from dovetail.factory.job import Builder, Job
 from dovetail.factory.remote import make_stream
 from dovetail.factory.trainer import run_job
 from dovetail.launch.progress import Progress
+from dovetail.parallel.mesh import Mesh
 from dovetail.parallel.process_group import StopSignal, temporary_process_group
 from dovetail.recipe.schema import load_recipe
 from dovetail.rl.experience import Sample
 from dovetail.rl.tasks import RLTask, step_rows
-from dovetail.rollout.base import SamplingParams
+from dovetail.rollout.base import Prompt, SamplingParams
 from dovetail.rollout.remote.wire import Request
+from dovetail.rollout.stream import StreamSampler
+from dovetail.run.directory import POLICY
 from tests.checkpoints import assert_same_tensors, tensors_of
 from tests.commands.program import _as_rank, _captured, make_model, read_rows, write_recipe, write_rows
 from tests.harness import run
@@ -179,6 +184,52 @@ def test_a_changed_run_keeps_the_groups_of_policies_that_it_has(recipe: Path, po
         train(recipe, *given, "trainer.max_lag=3")
     assert [row["step"] for row in metrics(tmp_path / "run")] == [1, 2, 3, 4, 5]
     assert not seeds(engine.requests[asked:]) & seeds_of(4)
+
+
+@pytest.mark.parametrize(
+    ("deterministic", "resumed", "repeats"),
+    [
+        (True, SimpleNamespace(repeats=True), True),
+        (True, SimpleNamespace(repeats=False), False),
+        (False, SimpleNamespace(repeats=True), False),
+        (True, None, False),
+    ],
+)
+def test_groups_of_later_policies_stay_where_these_are_made_again(
+    deterministic: bool, resumed: Any, repeats: bool
+) -> None:
+    recipe: Any = SimpleNamespace(trainer=SimpleNamespace(deterministic=deterministic))
+    stream = mock.Mock()
+    stream.resume.return_value = ["3 groups"]
+    run = mock.Mock(resumed=resumed)
+    contents: Any = SimpleNamespace(engines={POLICY: mock.Mock()})
+    given: Any = {"recipe": recipe, "run": run, "contents": contents, "stream": stream}
+    with mock.patch("dovetail.factory.job.compile_kernels"):
+        Job(task=mock.Mock(), rewards=None, at_close=ExitStack(), **given).start()
+    stream.resume.assert_called_once_with(repeats=repeats)
+    run.say.assert_called_once_with("sampled again: 3 groups")
+
+
+@pytest.mark.parametrize(
+    ("change", "of_step"),
+    [
+        ({}, True),
+        ({"step": 1}, False),
+        ({"temperature": 0.0}, False),
+        ({"seed": 7}, False),
+        ({"samples": 1}, False),
+    ],
+)
+def test_a_step_alone_takes_its_groups(change: dict[str, Any], of_step: bool) -> None:
+    """An evaluation before the first step has as many prompts, and step 0, as that step."""
+    params = SamplingParams(samples=SAMPLES, seed=3)
+    prompts = [Prompt(row, (5, 6)) for row in range(BATCH)]
+    sampler: Any = mock.Mock()
+    sampler.shared.return_value, sampler.sample.return_value = ["of the feed"], ["of the engines"]
+    stream = StreamSampler(sampler, None, Mesh.solo(), params, BATCH, 0)
+    found: Any = stream.sample(prompts, replace(params, **change))
+    assert found == (["of the feed"] if of_step else ["of the engines"])
+    assert stream.step == int(of_step)
 
 
 def test_finished_groups_are_of_the_same_inputs_and_sampling(recipe: Path, tmp_path: Path) -> None:

@@ -214,6 +214,21 @@ def test_patterns_choose_the_matrices_and_adamw_has_a_rate() -> None:
         made(name="muon", options={"matrices": ["layers.1.*.weight"]})
 
 
+def test_a_rate_of_a_group_is_its_own_beside_adamw_lr() -> None:
+    """Of AdamW's parameters: one of a group with a rate, and the others, whose rate is adamw_lr."""
+    own = ParamGroup("head.*", lr=0.03)
+    model, optimizer = made(name="muon", options={"adamw_lr": 0.02}, lr=0.01, groups=(own,))
+    other, adamw = made(lr=0.02, groups=(own,))
+    start = {name: x.detach().clone() for name, x in model.named_parameters()}
+    for trained_one, rule in ((model, optimizer), (other, adamw)):
+        train(trained_one, rule, [0, 1])
+    pairs = dict(other.named_parameters())
+    for name in ("head.weight", "embed.weight", "layers.0.norm.weight"):
+        parameter = model.get_parameter(name)
+        assert torch.equal(parameter, pairs[name]), name
+        assert not torch.equal(parameter, start[name])
+
+
 def test_experts_are_matrices_with_gate_and_up_apart() -> None:
     """Of experts 2 and 3 of four, [4, 10, 6], and columns 3 to 6."""
     local = nn.Parameter(torch.zeros(2, 10, 3))
