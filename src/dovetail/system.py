@@ -121,6 +121,15 @@ def end_children(spared: Iterable[int] = (), seconds: float = math.inf) -> set[i
     return set()
 
 
+def killed_by(number: int, kills_before: int) -> str:
+    """Returns `killed by SIGKILL` and, if known, that memory ran out since `kills_before`."""
+    names = {int(each): each.name for each in signal.Signals}
+    name = f"killed by {names.get(number, f'signal {number}')}"
+    if number == signal.SIGKILL and out_of_memory_kills() > kills_before:
+        return f"{name}: the kernel ended it because memory ran out"
+    return name
+
+
 def _stat(pid: int) -> list[str]:
     try:
         return (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()

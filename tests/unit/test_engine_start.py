@@ -8,12 +8,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dovetail.errors import ConfigError
+from dovetail.errors import ConfigError, MachineError
 from dovetail.factory.engines import engine_start, push_settings
 from dovetail.launch.engines import URLS, EngineStart, running
 from dovetail.recipe.schema import Recipe, make_recipe
@@ -79,15 +80,16 @@ def test_engines_answer_before_the_ranks_start_and_end_with_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5,6,7")
-    with running(start_of(tmp_path, "PORT", count=3), 1, free_port, lambda: False) as variables:
-        urls = variables[URLS].split(",")
+    with running(start_of(tmp_path, "PORT", count=3), 1, free_port, lambda: False) as engines:
+        urls = engines.start_ended()[URLS].split(",")
         assert len(set(urls)) == 3 and all(Client(url).get("/health") == {} for url in urls)
     assert not any(map(is_open, urls))
-    with running(start_of(tmp_path, "PORT", count=1, gpus_each=2), 2, free_port, lambda: False):
+    with running(start_of(tmp_path, "PORT", count=1, gpus_each=2), 2, free_port, lambda: False) as engines:
+        engines.start_ended()
         assert (tmp_path / "logs" / "engine-0.log").read_text().startswith("GPUs 6,7 m\n")
     with pytest.raises(ConfigError, match="2 engines of 2 GPUs and 1 ranks need 5 GPUs, there are 4"):
-        with running(start_of(tmp_path, "PORT", count=2, gpus_each=2), 1, free_port, lambda: False):
-            pass
+        with running(start_of(tmp_path, "PORT", count=2, gpus_each=2), 1, free_port, lambda: False) as engines:
+            engines.start_ended()
 
 
 def test_an_engine_that_does_not_start_is_reported_with_its_last_lines(
@@ -95,20 +97,21 @@ def test_an_engine_that_does_not_start_is_reported_with_its_last_lines(
 ) -> None:
     monkeypatch.setenv("SOME_API_KEY", "sk-quite-secret")
     with pytest.raises(ConfigError, match=r"engine 0 ended with code 1; its log:\n  unknown flag, and a key \*\*\*"):
-        with running(start_of(tmp_path, "wrong"), 1, free_port, lambda: False):
-            pass
+        with running(start_of(tmp_path, "wrong"), 1, free_port, lambda: False) as engines:
+            engines.start_ended()
     busy, begun = free_port(), time.monotonic()
     with pytest.raises(ConfigError, match=r"did not answer within rollout.start.timeout=0.3 s"):
-        with running(start_of(tmp_path, str(busy), timeout=0.3), 1, free_port, lambda: False):
-            pass
+        with running(start_of(tmp_path, str(busy), timeout=0.3), 1, free_port, lambda: False) as engines:
+            engines.start_ended()
     missing = EngineStart(
         commands=[["no-such-vllm"]], gpus_each=0, ranks_on_gpus=False, logs=tmp_path / "logs", timeout=1.0
     )
     with pytest.raises(ConfigError, match=r"no-such-vllm is no program here; name .* rollout.start.command"):
-        with running(missing, 1, free_port, lambda: False):
-            pass
+        with running(missing, 1, free_port, lambda: False) as engines:
+            engines.start_ended()
     stops = itertools.chain([False], itertools.repeat(True))
-    with running(start_of(tmp_path, str(busy)), 1, free_port, lambda: next(stops)):
+    with running(start_of(tmp_path, str(busy)), 1, free_port, lambda: next(stops)) as engines:
+        engines.start_ended()
         assert time.monotonic() - begun < 20
     assert "DOVETAIL_ENGINES" not in os.environ
 
@@ -134,6 +137,48 @@ def test_engines_outlive_a_restart_of_the_ranks_but_not_the_supervisor(tmp_path:
     while is_open(first) and time.monotonic() < until:
         time.sleep(0.02)
     assert not is_open(first)
+
+
+def test_an_engine_that_is_killed_at_its_start_is_a_failure_of_the_machine(tmp_path: Path) -> None:
+    start = replace(start_of(tmp_path), commands=[["sh", "-c", "echo begun; kill -9 $$"]])
+    with pytest.raises(MachineError, match="engine 0 was killed by SIGKILL; its log:\n  begun"):
+        with running(start, 1, free_port, lambda: False) as engines:
+            engines.start_ended()
+
+
+def test_an_engine_that_was_killed_starts_again_and_the_others_go_on(tmp_path: Path) -> None:
+    with running(start_of(tmp_path, "PORT", count=2), 1, free_port, lambda: False) as engines:
+        urls = engines.start_ended()[URLS].split(",")
+        kept, killed = engines.processes.values()
+        killed.kill()
+        killed.wait()
+        again = engines.start_ended()[URLS].split(",")
+        assert again[0] == urls[0] and engines.processes[0] is kept
+        assert all(map(is_open, again))
+    assert not any(map(is_open, again))
+
+
+KILLED_ONCE = """
+import os, sys
+if not os.path.exists("second"):
+    open("second", "w").close()
+    os.kill(os.getpid(), 9)
+os.execv(sys.executable, [sys.executable, "server.py", sys.argv[1]])
+"""
+
+
+def test_restarts_count_for_engines_that_are_killed_at_their_start(tmp_path: Path) -> None:
+    job = JOB.replace('"server.py", "PORT"', '"killed_once.py", "PORT"')
+    texts = {"server": SERVER, "job": job, "rank": "print('trained')", "killed_once": KILLED_ONCE}
+    for name, text in texts.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
+    ended = subprocess.run(
+        [sys.executable, "job.py"], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
+    )
+    assert (ended.returncode, ended.stdout) == (0, "trained\n"), ended
+    assert "engine 0 was killed by SIGKILL" in ended.stderr
+    assert "starting all ranks again" in ended.stderr
 
 
 def is_open(url: str) -> bool:

@@ -11,8 +11,15 @@ from typing import Any
 
 import pytest
 
-from dovetail.errors import DataError
-from dovetail.rewards.runner import FIRST_SAMPLES, CallLimits, RewardInput, RewardResult, RewardRunner, count_errors
+from dovetail.errors import DataError, MachineError
+from dovetail.rewards.runner import (
+    FIRST_SAMPLES,
+    CallLimits,
+    RecentFailures,
+    RewardInput,
+    RewardResult,
+    RewardRunner,
+)
 from dovetail.rl.reward_manager import RewardManager
 from tests.fault.processes import all_gone, is_alive
 
@@ -149,20 +156,86 @@ def test_failures_stop_the_scoring_when_they_are_more_than_may_be(tmp_path: Path
     assert sum(result.scored for result in results) < 100
 
 
+GOOD = RewardResult(1.0)
+BAD = RewardResult(None, "a cause")
+LEFT = RewardResult(None, scored=False)
+
+
 def test_failed_rewards_are_counted_or_end_the_run() -> None:
-    good, bad, left = RewardResult(1.0), RewardResult(None, "a cause"), RewardResult(None, scored=False)
-    assert count_errors([good, RewardResult(None)] * 10, range(20), "step 1") == (0, None)
-    assert count_errors([good] * 38 + [bad] * 2, range(40), "step 1") == (2, "a cause")
+    assert RecentFailures().count([GOOD, RewardResult(None)] * 10, range(20), "step 1") == (0, None)
+    assert RecentFailures().count([GOOD] * 95 + [BAD] * 5, range(100), "step 1") == (5, "a cause")
+    not_scored = r"(the others were not scored); first"
     for results, words in (
-        ([good] * 37 + [bad] * 3, "3 of 40 samples, more than 5%; first cause: a cause, on row 37; fix the reward"),
-        ([good] * 30 + [left] * 7 + [bad] * 3, r"3 of 40 samples, more than 5% (the others were not scored); first"),
         (
-            [left] * 90 + [bad] * 8 + [left] * 902,
-            r"all of the first 8 of 1000 samples (the others were not scored); first",
+            [GOOD] * 94 + [BAD] * 6,
+            "6 of the last 100 samples, more than 5% of 100; first cause: a cause, on row 94; fix",
         ),
+        ([GOOD] * 90 + [LEFT] * 4 + [BAD] * 6, f"6 of the last 100 samples, more than 5% of 100 {not_scored}"),
+        ([LEFT] * 90 + [BAD] * 8 + [LEFT] * 902, f"all of the first 8 of 1000 samples {not_scored}"),
     ):
         with pytest.raises(DataError, match=rf"^step 1: the reward failed on {re.escape(words)}"):
-            count_errors(results, range(len(results)), "step 1")
+            RecentFailures().count(results, range(len(results)), "step 1")
+
+
+def test_failures_of_small_steps_are_counted_over_the_last_64_samples() -> None:
+    failures = RecentFailures()
+    small = [GOOD] * 15 + [BAD]
+    for step in range(3):
+        assert failures.count(small, range(16), f"step {step}") == (1, "a cause"), "3 of 64 are less than 5 %"
+    whole = [GOOD] * 16
+    for step in range(3, 5):
+        assert failures.count(whole, range(16), f"step {step}") == (0, None)
+    assert failures.count(small, range(16), "step 5") == (1, "a cause"), "the first two have left"
+    with pytest.raises(DataError, match="failed on 4 of the last 64 samples, more than 5% of 64; first cause"):
+        failures.count(small[:13] + [BAD] * 3, range(16), "step 6")
+    failures = RecentFailures()
+    with pytest.raises(DataError, match="failed on 4 of the last 4 samples, more than 5% of 64; first cause"):
+        failures.count([BAD] * 4, range(4), "step 1")
+
+
+def test_too_many_killed_processes_are_a_failure_of_the_machine() -> None:
+    killed = RewardResult(None, "the worker process was killed by SIGKILL", killed=True)
+    with pytest.raises(MachineError, match=r"first cause: the worker process was killed by SIGKILL, on row 0$"):
+        RecentFailures().count([killed] * 4 + [GOOD] * 12, range(16), "step 1")
+    with pytest.raises(DataError, match="first cause: a cause, on row 0; fix the reward function"):
+        RecentFailures().count([BAD, *[killed] * 3, *[GOOD] * 12], range(16), "step 1")
+
+
+ENDING = """
+import os, signal
+
+def f(data_source, solution_str, ground_truth, extra_info):
+    victim = {"keeper": os.getppid()}.get(solution_str, os.getpid())
+    if solution_str == "exit":
+        os._exit(3)
+    if solution_str != "ok":
+        os.kill(victim, signal.SIGSEGV if solution_str == "crash" else signal.SIGKILL)
+    signal.pause()
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "words", "killed"),
+    [
+        ("itself", "the worker process was killed by SIGKILL", True),
+        ("keeper", "the worker process was killed by SIGKILL", True),
+        ("crash", "the worker process was killed by SIGSEGV", False),
+        pytest.param("exit", "the worker process died", False, marks=pytest.mark.soak),
+    ],
+)
+def test_the_end_of_a_reward_process_by_the_system_is_told_from_its_own(
+    what: str, words: str, killed: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "ends.py").write_text(ENDING)
+    with RewardRunner(function="ends:f", directory=tmp_path, timeout=600.0) as runner:
+        (result,) = runner.score([RewardInput(completion=what)])
+    assert (result.error, result.killed) == (words, killed)
+
+
+def test_a_reward_that_is_killed_while_it_loads_is_a_failure_of_the_machine(tmp_path: Path) -> None:
+    (tmp_path / "heavy.py").write_text("import os\nos.kill(os.getpid(), 9)\n")
+    with pytest.raises(MachineError, match="cannot be loaded: the worker process was killed by SIGKILL"):
+        RewardRunner(function="heavy:f", directory=tmp_path)
 
 
 class Given:
@@ -187,6 +260,10 @@ def test_a_sum_with_a_failed_term_is_dropped_and_none_counts_nothing() -> None:
         (0.5, None),
         (None, None),
     ]
+    killed = RewardResult(None, "a kill", killed=True)
+    manager = RewardManager({"a": Given(killed), "b": Given(failed)}, (0.5, 2.0))  # type: ignore[dict-item]
+    (result,) = manager([], [], [])
+    assert (result.error, result.killed) == ("a: a kill", True)
 
 
 def test_a_worker_whose_runner_is_gone_ends_without_a_word() -> None:

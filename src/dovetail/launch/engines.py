@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from dovetail import system
-from dovetail.errors import ConfigError
+from dovetail.errors import ConfigError, MachineError
 from dovetail.launch.process import complain, without_secrets
 
 URLS, KEY = "DOVETAIL_ENGINES", "DOVETAIL_ENGINE_KEY"
@@ -41,26 +41,63 @@ def started_engines() -> tuple[str, ...]:
     return tuple(filter(None, os.environ.get(URLS, "").split(",")))
 
 
+class Engines:
+    """The servers of a run. They outlive restarts of the ranks; those that have ended start again."""
+
+    def __init__(
+        self, start: EngineStart, ranks: int, free_port: Callable[[], int], stopped: Callable[[], bool]
+    ) -> None:
+        self.start = start
+        self.free_port = free_port
+        self.stopped = stopped
+        self.gpus = _gpus(start, ranks if start.ranks_on_gpus else 0)
+        self.processes: dict[int, subprocess.Popen[bytes]] = {}
+        self.urls: dict[int, str] = {}
+
+    def start_ended(self) -> dict[str, str]:
+        """Starts servers that do not run, and waits for them. Returns variables for the ranks.
+
+        ConfigError if one ends or does not answer in time, MachineError if one is killed.
+        """
+        self.start.logs.mkdir(parents=True, exist_ok=True)
+        numbers = [i for i in range(len(self.start.commands)) if not self._runs(i)]
+        for number in numbers:
+            self._start(number)
+        if numbers:
+            noun = "engine" if len(numbers) == 1 else "engines"
+            logs = f"their logs are in {self.start.logs}"
+            complain(f"dovetail: waiting for {len(numbers)} {noun}; {logs}\n")
+        _wait(self.start, self.processes, self.urls, self.stopped)
+        return {URLS: ",".join(self.urls[i] for i in sorted(self.urls))}
+
+    def end(self) -> None:
+        _end(list(self.processes.values()))
+
+    def _runs(self, number: int) -> bool:
+        return number in self.processes and self.processes[number].poll() is None
+
+    def _start(self, number: int) -> None:
+        if number in self.processes:
+            _end([self.processes[number]])  # what it has left
+        port = str(self.free_port())
+        environment = {**os.environ, **self.start.environment}
+        if self.gpus is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus[number])
+        words = [port if word == "PORT" else word for word in self.start.commands[number]]
+        self.processes[number] = _started(words, environment, _log(self.start, number))
+        self.urls[number] = f"http://{HOST}:{port}"
+
+
 @contextmanager
 def running(
     start: EngineStart, ranks: int, free_port: Callable[[], int], stopped: Callable[[], bool]
-) -> Iterator[dict[str, str]]:
-    """Yields variables for the ranks. ConfigError if a server ends or does not answer in time."""
-    gpus = _gpus(start, ranks if start.ranks_on_gpus else 0)
-    start.logs.mkdir(parents=True, exist_ok=True)
-    processes, urls = list[subprocess.Popen[bytes]](), list[str]()
+) -> Iterator[Engines]:
+    """Engines that are not yet started, and end with the block."""
+    engines = Engines(start, ranks, free_port, stopped)
     try:
-        for i, command in enumerate(start.commands):
-            port = str(free_port())
-            own = {} if gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(gpus[i])}
-            words = [port if word == "PORT" else word for word in command]
-            processes.append(_started(words, {**os.environ, **start.environment, **own}, _log(start, i)))
-            urls.append(f"http://{HOST}:{port}")
-        complain(f"dovetail: waiting for {len(urls)} engine{'s' * (len(urls) > 1)}; their logs are in {start.logs}\n")
-        _wait(start, processes, urls, stopped)
-        yield {URLS: ",".join(urls)}
+        yield engines
     finally:
-        _end(processes)
+        engines.end()
 
 
 def _started(words: Sequence[str], environment: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
@@ -76,12 +113,20 @@ def _started(words: Sequence[str], environment: Mapping[str, str], log: Path) ->
 
 
 def _wait(
-    start: EngineStart, processes: Sequence[subprocess.Popen[bytes]], urls: Sequence[str], stopped: Callable[[], bool]
+    start: EngineStart,
+    processes: Mapping[int, subprocess.Popen[bytes]],
+    urls: Mapping[int, str],
+    stopped: Callable[[], bool],
 ) -> None:
-    deadline, waiting = time.monotonic() + start.timeout, dict(enumerate(urls))
+    deadline, waiting = time.monotonic() + start.timeout, dict(urls)
+    kills_before = system.out_of_memory_kills()
     while waiting and not stopped():
         for i, url in list(waiting.items()):
-            if (code := processes[i].poll()) is not None:
+            code = processes[i].poll()
+            if code is not None and code < 0:
+                killed = system.killed_by(-code, kills_before)
+                raise MachineError(f"rollout.start: engine {i} was {killed}; its log:\n{_tail(start, i)}")
+            if code is not None:
                 raise ConfigError(f"rollout.start: engine {i} ended with code {code}; its log:\n{_tail(start, i)}")
             if _is_healthy(url):
                 del waiting[i]

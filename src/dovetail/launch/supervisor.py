@@ -19,7 +19,7 @@ from typing import NamedTuple
 from dovetail import system
 from dovetail.errors import MachineError
 from dovetail.jsonl import append
-from dovetail.launch.engines import EngineStart, running
+from dovetail.launch.engines import Engines, EngineStart, running
 from dovetail.launch.hang import DUMP_SIGNAL, PROFILE_SIGNAL, STOPPED_STATES, Incident, RankStatus, main_stack, suspects
 from dovetail.launch.process import complain, narrow_limits
 from dovetail.launch.progress import LIMITS, Phase, State, read_state
@@ -58,17 +58,17 @@ def run_ranks(command: Sequence[str], ranks: int, supervision: Supervision) -> i
         signal.signal(number, stop.receive)
     signal.signal(PROFILE_SIGNAL, stop.pass_on)
     if supervision.engines is None:
-        return _start_all(command, ranks, supervision, stop, {})
-    with running(supervision.engines, ranks, _free_port, lambda: stop.signal != 0) as variables:
-        return _start_all(command, ranks, supervision, stop, variables)
+        return _start_all(command, ranks, supervision, stop, None)
+    with running(supervision.engines, ranks, _free_port, lambda: stop.signal != 0) as engines:
+        return _start_all(command, ranks, supervision, stop, engines)
 
 
 def _start_all(
-    command: Sequence[str], ranks: int, supervision: Supervision, stop: "_Stop", variables: Mapping[str, str]
+    command: Sequence[str], ranks: int, supervision: Supervision, stop: "_Stop", engines: Engines | None
 ) -> int:
     incidents = list[Incident]()
     while True:
-        end = _start_once(command, ranks, supervision, stop, variables)
+        end = _start_with(engines, command, ranks, supervision, stop)
         complain(end.text)
         if end.incident is None:
             return end.code
@@ -89,6 +89,20 @@ def _start_all(
         if end.incident.phase not in ("init", "load"):
             command = [*command, *supervision.resume]
         _record(supervision, "restart", end.incident)
+
+
+def _start_with(
+    engines: Engines | None, command: Sequence[str], ranks: int, supervision: Supervision, stop: "_Stop"
+) -> ExitReport:
+    """Starts engines that do not run, then the ranks."""
+    variables: dict[str, str] = {}
+    if engines is not None:
+        try:
+            variables = engines.start_ended()
+        except MachineError as error:
+            incident = Incident(kind="death", rank=None, phase="init", step=None, cause=str(error))
+            return ExitReport(DEFECT, f"dovetail: {error}\n", incident)
+    return _start_once(command, ranks, supervision, stop, variables)
 
 
 def _start_once(

@@ -7,25 +7,32 @@ import random
 import secrets
 import selectors
 import shutil
+import signal
 import subprocess
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from dovetail.errors import ConfigError, DataError, quoted
+from dovetail import system
+from dovetail.errors import ConfigError, DataError, MachineError, quoted
 from dovetail.jsonl import as_text
 from dovetail.launch.process import start_worker
 from dovetail.rewards.built_in import BUILT_IN
-from dovetail.rewards.worker import END_SECONDS, LONGER
+from dovetail.rewards.worker import END_SECONDS, KILLED, LONGER
 
 _START_SECONDS = 120.0
 _MOST_BYTES, _MOST_BYTES_EACH = 1 << 20, 1 << 12  # of an answer, and for each sample
 _ASYNC_GRACE = 5.0  # seconds to report async calls that took too long
 LONGEST = 1e6  # seconds, for system calls
 FIRST_SAMPLES = 8
-MOST_REWARD_ERRORS = 0.05  # of a step's samples
+MOST_REWARD_ERRORS = 0.05  # of the last `WINDOW` samples, or of a step with more
+WINDOW = 64
+OWN_SIGNALS = (  # of a crash in the reward's own code, or a library of it
+    signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSYS, signal.SIGTRAP,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +50,7 @@ class RewardResult:
     error: str | None = None
     scored: bool = True  # False if `score` gave up before
     parts: Mapping[str, float | None] = field(default_factory=dict)  # terms of a sum, without weights
+    killed: bool = False  # the system ended its process
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +96,7 @@ class RewardRunner:
         self._timeout = min(timeout, LONGEST)
         self._calls_at_a_time = 1
         self.is_async = False  # whether calls are awaited
+        self._kills_before = system.out_of_memory_kills()
         self.watch: Callable[[int, int], None] | None = None
         self._setup = {
             "name": name,
@@ -114,7 +123,10 @@ class RewardRunner:
     def score(
         self, samples: Seq[RewardInput], most_errors: float | None = None, groups: Seq[int] | None = None
     ) -> list[RewardResult]:
-        """In order. most_errors: close after a larger share, or if all of the first `FIRST_SAMPLES` failed."""
+        """In order. most_errors: close after a larger share, or if all of the first `FIRST_SAMPLES` failed.
+
+        The share is of the samples, or of `WINDOW` where there are fewer.
+        """
         results: list[RewardResult | None] = [None] * len(samples)
         waiting = self._calls(len(samples), groups)
         running: dict[_Worker, tuple[list[int], float]] = {}
@@ -172,8 +184,17 @@ class RewardRunner:
     def _results(self, worker: "_Worker", answer: "list[RewardResult] | None", count: int) -> "list[RewardResult]":
         if answer is not None:
             return answer if len(answer) == count else [RewardResult(None, answer[0].error)] * count
-        error = f"no answer within {self._timeout:g} s; the worker was killed; {LONGER}"
-        return [RewardResult(None, error if worker.alive else "the worker process died")] * count
+        if worker.alive:
+            error = f"no answer within {self._timeout:g} s; the worker was killed; {LONGER}"
+            return [RewardResult(None, error)] * count
+        return [self._death(worker)] * count
+
+    def _death(self, worker: "_Worker") -> RewardResult:
+        number = worker.signal_of_its_end()
+        if number == 0:
+            return RewardResult(None, "the worker process died")
+        error = f"the worker process was {system.killed_by(number, self._kills_before)}"
+        return RewardResult(None, error, killed=number not in OWN_SIGNALS)
 
     def _replace(self, worker: "_Worker") -> "_Worker":
         worker.kill()
@@ -188,6 +209,7 @@ class RewardRunner:
             while (answer := worker.answer()) is None and worker.alive and time.monotonic() < deadline:
                 selector.select(max(deadline - time.monotonic(), 0.0))
         cause = "it did not load in time or ended its process" if answer is None else answer[0].error
+        death = None if answer is not None or worker.alive else self._death(worker)
         if answer is not None and answer[0].value:
             self._calls_at_a_time = self._limits.concurrency
             self.is_async = True
@@ -195,12 +217,15 @@ class RewardRunner:
             self.close()
             name = self._setup["function"] or self._setup["name"] or "at an address"
             where = f"looked up from {self._setup['directory']}"
+            if death is not None and death.killed:
+                raise MachineError(f"reward {quoted(name)} ({where}) cannot be loaded: {death.error}")
             raise ConfigError(f"reward {quoted(name)} ({where}) cannot be loaded: {cause}")
 
 
 def _hopeless(results: Seq[RewardResult | None], most_errors: float) -> bool:
     failed = [result.error is not None for result in results if result is not None]
-    return sum(failed) > most_errors * len(results) or (all(failed) and len(failed) >= FIRST_SAMPLES)
+    most = most_errors * max(len(results), WINDOW)
+    return sum(failed) > most or (all(failed) and len(failed) >= FIRST_SAMPLES)
 
 
 class _Worker:
@@ -247,6 +272,14 @@ class _Worker:
     def ask_to_end(self) -> None:
         self._requests.close()
 
+    def signal_of_its_end(self) -> int:
+        """Returns the signal that killed the reward or its keeper, once their pipe is closed; 0: none."""
+        try:
+            code = self._process.wait(2 * END_SECONDS)
+        except subprocess.TimeoutExpired:
+            return 0
+        return -code if code < 0 else max(code - KILLED, 0)
+
     def kill(self) -> None:
         self.ask_to_end()
         try:
@@ -266,21 +299,36 @@ def _parsed(line: bytes, request_id: str) -> list[RewardResult] | None:
         return None
 
 
-def count_errors(results: Seq[RewardResult], ids: Seq[Any], where: str) -> tuple[int, str | None]:
-    """Failed samples and the first cause; DataError if too many."""
-    failed = [(result.error, row) for result, row in zip(results, ids, strict=True) if result.error is not None]
-    errors, total, scored = len(failed), len(results), sum(result.scored for result in results)
-    if not failed:
-        return 0, None
-    cause, row = failed[0]
-    if errors > MOST_REWARD_ERRORS * total:
-        share = f"{errors} of {total} samples, more than {MOST_REWARD_ERRORS:.0%}"
-    elif scored < total:
-        share = f"all of the first {scored} of {total} samples"
-    else:
-        return errors, cause
-    rest = "" if scored == total else " (the others were not scored)"
-    raise DataError(
-        f"{where}: the reward failed on {share}{rest}; first cause: {cause}, on row {row!r:.100}; fix the reward function, "
-        "or the rows that it fails on"
-    )
+class RecentFailures:
+    """Failures among the last `WINDOW` samples of a run."""
+
+    def __init__(self) -> None:
+        self._last: deque[bool] = deque(maxlen=WINDOW)
+
+    def count(self, results: Seq[RewardResult], ids: Seq[Any], where: str) -> tuple[int, str | None]:
+        """Returns the failed samples of a step and the first cause.
+
+        Raises if too many failed: MachineError if the first one's process was killed, else DataError.
+        """
+        failed = [result.error is not None for result in results]
+        self._last.extend(failed)
+        total = len(results)
+        scored = sum(result.scored for result in results)
+        if not any(failed):
+            return 0, None
+        first = failed.index(True)
+        cause = results[first].error
+        counted = failed if total > WINDOW else list(self._last)
+        errors = sum(counted)
+        if errors > MOST_REWARD_ERRORS * max(total, WINDOW):
+            limit = f"more than {MOST_REWARD_ERRORS:.0%} of {max(total, WINDOW)}"
+            share = f"{errors} of the last {len(counted)} samples, {limit}"
+        elif scored < total:
+            share = f"all of the first {scored} of {total} samples"
+        else:
+            return sum(failed), cause
+        rest = "" if scored == total else " (the others were not scored)"
+        what = f"{where}: the reward failed on {share}{rest}; first cause: {cause}, on row {ids[first]!r:.100}"
+        if results[first].killed:
+            raise MachineError(what)
+        raise DataError(f"{what}; fix the reward function, or the rows that it fails on")

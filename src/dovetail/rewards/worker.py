@@ -35,6 +35,7 @@ OF_TRL = ("prompts", "completions", "answer", "finish")  # what the form of TRL 
 ONLY_IN_TRL = ("completion_ids", "trainer_state", "log_extra", "log_metric", "environments")
 _MOST_TEXT = 1000  # characters of an exception
 OUTPUT = 2  # in sys.argv, behind sys.path: a file for what is printed
+KILLED = 128  # and the signal: the keeper's exit code for a reward that was killed
 END_SECONDS = 10.0  # for killed processes to be gone
 POLL_MILLISECONDS = 1000.0
 LONGER = "where it needs longer, raise reward.timeout_seconds"
@@ -115,9 +116,11 @@ def _keep(child: int) -> NoReturn:
     """Ends with `child`, or when the request pipe closes."""
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # a reward may signal its parent
     threading.Thread(target=_end_when_closed, args=(child,), daemon=True).start()
-    while os.wait()[0] != child:
-        pass
-    _end(child)
+    ended, status = os.wait()
+    while ended != child:
+        ended, status = os.wait()
+    number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+    _end(child, KILLED + number if number else 0)
 
 
 def _end_when_closed(child: int) -> NoReturn:
@@ -128,11 +131,11 @@ def _end_when_closed(child: int) -> NoReturn:
     _end(child)
 
 
-def _end(child: int) -> NoReturn:
+def _end(child: int, code: int = 0) -> NoReturn:
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(child, signal.SIGKILL)  # all that is known without /proc
     end_children(seconds=END_SECONDS)
-    os._exit(0)
+    os._exit(code)
 
 
 def run_calls(scorer: Scorer, asynchronous: bool, calls: Seq[Seq[Sample]], timeout: float) -> list[Result]:

@@ -11,7 +11,7 @@ from dovetail.errors import ConfigError
 from dovetail.parallel.consensus import agreed, of_first
 from dovetail.parallel.mesh import Mesh
 from dovetail.rewards.built_in import final_number
-from dovetail.rewards.runner import RewardRunner, count_errors
+from dovetail.rewards.runner import RewardRunner
 from dovetail.rl.experience import Sample
 from dovetail.rl.reward_manager import RewardManager, reward_input
 from dovetail.rl.step_metrics import Row, mean
@@ -26,7 +26,7 @@ def with_rewards(
     """Samples with a reward, and metrics of failures. prompts: by `Completion.row`. Collective."""
     asked = [prompts[c.row] for c in completions]
     results = rewards(asked, completions, texts)
-    errors, cause = count_errors(results, [prompt.id for prompt in asked], where)
+    errors, cause = rewards.failures.count(results, [prompt.id for prompt in asked], where)
     samples = [
         Sample(prompt, c.row, c, text, result.value, result.parts)
         for prompt, c, text, result in zip(asked, completions, texts, results, strict=True)

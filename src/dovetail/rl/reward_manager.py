@@ -10,7 +10,7 @@ from dovetail.data.examples import Prompt
 from dovetail.engine.native import Engine
 from dovetail.parallel.consensus import agreed, of_first
 from dovetail.parallel.mesh import Mesh
-from dovetail.rewards.runner import MOST_REWARD_ERRORS, RewardInput, RewardResult, RewardRunner
+from dovetail.rewards.runner import MOST_REWARD_ERRORS, RecentFailures, RewardInput, RewardResult, RewardRunner
 from dovetail.rollout.base import Completion
 
 
@@ -26,13 +26,16 @@ class FunctionReward:
     mesh: Mesh
 
     def score(self, prompts: Seq[Prompt], completions: Seq[Completion], texts: Seq[str]) -> list[RewardResult]:
-        results: list[tuple[float | None, str | None, bool]] = []
+        results: list[tuple[float | None, str | None, bool, bool]] = []
         with agreed(self.mesh):
             if self.runner is not None:
                 inputs = [reward_input(*parts) for parts in zip(prompts, completions, texts, strict=True)]
                 scored = self.runner.score(inputs, MOST_REWARD_ERRORS, [c.row for c in completions])
-                results = [(result.value, result.error, result.scored) for result in scored]
-        return [RewardResult(*result) for result in of_first(results, self.mesh)]
+                results = [(each.value, each.error, each.scored, each.killed) for each in scored]
+        return [
+            RewardResult(value, error, was_scored, killed=killed)
+            for value, error, was_scored, killed in of_first(results, self.mesh)
+        ]
 
     def close(self) -> None:
         if self.runner is not None:
@@ -67,6 +70,7 @@ class RewardManager:
 
     def __init__(self, rewards: Mapping[str, Reward], weights: Seq[float] = (1.0,), name: str = "") -> None:
         self.rewards, self.weights, self.name = rewards, weights, name
+        self.failures = RecentFailures()
 
     def __call__(self, prompts: Seq[Prompt], completions: Seq[Completion], texts: Seq[str]) -> list[RewardResult]:
         parts = [reward.score(prompts, completions, texts) for reward in self.rewards.values()]
@@ -79,7 +83,11 @@ class RewardManager:
         values = [w * r.value for w, r in zip(self.weights, results, strict=True) if r.value is not None]
         value = None if errors or not values else math.fsum(values)
         parts = {label: r.value for label, r in named.items()} if len(named) > 1 else {}
-        return RewardResult(value, errors[0] if errors else None, all(r.scored for r in results), parts)
+        error = errors[0] if errors else None
+        scored = all(r.scored for r in results)
+        failed = [r for r in results if r.error is not None]
+        killed = bool(failed) and failed[0].killed
+        return RewardResult(value, error, scored, parts, killed)
 
     def close(self) -> None:
         for reward in self.rewards.values():
