@@ -36,7 +36,8 @@ ROOMS = ("tests/distributed", "tests/parity", "tests/unit")  # run in this order
 MATRIX = "tests/distributed/test_matrix.py"
 SYNCS = "tests/fault/test_syncs.py"  # of a room whose other tests take long
 ALIKE = "test_micro_batches_of_one_shape_are_told_apart"
-OPTIONS = ("-x", "-q", "-m", "not soak and not gpu", "-k", "not sleep", "-p", "no:cacheprovider")  # no clocks
+QUICK_MARKS = "not soak and not gpu"
+OPTIONS = ("-x", "-q", "-k", "not sleep", "-p", "no:cacheprovider")  # no clocks
 LIMIT = 1800.0  # seconds for one mutant; a rank that hangs ends long before, by the harness's own limit
 CAUGHT = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
 CAUSE = re.compile(r"^E +(\S.*)", re.MULTILINE)
@@ -132,16 +133,19 @@ def first_failure(tree: Path, tests: Sequence[str]) -> Failure | None:
     return Failure(failures[0], cause(text)) if failures else None
 
 
-def run_tests(tree: Path, tests: Sequence[str]) -> tuple[int, str]:
-    """pytest's exit code and output, up to the first failure. Leaves none of its processes, whatever they wait for."""
+def run_tests(tree: Path, tests: Sequence[str], marks: str = QUICK_MARKS, limit: float = LIMIT) -> tuple[int, str]:
+    """pytest's exit code and output, up to the first failure.
+
+    Leaves none of its processes, whatever they wait for. TimeoutExpired: it did not end within `limit` seconds.
+    """
     env = {**os.environ, "PYTHONPATH": f"{tree / 'src'}{os.pathsep}{tree}", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", *OPTIONS, *tests]
+    command = [sys.executable, "-m", "pytest", *OPTIONS, "-m", marks, *tests]
     with tempfile.TemporaryFile("w+") as output:
         run = subprocess.Popen(
             command, cwd=tree, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
-            code = run.wait(LIMIT)
+            code = run.wait(limit)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(run.pid, signal.SIGKILL)
