@@ -80,7 +80,7 @@ class Work:
 
         x = normal(tokens, widths[0]).requires_grad_()
         weight = normal(vocab, widths[0], 1.2 * widths[0] ** -0.5).requires_grad_()
-        teacher = TeacherStates(normal(tokens, widths[1]), normal(vocab, widths[1], 1.2 * widths[1] ** -0.5))
+        teacher = TeacherStates(normal(tokens, widths[1]), normal(vocab, widths[1], 1.2 * widths[1] ** -0.5), vocab)
         batch = PackedBatch.pack([torch.randint(vocab, (tokens + 1,))]).to(on).compact(torch.arange(tokens, device=on))
         batch = batch.with_fields(**{ROW: torch.arange(tokens, device=on)})
         return cls(x, weight, teacher, batch, replace(kernels, head_chunk=chunk or kernels.head_chunk))

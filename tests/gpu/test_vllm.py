@@ -63,7 +63,8 @@ def sampler(folder: Path, push: PushSection | None, *flags: str, **options: Any)
         commands=[[*command, "--weight-transfer-config", transfer]], gpus_each=0, ranks_on_gpus=False,
         logs=folder / "logs", timeout=300.0, environment={**SETTINGS, "PYTHONPATH": paths},
     )  # fmt: skip
-    with running(start, 1, free_port, lambda: False) as variables:
+    with running(start, 1, free_port, lambda: False) as engines:
+        variables = engines.start_ended()
         clients = [Client(url, timeout=120.0) for url in variables[URLS].split(",")]
         replicas = [Replica(client, Vllm().probe(client, None)) for client in clients]
         fleet = Fleet(replicas, Vllm(), silence=120.0, on_loss=print)

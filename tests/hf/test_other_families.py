@@ -32,6 +32,10 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("attention_dropout", "hidden_dropout", "residual_dropout", "resid_pdrop", "embd_pdrop"), 0.1),
 }
 LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+LONGCAT = {  # its own names
+    **{"num_layers": 2, "ffn_hidden_size": 72, "expert_ffn_hidden_size": 24},
+    **{"moe_topk": 2, "zero_expert_num": 2, "head_dim": LATENT["qk_rope_head_dim"]},
+}
 FAMILIES = (
     *(
         "afmoe",
@@ -58,6 +62,7 @@ FAMILIES = (
         "jetmoe",
         "kolibri1",
         "laguna",
+        "longcat_flash",
         "mellum",
     ),
     *("minicpm3", "minimax_m2", "ministral", "ministral3", "olmo", "olmo2", "olmo3", "olmoe", "phi3", "phimoe"),
@@ -76,6 +81,8 @@ def small(family: str) -> PreTrainedConfig:
     if "qk_rope_head_dim" in known:
         sizes = {name: value for name, value in sizes.items() if name != "head_dim"} | LATENT
         sizes["num_key_value_heads"] = sizes["num_attention_heads"]
+    if family == "longcat_flash":
+        sizes |= LONGCAT
     kinds = list(dict.fromkeys(usual.to_dict().get("layer_types") or ()))
     if kinds:
         sizes["layer_types"] = (kinds * 4)[:4]

@@ -1,5 +1,6 @@
 """What the transformers engine does not compute is refused by name, before any weight is read."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from transformers import (
     Llama4TextConfig,
     LlamaConfig,
     NemotronConfig,
+    NemotronHConfig,
     PreTrainedConfig,
     Qwen3NextConfig,
 )
@@ -43,6 +45,7 @@ FULL = ["full_attention", "full_attention"]
 QUANTIZED = {
     "text_config": {**VISION["kimi_k25"]().text_config.to_dict(), "quantization_config": {"quant_method": "fp8"}}
 }
+NEMOTRON = partial(NemotronHConfig, hidden_size=32, mamba_num_heads=4, mamba_head_dim=8, n_groups=2)
 CHUNKED = ["chunked_attention", "full_attention"]
 
 
@@ -67,6 +70,7 @@ CHUNKED = ["chunked_attention", "full_attention"]
             "tokens see what follows them in .*layers.0.self_attn",
         ),
         (_make(JambaConfig), r"mamba.conv1d is a convolution over tokens"),
+        (NEMOTRON, r"mixer.conv1d is a convolution over tokens, which carries state"),
         (lambda: VISION["kimi_k25"]().to_dict() | QUANTIZED, "config.json: quantization_config; convert"),
         (DbrxConfig, "transformers makes no model of this config: "),
     ],
@@ -75,6 +79,12 @@ def test_options(config: Any, words: str) -> None:
     found: PreTrainedConfig | dict[str, Any] = config()
     with pytest.raises(ModelError, match=words):
         make_model(found if isinstance(found, dict) else found.to_dict())
+
+
+@pytest.mark.parametrize("layers", [{"layers_block_type": ["mlp", "moe"]}, {"num_layers": 2}])
+def test_families_that_name_their_depth_otherwise_are_not_refused_for_that(layers: dict[str, Any]) -> None:
+    sizes = {"vocab_size": 8, "hidden_size": 8, "num_attention_heads": 2}
+    assert transformers_spec({"model_type": "nemotron_h", **sizes, **layers}).depth == 2
 
 
 def test_tables_that_follow_the_longest_sequence() -> None:

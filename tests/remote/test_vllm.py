@@ -78,7 +78,8 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
     start = EngineStart(
         commands=[command] * 2, gpus_each=0, ranks_on_gpus=False, logs=logs, timeout=900.0, environment=CPU
     )
-    with running(start, 1, free_port, lambda: False) as variables:
+    with running(start, 1, free_port, lambda: False) as engines:
+        variables = engines.start_ended()
         yield variables[URLS].split(",")
 
 

@@ -90,7 +90,8 @@ def test_a_server_sees_the_images_of_a_prompt(tmp_path: Path) -> None:
     start = EngineStart(
         commands=[command], gpus_each=0, ranks_on_gpus=False, logs=tmp_path / "logs", timeout=900.0, environment=CPU
     )
-    with running(start, 1, free_port, lambda: False) as variables:
+    with running(start, 1, free_port, lambda: False) as engines:
+        variables = engines.start_ended()
         clients = [Client(url) for url in variables[URLS].split(",")]
         replicas = [Replica(client, Vllm().probe(client, 512)) for client in clients]
         assert replicas[0].server.images and not replicas[0].server.normalizes

@@ -51,7 +51,7 @@ def made(chunk: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, VocabS
         return torch.randn(*shape, generator=draw, dtype=torch.float64).to(dtype)
 
     x, weight = normal(len(counted), WIDTH).requires_grad_(), normal(VOCAB, WIDTH).requires_grad_()
-    teacher = TeacherStates(normal(len(batch), TEACHER_WIDTH), normal(VOCAB, TEACHER_WIDTH))
+    teacher = TeacherStates(normal(len(batch), TEACHER_WIDTH), normal(VOCAB, TEACHER_WIDTH), VOCAB)
     return x, VocabShard(weight, 0, Axis("tp"), KernelSet(head_chunk=chunk)), counted, teacher
 
 
@@ -128,7 +128,7 @@ def test_values_and_gradients_are_those_of_trl(name: str, dtype: torch.dtype, tr
     student, teachers = gkd_logits(1).flatten(0, 1), gkd_logits(2).flatten(0, 1)
     x = student.to(dtype).requires_grad_()
     eye = torch.eye(x.shape[1], dtype=dtype)
-    teacher = TeacherStates(teachers.to(dtype), eye)
+    teacher = TeacherStates(teachers.to(dtype), eye, len(eye))
     batch = PackedBatch.pack([[0] * (len(labels) + 1)], dtype=dtype)
     heat = torch.full((len(batch),), keys.pop("temperature", 1.0), dtype=dtype)
     counted = batch.with_fields(temperature=heat, **{ROW: torch.arange(len(batch))}).compact(
@@ -145,6 +145,21 @@ def test_values_and_gradients_are_those_of_trl(name: str, dtype: torch.dtype, tr
     assert_sum_close(mean.double(), expected, (rows / found.count).flatten(), tolerance)
     want = torch.tensor(trl[name]["gradient"], dtype=torch.float64).view(x.shape)
     assert_close(torch.autograd.grad(mean, x)[0].double(), want, tolerance)
+
+
+@pytest.mark.parametrize("tail", [True, False])
+@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd"])
+def test_a_top_k_above_the_vocabulary_is_the_whole_vocabulary(kind: Kind, tail: bool) -> None:
+    x, shard, batch, teacher = made(4)
+    results = []
+    for top_k in (VOCAB, VOCAB + 1, 1 << 60):
+        loss = DistillationLoss(teacher=teacher, divergence=kind, top_k=top_k, tail=tail)
+        total = loss.in_head(x, shard, batch, loss).total
+        assert torch.isfinite(total)
+        results.append((total, *torch.autograd.grad(total, (x, shard.weight))))
+    for other in results[1:]:
+        assert all(map(torch.equal, results[0], other))
+    assert all(bool(torch.isfinite(each).all()) for each in results[0])
 
 
 def test_without_a_gradient_and_of_nothing() -> None:
@@ -164,7 +179,7 @@ def test_half_precision_of_the_model_keeps_the_divergence_exact() -> None:
     loss = DistillationLoss(teacher=teacher, beta=0.3)
     found = loss.in_head(x, shard, batch, loss)
     exact_x, exact_w = (v.detach().double().requires_grad_() for v in (x, shard.weight))
-    states = TeacherStates(teacher.hidden.double(), teacher.weight.double())
+    states = TeacherStates(teacher.hidden.double(), teacher.weight.double(), VOCAB)
     expected = whole(exact_x, exact_w, batch, DistillationLoss(teacher=states, beta=0.3))
     want = torch.autograd.grad(expected.total, (exact_x, exact_w))
     assert_close(found.total.double(), expected.total, OP_BF16)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from decimal import Decimal, localcontext
 from typing import Any
 
@@ -137,6 +138,32 @@ def test_log1mexp_loses_no_digit_near_either_end(dtype: torch.dtype) -> None:
     for number, value in enumerate(expected):
         found = _log1mexp(x[number : number + 1]).double()
         assert_close(found, torch.tensor([value], dtype=F64), tolerance, f"x = {points[number]}")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_log1mexp_is_finite_up_to_0_with_its_gradient(dtype: torch.dtype) -> None:
+    x = torch.tensor([0.0, -1e-300, -1e-30, -1e-9, -0.5, -1.0, -200.0], dtype=dtype, requires_grad=True)
+    found = _log1mexp(x)
+    assert torch.isfinite(found).all()
+    (gradient,) = torch.autograd.grad(found.sum(), x)
+    assert torch.isfinite(gradient).all() and gradient[0] == 0
+    assert_close(gradient[3:4], torch.tensor([-1e9], dtype=dtype), OP_FP32, "-1 / (e^-x - 1)")
+
+
+@pytest.mark.parametrize("empty", [0, 1], ids=["chosen", "rejected"])
+def test_orpo_of_a_completion_without_a_counted_token_is_finite(empty: int) -> None:
+    """Of the first pair; its tokens of the other completion keep their gradient."""
+    rows = pair_rows()
+    rows[empty] = replace(rows[empty], mask=[False] * len(rows[empty].ids))
+    batch = PackedBatch.pack(rows, dtype=F64)
+    batch = batch.with_fields(**nll_fields(batch, 1.0))
+    logits = random_logits().requires_grad_()
+    logprob = token_logprobs(logits, batch)[batch.mask]
+    result = ORPOLoss()(TokenStats(logprob, torch.zeros_like(logprob)), counted(batch))
+    (gradient,) = torch.autograd.grad(result.total, logits)
+    assert torch.isfinite(result.total)
+    assert all(torch.isfinite(metric.total) for metric in result.metrics.values())
+    assert torch.isfinite(gradient).all() and gradient.any()
 
 
 def test_padding_and_empty_micro_batches() -> None:

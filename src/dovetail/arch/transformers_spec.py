@@ -52,6 +52,7 @@ def transformers_spec(config: Mapping[str, Any]) -> TransformersSpec:
     family = config.get("model_type")
     inner = config.get("text_config")
     text = {**config, **(inner if isinstance(inner, Mapping) else {})}
+    text.setdefault("num_hidden_layers", _depth(text))
     sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
     limits = {"num_hidden_layers": MAX_LAYERS}
     wrong = [name for name in sizes if not _is_size(text.get(name), limits.get(name, MAX_SIZE))]
@@ -73,6 +74,12 @@ def transformers_spec(config: Mapping[str, Any]) -> TransformersSpec:
         attention=TransformersHeads(num_heads=heads, num_kv_heads=kv_heads if _is_size(kv_heads) else heads),
         tie_embeddings=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
     )
+
+
+def _depth(text: Mapping[str, Any]) -> Any:
+    """Returns the number of layers of families that call it otherwise (longcat_flash, nemotron_h)."""
+    kinds = text.get("layers_block_type")
+    return len(kinds) if isinstance(kinds, list) else text.get("num_layers")
 
 
 def _is_size(value: Any, limit: int = MAX_SIZE) -> TypeGuard[int]:

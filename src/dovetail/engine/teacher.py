@@ -27,6 +27,7 @@ class Teacher:
     engine: Engine
     weight: Tensor
     needed: bool
+    vocab_size: int  # of the student
 
     @classmethod
     def of(cls, engine: Engine, student: Engine) -> "Teacher":
@@ -42,15 +43,17 @@ class Teacher:
         ((_, whole),) = gather_whole(exported, engine.mesh, list(exported.specs))
         head = student.model.head if student.model.cut.last else None
         if not isinstance(head, LMHead):
-            return cls(engine, whole.new_empty(0, whole.shape[1]), needed=False)
-        return cls(engine, whole[head.first : head.first + head.columns].clone(), needed=True)
+            return cls(engine, whole.new_empty(0, whole.shape[1]), needed=False, vocab_size=ours)
+        weight = whole[head.first : head.first + head.columns].clone()
+        return cls(engine, weight, needed=True, vocab_size=ours)
 
     def read(self, batch: PackedBatch) -> tuple[PackedBatch, TeacherStates]:
         """The batch with rows of the states. Collective."""
         hidden = hidden_states(self.engine, batch)
         kept = hidden if self.needed else hidden[:0]
         rows = (batch.mask.cumsum(0) - 1).clamp(min=0)
-        return batch.with_fields(**{ROW: rows}), TeacherStates(kept.to(self.weight.dtype), self.weight)
+        states = TeacherStates(kept.to(self.weight.dtype), self.weight, self.vocab_size)
+        return batch.with_fields(**{ROW: rows}), states
 
 
 def hidden_states(engine: Engine, batch: PackedBatch) -> Tensor:

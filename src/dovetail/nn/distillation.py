@@ -30,10 +30,14 @@ class DistillStats(NamedTuple):
 
 @dataclass(frozen=True)
 class TeacherStates:
-    """hidden [N, D] by `teacher_row`; weight [columns, D]: the teacher's rows for this rank's columns."""
+    """hidden [N, D] by `teacher_row`; weight [columns, D]: the teacher's rows for this rank's columns.
+
+    vocab_size: columns of all ranks.
+    """
 
     hidden: Tensor
     weight: Tensor
+    vocab_size: int
 
 
 @dataclass(frozen=True)

@@ -186,7 +186,7 @@ class Muon(UpdateRule):
         self.pieces = {(piece.matrix, piece.part): piece for piece in pieces}
         wide = any(piece.parameter.dtype == torch.float64 for piece in pieces)
         everyone = of_all([wide, [piece[:4] for piece in pieces]], mesh)
-        # as in torch
+        # torch.optim.Muon iterates in bfloat16 for float64, too; tests in float64 need more digits
         self.dtype = torch.float64 if any(each[0] for each in everyone) else torch.bfloat16
         rounds = _rounds(share_out([each[1] for each in everyone]), self.world.size)
         self.rounds = [[job for job in jobs if any(p.rank == self.world.rank for p in job.parts)] for jobs in rounds]

@@ -28,7 +28,9 @@ class Distillation(Algorithm):
     )
     beta: Share = key(0.5, "of jsd: 0 is forward_kl, 1 is reverse_kl")
     lmbda: Share = key(0.5, "share of steps on the student's own samples; sampled_reverse_kl: 1")
-    loss_top_k: NonNegativeInt = key(0, "compare the teacher's k likeliest tokens only; 0: the whole vocabulary")
+    loss_top_k: NonNegativeInt = key(
+        0, "compare the teacher's k likeliest tokens only; 0, or more than there are: the whole vocabulary"
+    )
     loss_add_tail: bool = key(True, "with loss_top_k: all others count as one; false: both are renormalized to the k")
     temperature: PositiveFloat = key(1.0, "divides the logits of both in the divergence; samples: rollout.temperature")
 

@@ -23,7 +23,8 @@ class DistillationLoss:
         forward_kl  KL(q, p)
         reverse_kl  KL(p, q)
         jsd         beta KL(q, m) + (1 - beta) KL(p, m), m = beta q + (1 - beta) p; beta 0 is forward_kl, 1 reverse_kl
-    top_k: over the teacher's k likeliest tokens, 0 for all. tail: the others are one token, else p and q are renormalized.
+    top_k: over the teacher's k likeliest tokens, 0 or more than there are for all. tail: the others are one token,
+    else p and q are renormalized.
     """
 
     teacher: TeacherStates
@@ -56,7 +57,8 @@ class DistillationLoss:
         return Loss(*aggregate(widened(stats.divergence), batch), sums)
 
     def in_head(self, x: Tensor, shard: VocabShard, batch: PackedBatch, loss: LossFn) -> Loss:
-        top = TopK(self.top_k, self.tail) if self.top_k else None
+        k = min(self.top_k, self.teacher.vocab_size)
+        top = TopK(k, self.tail) if k else None
         return distilled_loss(x, shard, batch, loss, teacher=self.teacher, divergence=self.measure, top_k=top)
 
 

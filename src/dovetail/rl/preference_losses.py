@@ -257,8 +257,13 @@ def _nll(logprob: Tensor, batch: PackedBatch) -> tuple[Tensor, dict[str, Sum]]:
 
 
 def _log1mexp(x: Tensor) -> Tensor:
-    """log(1 - e^x) of x < 0 (Maechler 2012)."""
-    return torch.where(x < -math.log(2), torch.log1p(-x.exp()), torch.log(-torch.expm1(x)))
+    """Returns log(1 - e^x) of x <= 0 (Maechler 2012).
+
+    At 0 it is the value of the smallest number, with the gradient 0: no completion is certain.
+    """
+    x = x.clamp(max=-torch.finfo(x.dtype).tiny)
+    far = x.clamp(max=-math.log(2))  # where the other branch is taken, its gradient is 0, not NaN
+    return torch.where(x < -math.log(2), torch.log1p(-far.exp()), torch.log(-torch.expm1(x)))
 
 
 def _mean_over(x: Tensor, counted: Tensor) -> Sum:
