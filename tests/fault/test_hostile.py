@@ -72,7 +72,7 @@ def test_no_code_of_ours_runs_what_a_file_says() -> None:
     files = sorted(Path(dovetail.__file__).parent.rglob("*.py"))
     assert len(files) > 80
     by_file = {file.name: found for file in files if (found := list(dangers(file.read_text())))}
-    assert by_file == {"sandbox.py": ["exec", "compile"]}, "which runs a completion's program, in a process with limits"
+    assert by_file == {"program.py": ["exec", "compile"]}, "which runs a completion's program, in a sandbox"
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,15 @@
 """The reward `code`: what passes, and programs that try to do harm."""
 
 import os
-import subprocess
 import sys
 import time
-from pathlib import Path
+from typing import Any
 
 import pytest
 
-from dovetail.rewards import sandbox
 from dovetail.rewards.code import code
+from dovetail.rewards.sandbox.client import IsolationError
+from dovetail.rewards.worker import load
 from dovetail.system import children_of
 
 SUM = "a, b = map(int, input().split())\nprint(a + b)"
@@ -44,10 +44,106 @@ def test_programs_are_worth_what_their_tests_say(program: str, answer: object, e
     assert code(block(program), answer, "stop") == expected
 
 
+CONVERSATIONS = {
+    "changes its argument": ("def f(a): a.sort()", "a = [3, 1]\nf(a)\nassert a == [1, 3]"),
+    "changes within": ("def f(m): m[0][0] = 9", "m = [[1]]\nf(m)\nassert m == [[9]]"),
+    "calls back": (
+        "def f(g, xs): return [g(x) for x in xs]",
+        "assert f(lambda x: 2 * x, [1, 2]) == [2, 4]",
+    ),
+    "object of a class": (
+        "class Stack:\n"
+        "    def __init__(self): self.items = []\n"
+        "    def push(self, x): self.items.append(x)\n"
+        "    def __len__(self): return len(self.items)\n"
+        "    def __eq__(self, other): return self.items == other.items",
+        "s = Stack()\ns.push(3)\nassert len(s) == 1 and s.items == [3] and isinstance(s, Stack)\n"
+        "t = Stack()\nassert s != t\nt.push(3)\nassert s == t",
+    ),
+    "object of the tests": (
+        "def f(n): return 0 if n is None else 1 + f(n.next)",
+        "class Node:\n    def __init__(self, next): self.next = next\nassert f(Node(Node(None))) == 2",
+    ),
+    "exception of its own": (
+        "class Bad(ValueError): pass\ndef f(x): raise Bad('no')",
+        "try: f(1)\nexcept Bad as e: assert str(e) == 'no'\nelse: assert False\ntry: f(1)\nexcept ValueError: pass",
+    ),
+    "generator": ("def f(n): yield from range(n)", "assert list(f(3)) == [0, 1, 2]"),
+    "coroutine": ("async def f(x): return x", "import asyncio\nassert asyncio.run(f(1)) == 1"),
+    "module": ("import math\ndef f(x): return math.sqrt(x)", "assert math.isclose(f(2) ** 2, 2)"),
+    "name of a built-in": ("def sum(a, b): return a + b", "assert sum(1, 2) == 3"),
+    "plain data": (
+        "from collections import Counter, namedtuple\nP = namedtuple('P', 'x y')\n"
+        "def f(): return [{'a': (1, {2})}, P(1, 2), Counter('aab'), b'x', 1 + 2j, 2**9999, None]",
+        "assert f() == [{'a': (1, {2})}, (1, 2), {'a': 2, 'b': 1}, b'x', 1 + 2j, 2**9999, None]",
+    ),
+    "dates and fractions": (
+        "import datetime, decimal, fractions\n"
+        "def f(): return [datetime.date(2020, 1, 2), decimal.Decimal('1.1'), fractions.Fraction(1, 3)]",
+        "import datetime, decimal, fractions\n"
+        "assert f() == [datetime.date(2020, 1, 2), decimal.Decimal('1.10'), fractions.Fraction(2, 6)]",
+    ),
+    "arrays": (
+        "import numpy as np\ndef f(x): return np.array(x) * 2",
+        "assert np.allclose(f([1, 2]), [2, 4]) and f([1, 2]).shape == (2,)",
+    ),
+    "unittest": (
+        "def f(x): return x",
+        "import unittest\nclass T(unittest.TestCase):\n    def test(self): self.assertEqual(f(1), 1)\nunittest.main()",
+    ),
+}
+COMMON = ("changes its argument", "object of a class", "exception of its own", "plain data")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.soak] * (name not in COMMON)) for name in CONVERSATIONS],
+)
+def test_tests_use_a_program_as_if_it_were_theirs(name: str) -> None:
+    program, tests = CONVERSATIONS[name]
+    assert code(block(program), tests, "stop") == 1.0
+
+
+def test_a_program_does_not_decide_what_a_built_in_means() -> None:
+    program = "def f(x): return 0\ndef all(x): return True\ndef isinstance(*x): return True"
+    assert code(block(program), "assert all(f(x) == x for x in [1, 2])", "stop") == 0.0
+
+
+@pytest.mark.parametrize(
+    "answer",
+    ["42", "Paris", "x = 1", "the sum (1", 42, None, [], [1, 2], {"a": 1}, "def test(): assert f()"],
+)
+def test_an_answer_without_tests_is_refused(answer: object) -> None:
+    with pytest.raises(ValueError, match=r"the answer holds no tests: .*; expected .*inputs"):
+        code(block("pass"), answer, "stop")
+
+
+def test_as_many_outputs_as_inputs() -> None:
+    with pytest.raises(ValueError, match="the answer has 2 inputs and 1 outputs"):
+        code(block("pass"), {"inputs": ["1", "2"], "outputs": ["1"]}, "stop")
+
+
+def test_isolation_is_required_or_none() -> None:
+    assert code(block("f = 4"), "assert f == 4", "stop", isolation="none") == 1.0
+    with pytest.raises(ValueError, match="isolation='docker' is not required or none"):
+        code(block("f = 4"), "assert f == 4", "stop", isolation="docker")
+
+
+def test_a_machine_that_cannot_isolate_is_refused_when_the_reward_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse() -> None:
+        raise IsolationError("no namespaces")
+
+    monkeypatch.setattr("dovetail.rewards.code.strongest_isolation", refuse)
+    setup: dict[str, Any] = {"name": "code", "function": None, "address": None, "options": {}}
+    with pytest.raises(IsolationError):
+        load(setup)
+    load({**setup, "options": {"isolation": "none"}})
+
+
 def test_a_part_of_the_tests_counts_only_where_asked() -> None:
     assert code("print(3)", SUM_TESTS, "stop", partial=True) == 0.5, "text without a block is the program"
-    with pytest.raises(ValueError, match="the answer holds no tests"):
-        code("print(3)", [], "stop")
 
 
 HARM = {
@@ -89,31 +185,6 @@ def test_a_harmful_program_fails_alone(harm: str) -> None:
     assert code(block(HARM[harm]), ONE, "stop", seconds=0.5, memory_mib=256) == 0.0
     assert time.monotonic() - started < 30.0
     assert children_of([os.getpid()]) <= before
-
-
-def namespaces_allowed() -> bool:
-    """Whether the kernel lets a program be kept from this machine's files and network."""
-    flags = sandbox.NEW_MOUNTS | sandbox.NEW_IPC | sandbox.NEW_PIDS | sandbox.NEW_NET
-    flags |= sandbox.NEW_USER if os.geteuid() else 0
-    asked = f"import ctypes, sys; sys.exit(ctypes.CDLL(None).unshare({flags}) != 0)"
-    return subprocess.run([sys.executable, "-c", asked], check=False).returncode == 0
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="limits are Linux's")
-def test_a_program_reaches_neither_the_network_nor_files_nor_processes(tmp_path: Path) -> None:
-    if not namespaces_allowed():
-        pytest.skip("the kernel allows no namespaces here")
-    victim = tmp_path / "file"
-    victim.write_text("mine")
-    programs = [
-        f"open({str(victim)!r}, 'w').write('theirs')",
-        f"import os; os.unlink({str(victim)!r})",
-        "import socket; socket.create_connection(('127.0.0.1', 22), 2)",
-        "import socket; socket.getaddrinfo('example.org', 80)",
-        f"import os; os.kill({os.getpid()}, 0)",
-    ]
-    assert [code(block(program), ONE, "stop") for program in programs] == [0.0] * len(programs)
-    assert victim.read_text() == "mine"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits are Linux's")

@@ -21,6 +21,7 @@ from traceback import walk_tb
 from typing import Any, NoReturn, TextIO
 
 from dovetail.rewards.built_in import BUILT_IN, compiled
+from dovetail.rewards.code import REQUIRED, code, find_isolation
 from dovetail.rewards.own_modules import look_in
 from dovetail.system import adopt_orphans, die_with_parent, end_children
 
@@ -196,11 +197,7 @@ def load(setup: Mapping[str, Any]) -> tuple[Scorer, bool]:
             return _each_awaited(servers.Judge(**address).score), True
         return partial(_awaited_list, servers.RemoteModel(**address).score), True
     if function is None:
-        built_in = BUILT_IN[name]
-        _check_options(options, frozenset(inspect.signature(built_in).parameters) - POSITIONAL)
-        if "pattern" in options:
-            compiled(options["pattern"], "reward.options.pattern")
-        return _each(lambda s: built_in(s["completion"], s["answer"], s["finish"], **options)), False
+        return _built_in(name, options), False
     reward = _imported(function, setup["directory"])
     asynchronous = any(map(inspect.iscoroutinefunction, (reward, type(reward).__call__)))
     parameters = inspect.signature(reward).parameters
@@ -232,6 +229,16 @@ def load(setup: Mapping[str, Any]) -> tuple[Scorer, bool]:
     if asynchronous:
         return partial(_awaited_list, lambda samples: call(make(samples)), spread=setup["metric"]), True
     return lambda samples: _as_list(call(make(samples)), len(samples), spread=setup["metric"]), False
+
+
+def _built_in(name: str, options: Mapping[str, Any]) -> Scorer:
+    built_in = BUILT_IN[name]
+    _check_options(options, frozenset(inspect.signature(built_in).parameters) - POSITIONAL)
+    if "pattern" in options:
+        compiled(options["pattern"], "reward.options.pattern")
+    if built_in is code:
+        find_isolation(options.get("isolation", REQUIRED))
+    return _each(lambda s: built_in(s["completion"], s["answer"], s["finish"], **options))
 
 
 def _imported(function: str, directory: str | None) -> Callable[..., Any]:

@@ -1,0 +1,72 @@
+"""Limits of one process by the kernel, and of a program's processes together by a watcher."""
+
+import os
+import resource
+from pathlib import Path
+from typing import NamedTuple
+
+from dovetail.system import children_of
+
+MOST_PROCESSES = 64
+MOST_OPEN_FILES = 64
+BLOCK = 4096  # bytes
+MOST_OUTPUT = 1 << 20  # bytes of a file, and so of standard output
+
+
+class Limits(NamedTuple):
+    """Of one test."""
+
+    seconds: float
+    memory_mib: int
+
+
+def limit_process(limits: Limits, own_user: bool) -> None:
+    """own_user: nobody else's processes count among this user's."""
+    bounds = [
+        (resource.RLIMIT_CPU, int(limits.seconds) + 1),
+        (resource.RLIMIT_AS, limits.memory_mib << 20),
+        (resource.RLIMIT_FSIZE, MOST_OUTPUT),
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_NOFILE, MOST_OPEN_FILES),
+    ]
+    if own_user:
+        bounds.append((resource.RLIMIT_NPROC, MOST_PROCESSES))
+    for kind, most in bounds:
+        resource.setrlimit(kind, (most, most))
+
+
+def beyond_limits(keeper: int, folder: Path, limits: Limits) -> bool:
+    """Whether the processes below `keeper`, or the files of `folder`, are too many or too large.
+
+    Memory that a process shares with the one that forked it counts for both.
+    """
+    processes = children_of([keeper])
+    if len(processes) > MOST_PROCESSES:
+        return True
+    used = sum(_own_memory(process) for process in processes) + _size(folder)
+    return used > limits.memory_mib << 20
+
+
+def _own_memory(process: int) -> int:
+    """Resident bytes, without those of files."""
+    try:
+        fields = Path(f"/proc/{process}/statm").read_text(encoding="utf-8").split()
+    except OSError:  # it has ended
+        return 0
+    return (int(fields[1]) - int(fields[2])) * resource.getpagesize()
+
+
+def _size(folder: Path) -> int:
+    """Bytes of all files; empty ones count as one block."""
+    used = 0
+    for path, folders, files in os.walk(folder):
+        for name in (*folders, *files):
+            used += BLOCK + _blocks(os.path.join(path, name))
+    return used
+
+
+def _blocks(path: str) -> int:
+    try:
+        return os.lstat(path).st_blocks * 512
+    except OSError:  # it has gone
+        return 0

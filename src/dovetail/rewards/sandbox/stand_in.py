@@ -1,0 +1,144 @@
+"""Objects of another process, and what can be asked of them."""
+
+import importlib
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+ARITHMETIC = (
+    "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor"
+)  # fmt: skip
+COMPARISONS = ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__")
+
+
+def _reflected(name: str) -> Callable[[Any, Any], Any]:
+    operation = vars(operator)[name]
+    return lambda value, other: operation(other, value)
+
+
+def _run_coroutine(value: Any) -> Any:
+    return importlib.import_module("asyncio").run(value)  # slow to import, and rarely needed
+
+
+OPERATIONS: Mapping[str, Callable[..., Any]] = {
+    **{name: vars(operator)[name] for name in COMPARISONS},
+    **{f"__{name}__": vars(operator)[f"__{name}__"] for name in ARITHMETIC},
+    **{f"__r{name}__": _reflected(f"__{name}__") for name in ARITHMETIC},
+    "__neg__": operator.neg,
+    "__abs__": abs,
+    "__getitem__": operator.getitem,
+    "__setitem__": operator.setitem,
+    "__delitem__": operator.delitem,
+    "__contains__": operator.contains,
+    "__len__": len,
+    "__bool__": bool,
+    "__int__": int,
+    "__float__": float,
+    "__str__": str,
+    "__repr__": repr,
+    "__hash__": hash,
+    "__iter__": iter,
+    "__next__": next,
+    "__enter__": lambda value: value.__enter__(),
+    "__exit__": lambda value: value.__exit__(None, None, None),
+    "__instancecheck__": lambda value, other: isinstance(other, value),
+    "__getattr__": getattr,
+    "__setattr__": setattr,
+    "__call__": lambda value, positional, named: value(*positional, **named),
+    "names": lambda module: list(vars(module)),
+    "run": _run_coroutine,
+}
+
+
+class Asks(Protocol):
+    """A way to the other process."""
+
+    def ask(self, operation: str, number: int, *arguments: Any) -> Any: ...
+
+
+def _asking(name: str) -> Callable[..., Any]:
+    def ask(self: "StandIn", *arguments: Any) -> Any:
+        peer, number = place_of(self)
+        return peer.ask(name, number, *arguments)
+
+    return ask
+
+
+def _comparing(name: str) -> Callable[..., Any]:
+    """Data is not shown to an object of a class that would compare itself with it."""
+
+    def compare(self: "StandIn", other: Any) -> Any:
+        if not isinstance(other, StandIn):
+            return NotImplemented
+        peer, number = place_of(self)
+        return peer.ask(name, number, other)
+
+    return compare
+
+
+class StandIn:
+    """Object `number` of the other process, which does these operations there."""
+
+    def __init__(self, peer: Asks, number: int) -> None:
+        object.__setattr__(self, "_place_of_stand_in", (peer, number))
+
+    __eq__ = _comparing("__eq__")
+    __ne__ = _comparing("__ne__")
+    __lt__ = _comparing("__lt__")
+    __le__ = _comparing("__le__")
+    __gt__ = _comparing("__gt__")
+    __ge__ = _comparing("__ge__")
+    __hash__ = _asking("__hash__")
+    __add__ = _asking("__add__")
+    __radd__ = _asking("__radd__")
+    __sub__ = _asking("__sub__")
+    __rsub__ = _asking("__rsub__")
+    __mul__ = _asking("__mul__")
+    __rmul__ = _asking("__rmul__")
+    __truediv__ = _asking("__truediv__")
+    __rtruediv__ = _asking("__rtruediv__")
+    __floordiv__ = _asking("__floordiv__")
+    __rfloordiv__ = _asking("__rfloordiv__")
+    __mod__ = _asking("__mod__")
+    __rmod__ = _asking("__rmod__")
+    __pow__ = _asking("__pow__")
+    __rpow__ = _asking("__rpow__")
+    __matmul__ = _asking("__matmul__")
+    __rmatmul__ = _asking("__rmatmul__")
+    __and__ = _asking("__and__")
+    __rand__ = _asking("__rand__")
+    __or__ = _asking("__or__")
+    __ror__ = _asking("__ror__")
+    __xor__ = _asking("__xor__")
+    __rxor__ = _asking("__rxor__")
+    __neg__ = _asking("__neg__")
+    __abs__ = _asking("__abs__")
+    __getitem__ = _asking("__getitem__")
+    __setitem__ = _asking("__setitem__")
+    __delitem__ = _asking("__delitem__")
+    __contains__ = _asking("__contains__")
+    __len__ = _asking("__len__")
+    __bool__ = _asking("__bool__")
+    __int__ = _asking("__int__")
+    __float__ = _asking("__float__")
+    __str__ = _asking("__str__")
+    __repr__ = _asking("__repr__")
+    __iter__ = _asking("__iter__")
+    __next__ = _asking("__next__")
+    __enter__ = _asking("__enter__")
+    __instancecheck__ = _asking("__instancecheck__")
+    __getattr__ = _asking("__getattr__")
+    __setattr__ = _asking("__setattr__")
+
+    def __call__(self, *positional: Any, **named: Any) -> Any:
+        peer, number = place_of(self)
+        return peer.ask("__call__", number, positional, named)
+
+    def __exit__(self, *_: object) -> None:
+        peer, number = place_of(self)
+        peer.ask("__exit__", number)
+
+
+def place_of(stand_in: StandIn) -> tuple[Asks, int]:
+    place: tuple[Asks, int] = object.__getattribute__(stand_in, "_place_of_stand_in")
+    return place
