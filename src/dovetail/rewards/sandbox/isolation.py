@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from dovetail.rewards.sandbox import kernel, landlock, namespaces, places, seccomp
+from dovetail.rewards.sandbox.groups import join_group
 from dovetail.rewards.sandbox.limits import Limits, limit_process
 from dovetail.system import die_with_parent
 
@@ -33,6 +34,7 @@ class Confinement(NamedTuple):
     keep: tuple[int, ...] = ()
     input: int = 0
     output: int = 1
+    group: Path | None = None
 
 
 def start(work: Callable[[], None], confinement: Confinement, report: int) -> int:
@@ -55,6 +57,8 @@ def start(work: Callable[[], None], confinement: Confinement, report: int) -> in
 def _keep(work: Callable[[], None], confinement: Confinement, report: int) -> None:
     die_with_parent()
     os.setsid()
+    if confinement.group is not None:
+        join_group(confinement.group)
     user = FIRST_USER + os.getpid() % USERS
     if confinement.isolation == Isolation.NAMESPACES:
         namespaces.enter()

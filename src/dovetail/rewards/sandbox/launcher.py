@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dovetail.rewards.sandbox import program
+from dovetail.rewards.sandbox.groups import make_group, remove_group
 from dovetail.rewards.sandbox.isolation import READY, Confinement, Isolation, start
 from dovetail.rewards.sandbox.limits import MOST_OUTPUT, Limits, beyond_limits
 from dovetail.rewards.sandbox.peer import Channel
@@ -61,10 +62,12 @@ class Launcher:
         """{"status": of the process that decides, "output": text}; {"error": why not started}."""
         with ExitStack() as stack:
             self._keepers.clear()
-            stack.callback(_end_all, self._keepers)
-            if "tests" in request:
-                return self._run_tests(stack, request["program"], request["tests"])
-            return self._run_with_input(stack, request["program"], request["input"])
+            try:
+                if "tests" in request:
+                    return self._run_tests(stack, request["program"], request["tests"])
+                return self._run_with_input(stack, request["program"], request["input"])
+            finally:
+                _end_all(self._keepers)
 
     def _run_with_input(self, stack: ExitStack, source: str, text: str) -> dict[str, Any]:
         given = _unnamed_file(stack)
@@ -95,7 +98,10 @@ class Launcher:
         folder = Path(f"{os.getcwd()}/{self._count}")
         folder.mkdir()
         stack.callback(_remove, folder)
-        confinement = Confinement(self._isolation, self._limits, folder, **files)
+        group = make_group(f"dovetail-{os.getpid()}-{self._count}", self._limits)
+        if group is not None:
+            stack.callback(remove_group, group)
+        confinement = Confinement(self._isolation, self._limits, folder, group=group, **files)
         report, end = os.pipe()
         stack.callback(os.close, report)
         keeper = start(work, confinement, end)

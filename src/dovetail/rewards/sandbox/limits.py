@@ -10,6 +10,7 @@ from dovetail.system import children_of
 MOST_PROCESSES = 64
 MOST_OPEN_FILES = 64
 BLOCK = 4096  # bytes
+RESIDENT = ("RssAnon", "RssShmem")  # fields of /proc/PID/status, in KiB
 MOST_OUTPUT = 1 << 20  # bytes of a file, and so of standard output
 
 
@@ -50,10 +51,12 @@ def beyond_limits(keeper: int, folder: Path, limits: Limits) -> bool:
 def _own_memory(process: int) -> int:
     """Resident bytes, without those of files."""
     try:
-        fields = Path(f"/proc/{process}/statm").read_text(encoding="utf-8").split()
+        lines = Path(f"/proc/{process}/status").read_text(encoding="utf-8").splitlines()
     except OSError:  # it has ended
         return 0
-    return (int(fields[1]) - int(fields[2])) * resource.getpagesize()
+    fields = dict(line.split(":", 1) for line in lines)
+    sizes = [fields[name].split()[0] for name in RESIDENT if name in fields]
+    return sum(map(int, sizes)) << 10
 
 
 def _size(folder: Path) -> int:
