@@ -92,7 +92,7 @@ def vision_model(folder: Path) -> None:
         "pad_token_id": tokenizer.pad_token_id,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]},
     }
-    tower = {"depth": 2, "hidden_size": 32, "num_heads": 2, "patch_size": 4, "out_hidden_size": 64}
+    tower: dict[str, Any] = {"depth": 2, "hidden_size": 32, "num_heads": 2, "patch_size": 4, "out_hidden_size": 64}
     tower |= {"intermediate_size": 64, "window_size": 16, "fullatt_block_indexes": [1]}
     ids = dict(zip(names, tokenizer.convert_tokens_to_ids(list(marks)), strict=True))
     config = Qwen2_5_VLConfig(text_config=text, vision_config=tower, tie_word_embeddings=False, **ids)

@@ -1,16 +1,15 @@
 """A run whose samples come from the embedded sampler as a server, also ahead of time: bit for bit the run that samples itself."""
 
-import sys
-import threading
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from dovetail.cli.serve import make_server
+from dovetail.factory.serving import make_server
+from dovetail.serving.http_server import listen
 from tests.commands.program import here, program, read_rows, write_recipe, write_rows
+from tests.unit.test_server import running
 
 CLOCKS = ("seconds", "per_second", "time", "memory", "mfu", "lag", "idle", "pool")
 
@@ -49,27 +48,14 @@ def result(run: Path) -> tuple[list[dict[str, Any]], list[list[dict[str, Any]]],
 
 
 def test_a_server_gives_the_bits_of_the_sampler_inside(recipe: Path, model: Path, tmp_path: Path) -> None:
-    server = make_server(str(model), torch.device("cpu"), torch.float32, ("127.0.0.1", 0))
-
-    def own() -> None:
-        with suppress(SystemExit):
-            server.engine.run()
-
-    owner = threading.Thread(target=own)
-    owner.start()
-    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-    try:
+    listener = listen("127.0.0.1", 0)
+    with running(make_server(str(model), torch.device("cpu"), torch.float32, listener)) as server:
         engine = ("rollout.backend=native", f"rollout.engines={server.url}")
         served = here("train", recipe, *engine, f"run_dir={tmp_path}/s")
         ahead = here("train", recipe, *engine, "trainer.max_lag=0", f"run_dir={tmp_path}/a")
         foreign = here(
             "train", recipe, "rollout.backend=sglang", f"rollout.engines={server.url}", f"run_dir={tmp_path}/f"
         )
-    finally:
-        server.shutdown()
-        server.server_close()
-        server.engine._work.put(sys.exit)
-        owner.join()
     assert served.code == ahead.code == 0, (served, ahead)
     assert foreign.code == 2 and "has no /generate" in str(foreign), foreign
     inside = here("train", recipe)

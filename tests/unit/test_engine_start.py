@@ -221,7 +221,8 @@ def test_the_command_of_an_engine(tmp_path: Path) -> None:
         start = engine_start(recipe({"backend": "native", "start": {"gpus_each": gpus}}), ranks_on_gpus=True)
         assert start is not None and not start.environment and start.commands[0][0] == sys.executable
         assert start.commands[0][start.commands[0].index("-m") :] == [
-            "-m", "dovetail", "serve", ".", "--dtype", "float32", *flags, "--host", "127.0.0.1", "--port", "PORT",
+            "-m", "dovetail", "serve", ".", "--dtype", "float32", *flags,
+            "--push-dir", "/dev/shm/dovetail", "--host", "127.0.0.1", "--port", "PORT",
         ]  # fmt: skip
     assert engine_start(recipe({}), ranks_on_gpus=True) is None
 

@@ -2,11 +2,10 @@
 
 import socket
 import struct
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -20,6 +19,7 @@ from torch import Tensor
 from dovetail.cli import serve
 from dovetail.cli.main import run_command
 from dovetail.errors import ConfigError, MachineError
+from dovetail.factory import serving as serving_parts
 from dovetail.parallel.mesh import Mesh
 from dovetail.recipe.rollout import PushSection
 from dovetail.rollout.base import Completion, Prompt, SamplingParams
@@ -33,7 +33,9 @@ from dovetail.rollout.remote.sglang import Sglang
 from dovetail.rollout.remote.vllm import Native, Vllm, generate_body
 from dovetail.rollout.remote.wire import Reply, Request
 from dovetail.rollout.server import SamplerServer
-from dovetail.rollout.server_http import HttpServer
+from dovetail.serving.app import Settings
+from dovetail.serving.http_server import HttpServer, listen
+from dovetail.serving.text import Text
 from tests.parity.configs import VOCAB, tiny_configs, tiny_model
 from tests.remote.fake_engine import FakeEngine
 from tests.tolerances import MODEL_FP32, SUM_ORDER, assert_close
@@ -49,24 +51,28 @@ def weights(factor: float = 1.0) -> dict[str, Tensor]:
 
 
 @contextmanager
-def serving(key: str | None = None, **options: Any) -> Iterator[HttpServer]:
-    engine = SamplerServer(sampler_of(MODEL, options.pop("max_tokens", 4096), lambda step: step, **options))
-    server = HttpServer(("127.0.0.1", 0), model="tiny", key=key)
-    server.engine = engine
+def serving(
+    key: str | None = None,
+    *,
+    text: Text | None = None,
+    **options: Any,
+) -> Iterator[HttpServer]:
+    sampler = sampler_of(MODEL, options.pop("max_tokens", 4096), lambda step: step, **options)
+    engine = SamplerServer(sampler, push_directory=Path("/"))
+    settings = Settings(model="tiny", text=text, key=key)
+    with running(HttpServer(engine, listen("127.0.0.1", 0), settings)) as server:
+        yield server
 
-    def own() -> None:
-        with suppress(SystemExit):
-            engine.run()
 
-    owner = threading.Thread(target=own)
+@contextmanager
+def running(server: HttpServer) -> Iterator[HttpServer]:
+    server.start()
+    owner = threading.Thread(target=server.run)
     owner.start()
-    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     try:
         yield server
     finally:
-        server.shutdown()
-        server.server_close()
-        engine._work.put(sys.exit)
+        server.stop()
         owner.join()
 
 
@@ -254,12 +260,12 @@ def test_a_push_whose_files_cannot_be_written_is_an_error_of_all_ranks() -> None
 
 def test_a_client_that_resets_its_connection_is_no_error(capfd: pytest.CaptureFixture[str]) -> None:
     with serving() as server:
-        before = threading.active_count()
-        peer = socket.create_connection(("127.0.0.1", server.server_port))
-        wait_for(lambda: threading.active_count() > before)
+        connections = server._uvicorn.server_state.connections
+        peer = socket.create_connection(("127.0.0.1", server.port))
+        wait_for(lambda: len(connections) == 1)
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         peer.close()
-        wait_for(lambda: threading.active_count() == before)
+        wait_for(lambda: not connections)
     assert capfd.readouterr().err == ""
 
 
@@ -312,8 +318,9 @@ def test_its_share_of_a_gpus_memory_arrives_and_is_enough(
         SamplerServer(sampler_of(MODEL, page_size=64), utilization=utilization)
 
     monkeypatch.setattr(NativeSampler, "max_entries", entries)
-    monkeypatch.setattr(serve, "make_server", make)
-    assert run_command(["serve", "model", "--device", "cpu", "--gpu-memory-utilization", "0.35"]) == 2
+    monkeypatch.setattr(serving_parts, "make_server", make)
+    monkeypatch.setattr(serve, "read_model", lambda _: None)
+    assert run_command(["serve", "model", "--port", "0", "--device", "cpu", "--gpu-memory-utilization", "0.35"]) == 2
     assert asked == [(0.35, True)]
     said = "has 1 pages of 64 tokens, expected 2 or more; raise --gpu-memory-utilization"
     assert said in " ".join(capsys.readouterr().err.split())
@@ -340,18 +347,18 @@ def test_what_the_server_refuses() -> None:
         def generate(ids: Any = (1,), **sampling: Any) -> str:
             return refused(400, "/inference/v1/generate", {"token_ids": ids, "sampling_params": sampling})
 
-        assert refused(401, "/resume", mine=Client(server.url)) == "Unauthorized"
+        assert refused(401, "/resume", mine=Client(server.url)).startswith("Unauthorized")
         assert Client(server.url).get("/health") == {}
-        assert refused(404, "/v1/completions") == "Not Found"
+        assert "this server has POST /inference/v1/generate, " in refused(404, "/v1/embeddings")
         assert "repetition_penalty=1.1: this server has none" in generate(repetition_penalty=1.1)
         assert "stop=['END']: this server has none" in generate(stop=["END"])
-        assert "bad_words=['x']" in generate(bad_words=["x"])
+        assert "bad_words=['x']: this server has none" in generate(bad_words=["x"])
         assert "logprobs=5" in generate(logprobs=5)
         assert "logit_bias {'3': 1.0}" in generate(logit_bias={"3": 1.0})
-        assert "0 to 130" in generate([VOCAB]) and "at least one" in generate([])
+        assert "0 to 130" in generate([VOCAB]) and "at least 1 item" in generate([])
         assert "200 new ones are more than the 192 of this server" in generate(max_tokens=200)
         assert "temperature=-1" in generate(temperature=-1)
-        assert "'token_ids'" in refused(400, "/inference/v1/generate", {})
+        assert "token_ids: Field required" in refused(400, "/inference/v1/generate", {})
         assert "mode=abort: this server has mode=keep" in refused(400, "/pause")
         assert Vllm().probe(client, VOCAB).transfer == "dovetail_nccl"
         for wire in (Sglang(), Vllm()):

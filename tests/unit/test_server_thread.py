@@ -1,11 +1,10 @@
 """The thread that owns a server's model: an error of a request fails that request alone."""
 
-import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from queue import SimpleQueue
+from typing import Any, Self
 
 import pytest
 
@@ -21,22 +20,40 @@ LONG = SamplingParams(max_new_tokens=12, temperature=0.8, seed=3)
 SECONDS = 20.0
 
 
-@contextmanager
-def running(**options: Any) -> Iterator[SamplerServer]:
-    engine = SamplerServer(sampler_of(MODEL, 4096, **options))
+class Running:
+    """A server's thread. `event` waits for the next one of a sample."""
 
-    def own() -> None:
-        with suppress(SystemExit):
-            engine.run()
+    def __init__(self, **options: Any) -> None:
+        self.engine = SamplerServer(sampler_of(MODEL, 4096, **options))
+        self._events: SimpleQueue[tuple[Sample, Event]] = SimpleQueue()
+        self.most_kinds = 0  # that ran at once
+        self._early = list[tuple[Sample, Event]]()
+        self._owner = threading.Thread(target=self.engine.run, args=(self._take,), daemon=True)
 
-    owner = threading.Thread(target=own, daemon=True)
-    owner.start()
-    try:
-        yield engine
-    finally:
-        engine._work.put(sys.exit)
-        owner.join(SECONDS)
-        assert not owner.is_alive()
+    def _take(self, events: Sequence[tuple[Sample, Event]]) -> None:
+        self.most_kinds = max(self.most_kinds, len(self.engine._loops))
+        for event in events:
+            self._events.put(event)
+
+    def event(self, sample: Sample) -> Event:
+        for early in self._early:
+            if early[0] is sample:
+                self._early.remove(early)
+                return early[1]
+        while True:
+            of, event = self._events.get(timeout=SECONDS)
+            if of is sample:
+                return event
+            self._early.append((of, event))
+
+    def __enter__(self) -> Self:
+        self._owner.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.engine.stop()
+        self._owner.join(SECONDS)
+        assert not self._owner.is_alive()
 
 
 def wrong(**changes: Any) -> Sample:
@@ -69,14 +86,15 @@ WRONG: tuple[dict[str, Any], ...] = (
 
 def test_an_error_of_a_request_is_that_requests(capfd: pytest.CaptureFixture[str]) -> None:
     (expected,) = sampler_of(MODEL, 4096).sample([Prompt(0, [7, 8, 9])], LONG)
-    with running(page_size=4) as engine:
+    with Running(page_size=4) as server:
+        engine = server.engine
         for changes in WRONG:
             other, broken = Sample(ids=[7, 8, 9], params=LONG, interval=12), wrong(**changes)
             engine.submit(other)
             engine.submit(broken)
-            failed = broken.events.get(timeout=SECONDS)
+            failed = server.event(broken)
             assert failed.error and failed.is_last, changes
-            event = other.events.get(timeout=SECONDS)
+            event = server.event(other)
             assert event.ids == list(expected.ids) and event.finish == "length", changes
             assert f"1 samples failed: {failed.error}" in capfd.readouterr().err
         engine.call(lambda: None)
@@ -87,7 +105,8 @@ def test_a_failed_call_is_the_callers() -> None:
     def fail() -> None:
         raise AttributeError("of the caller")
 
-    with running() as engine:
+    with Running() as server:
+        engine = server.engine
         with pytest.raises(AttributeError, match="of the caller"):
             engine.call(fail)
         cancelled = engine.ask(lambda: None)
@@ -97,26 +116,24 @@ def test_a_failed_call_is_the_callers() -> None:
 
 def test_few_kinds_of_sampling_run_at_once_and_all_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "KINDS", 2)
-    with running() as engine:
-        most = 0
+    with Running() as server:
+        engine = server.engine
         kinds = [replace(LONG, temperature=1 + n / 8) for n in range(5)]
-        samples = [Sample(ids=[5], params=kind, interval=12) for kind in kinds]
+        samples = [Sample(ids=[5], params=kind) for kind in kinds]
         for sample in samples:
             engine.submit(sample)
         for sample in samples:
-            while sample.events.empty():
-                engine.call(lambda: None)
-                most = max(most, len(engine._loops))
-            event: Event = sample.events.get()
-            assert event.finish == "length" and len(event.ids) == 12
-        assert most == 2 and not engine._deferred
+            events = [server.event(sample) for _ in range(12)]
+            assert events[-1].finish == "length"
+        assert server.most_kinds == 2 and not engine._deferred
 
 
 def test_clients_that_leave_take_only_their_own_requests_along(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(server_module, "KINDS", 1)
-    with running() as engine:
+    with Running() as server:
+        engine = server.engine
         engine.call(lambda: engine.pause(clear_cache=False))
         kinds = [replace(LONG, temperature=1.0 + n % 3) for n in range(60)]
         samples = [Sample(ids=[5, n % 5], params=kind) for n, kind in enumerate(kinds)]
@@ -126,7 +143,7 @@ def test_clients_that_leave_take_only_their_own_requests_along(
         for sample in (*samples[1:], held):
             engine.abort(sample)
         engine.call(engine.resume)
-        while not samples[0].events.get(timeout=SECONDS).is_last:
+        while not server.event(samples[0]).is_last:
             pass
         engine.call(lambda: None)
         assert not engine._living and engine.pool.num_free == engine.pages

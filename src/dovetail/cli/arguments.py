@@ -331,6 +331,8 @@ def _serve(parser: ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of weights and compute")
     used = "of the GPU's memory, for weights, keys and values; at most 0.9 of what is free"
     parser.add_argument("--gpu-memory-utilization", type=share, default=0.8, metavar="X", help=used)
+    pushed = "the only directory whose files a trainer may push (rollout.push.transport=file)"
+    parser.add_argument("--push-dir", default=PUSH_DIRECTORY, metavar="DIR", help=pushed)
 
 
 def _docs(parser: ArgumentParser) -> None:
@@ -353,6 +355,7 @@ def _resume(text: str) -> str:
 
 MODEL = "a directory, or name@revision on the hub"
 OF_A_MODEL = ("score", "generate", "eval", "convert", "inspect", "serve")
+PUSH_DIRECTORY = "/dev/shm/dovetail"  # as rollout.push.directory
 ON_RANKS = ("train", "score", "generate", "eval", "convert")
 COMMANDS: Mapping[str, Command] = {
     "train": Command("train a model by RL or SFT, from an HF checkpoint to an HF checkpoint", _train,
@@ -371,7 +374,7 @@ COMMANDS: Mapping[str, Command] = {
     "rollouts": Command("show samples of a run with their rewards", _rollouts, "runs/first --sort worst"),
     "plan": Command("say how many GPUs the trainer and the engines of an RL run take, synchronous or asynchronous", _plan,
         "--rollout 2000:16000 --gpus 8 --decode 1:205,64:12850,256:38000 --train 12000"),
-    "serve": Command("run the embedded sampler as a server that trainers push weights to, with vLLM's RL endpoints", _serve,
+    "serve": Command("serve a model over HTTP: OpenAI's endpoints, and those by which trainers sample and push weights", _serve,
         "Qwen2.5-0.5B --port 8000 --dtype bfloat16"),
     "docs": Command("show a page of the documentation, or list the pages", _docs, "rewards"),
     "import-config": Command("turn a config of verl, TRL, OpenRLHF, axolotl or slime into a recipe", _import_config,

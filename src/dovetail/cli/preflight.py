@@ -39,6 +39,7 @@ from dovetail.rewards.own_modules import refuse_names, search_path
 from dovetail.rewards.runner import refuse_unknown
 from dovetail.run.changes import check_going_on
 from dovetail.run.paths import FinishedError, check_run_dir
+from dovetail.serving.extra import require_serve
 from dovetail.weights.config_file import pinned, read_config
 from dovetail.weights.safe_paths import (
     INDEX,
@@ -221,6 +222,8 @@ def _check_rl(recipe: Recipe, folder: Path, policy: Model | None, layout: Layout
             mistakes.of(_named, "rollout", _check_sampler, policy.spec, own)
     if not rollout.inside and rollout.push.transport == "file":
         mistakes.of(refuse_unwritable, Path(rollout.push.directory) / "push", "rollout.push.directory")
+    if rollout.start is not None and rollout.backend == "native" and not rollout.start.command:
+        mistakes.of(require_serve, "rollout.start with backend native")
     if rollout.engines:
         mistakes.of(connect, recipe, rollout.engines, engine_key(), None if policy is None else policy.spec.vocab_size)
     for metric in [metric for each in recipe.eval.sets for metric in each.metrics if ":" in metric]:

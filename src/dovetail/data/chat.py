@@ -188,11 +188,11 @@ def messages_of(row: JsonRow, key: str) -> list[Message]:
     for message in known:
         message.setdefault("content", None)
         if isinstance(calls := message.get("tool_calls"), list):
-            message["tool_calls"] = [_parsed_call(call) for call in calls]
+            message["tool_calls"] = [parsed_call(call) for call in calls]
     return [*known]
 
 
-def _parsed_call(call: Any) -> Any:
+def parsed_call(call: Any) -> Any:
     """With arguments as an object, for templates; OpenAI's are its JSON text."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):

@@ -117,6 +117,7 @@ def engine_start(recipe: "Recipe", *, ranks_on_gpus: bool) -> EngineStart | None
     if native:
         program, revision = start.command or (*python_module("dovetail"), "serve"), []
         given = [recipe.model.path, "--dtype", recipe.model.dtype, *([] if start.gpus_each else ["--device", "cpu"])]
+        given += ["--push-dir", str(Path(rollout.push.directory).absolute())]
     cut = ["--tp-size" if sglang else "--tensor-parallel-size", str(start.gpus_each)] if start.gpus_each > 1 else []
     routes = [RETURNS_ROUTES] if rollout.router_replay == "rollout" else []
     name, _, value = DEV_MODE.rpartition(" ")[2].partition("=")

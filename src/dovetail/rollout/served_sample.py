@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from queue import SimpleQueue
 from typing import NamedTuple
 
 import numpy as np
@@ -47,7 +46,6 @@ class Sample:
     batch: tuple[str, int, int] | None = None
     interval: int = 1
     slot: int = -1  # the server's number of it
-    events: SimpleQueue[Event] = field(default_factory=SimpleQueue)
     new: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     versions: list[Version] = field(default_factory=list)

@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -30,6 +31,8 @@ from dovetail.rollout.served_sample import Event, Sample, group_of
 FIRST_VERSION = "default"  # of weights that no trainer pushed, in vLLM's words
 BATCHES = 64  # names that are remembered: a request that is sent again does not wait for its batch
 HOLD_SECONDS = 10.0  # without a request of a batch that is not whole: those that came begin
+Deliver = Callable[[Sequence[tuple[Sample, Event]]], None]
+MOST_BYTES = 16  # of an element that is pushed, a tied copy included
 KINDS = 16  # sets of sampling parameters that run at once: each has a runner with memory of its own
 
 
@@ -44,8 +47,12 @@ class SamplerServer:
         sampler: NativeSampler,
         max_length: int | None = None,
         utilization: float = 0.8,
+        push_directory: Path | None = None,
     ) -> None:
-        """max_length: of the model. utilization: share of a GPU's memory, for all we keep there."""
+        """max_length: of the model. utilization: share of a GPU's memory, for all we keep there.
+
+        push_directory: the only one whose files may be pushed; None: no file may.
+        """
         self.sampler, self.options = sampler, sampler.options
         size = self.options.page_size
         pages = sampler.max_entries(utilization, of_all=True) // size
@@ -61,7 +68,8 @@ class SamplerServer:
         self.max_length = longest if max_length is None else min(longest, max_length)
         self.version = FIRST_VERSION
         self.paused = False
-        self.receiver = Receiver(sampler.mesh.device)
+        elements = sum(weight.numel() for weight in sampler.model.parameters())
+        self.receiver = Receiver(sampler.mesh.device, push_directory, MOST_BYTES * elements)
         self._refilling: Refilling | None = None
         self._work: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self._loops: dict[SamplingParams, GenerationLoop] = {}
@@ -72,14 +80,25 @@ class SamplerServer:
         self._held: dict[str, list[Sample]] = {}  # wait for their batch
         self._begun, self._heard = deque[str](maxlen=BATCHES), 0.0
         self._left = set[Sample]()  # aborted since the last turn
+        self._events = list[tuple[Sample, Event]]()  # of this turn
+        self._stopped = False
 
     @torch.no_grad()
-    def run(self) -> None:
-        """Never returns: this thread owns the model."""
-        while True:
+    def run(self, deliver: Deliver) -> None:
+        """Draws samples until `stop`: this thread owns the model. deliver: takes their events."""
+        while not self._stopped:
             self._do_work()
             if not self.paused:
                 self._turn()
+            if self._events:
+                events, self._events = self._events, []
+                deliver(events)
+
+    def stop(self) -> None:
+        def end() -> None:
+            self._stopped = True
+
+        self._work.put(end)
 
     def submit(self, sample: Sample) -> None:
         def arrive() -> None:
@@ -239,7 +258,7 @@ class SamplerServer:
         complain(f"dovetail: note: {len(samples)} samples failed: {text}\n")
         for sample in samples:
             self._living.pop(sample.slot, None)
-            sample.events.put(Event(error=text))
+            self._events.append((sample, Event(error=text)))
 
     def _waiting(self) -> set[Sample]:
         """Samples that have not begun."""
@@ -314,7 +333,7 @@ class SamplerServer:
             new = ids[row][:count]
             event = sample.draw(new, log_probs[row][:count], self.version, finished=ends)
             if event is not None:
-                sample.events.put(event)
+                self._events.append((sample, event))
             if ends:
                 del self._living[slot]
 

@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import os
 import select
 import socket
 import ssl
@@ -19,6 +20,7 @@ IDLE_SECONDS = 2.0  # of a kept connection; uvicorn closes it after 5
 LOOK_SECONDS = 1.0  # between looks at the deadline
 SHOWN = 500  # characters
 DONE = b"[DONE]"
+AGENT = "dovetail trainer "  # begins the name by which servers tell trainers apart
 
 
 class EngineError(MachineError):
@@ -92,7 +94,9 @@ class Client:
         self, method: str, path: str, body: Mapping[str, Any] | None, deadline: Deadline
     ) -> Iterator[http.client.HTTPResponse]:
         """Of a status below 400. Its connection is kept if it was read to its end."""
-        headers = {"Content-Type": "application/json"} if body is not None else {}
+        headers = {"User-Agent": f"{AGENT}{socket.gethostname()}, process {os.getpid()}"}
+        if body is not None:
+            headers["Content-Type"] = "application/json"
         if self._key is not None:
             headers["Authorization"] = f"Bearer {self._key}"
         data = None if body is None else json.dumps(body).encode()

@@ -1,5 +1,9 @@
 """The receiving side of pushes."""
 
+import math
+import os
+import stat
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,23 +16,45 @@ from dovetail.parallel.private_group import PrivateGroup
 from dovetail.rollout.remote.sums import sums_of
 from dovetail.rollout.remote.transports import Entry, map_memory
 
+MAX_SECONDS = 300.0  # of a transfer, whatever a trainer asks for: samples wait meanwhile
+
 
 class Receiver:
-    """An update is `begin`, `take` of each bucket, and `check`. CheckpointError names a wrong tensor."""
+    """An update: `begin`, `take` of each bucket, `check`. CheckpointError names a wrong tensor.
 
-    def __init__(self, device: torch.device) -> None:
+    directory: the only one whose files are read. max_bytes: of a bucket.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        directory: Path | None = None,
+        max_bytes: int = sys.maxsize,
+    ) -> None:
         self.device = device
+        self.directory = directory
+        self.max_bytes = max_bytes
         self._group: PrivateGroup | None = None
         self.begin()
 
     def connect(self, info: Mapping[str, Any]) -> None:
-        """Joins the trainer's group, if it has one. info: of `VllmReplica`."""
+        """Joins the trainer's group, if it has one. info: of `VllmReplica`.
+
+        What waits in the group before ends with an error.
+        """
         self.close()
-        if "master_address" in info:
-            address, size, rank = info["master_address"], info["world_size"], info["rank_offset"]
-            group = PrivateGroup(info["backend"], address, size, info["timeout"], rank=rank, port=info["master_port"])
-            group.connect(self.device)
-            self._group = group
+        if "master_address" not in info:
+            return
+        group = PrivateGroup(
+            info["backend"],
+            info["master_address"],
+            info["world_size"],
+            min(info["timeout"], MAX_SECONDS),
+            rank=info["rank_offset"],
+            port=info["master_port"],
+        )
+        group.connect(self.device)
+        self._group = group
 
     def begin(self) -> None:
         self._seen: dict[str, tuple[str, tuple[int, ...], str]] = {}
@@ -40,7 +66,7 @@ class Receiver:
         first = entries[0].name
         if number != self._buckets:
             raise CheckpointError(f"{first}: its bucket has number {number}, expected was {self._buckets}")
-        memory = self._memory(update)
+        memory = self._memory(update, self._size(update, entries))
         views = [_view(entry, memory) for entry in entries]
         for entry, found in zip(entries, sums_of(views), strict=True):
             if entry.name in self._seen:
@@ -64,13 +90,10 @@ class Receiver:
         if group is not None:
             group.abort()
 
-    def _memory(self, update: Mapping[str, Any]) -> Tensor:
-        """uint8 on this device; no other process writes to it."""
-        count = update["num_bytes"]
+    def _memory(self, update: Mapping[str, Any], count: int) -> Tensor:
+        """uint8 [count] on this device; no other process writes to it."""
         if "file" in update:
-            data = torch.frombuffer(bytearray(Path(update["file"]).read_bytes()), dtype=torch.uint8)
-            if len(data) != count:
-                raise CheckpointError(f"{update['tensors'][0][0]}: its bucket has {len(data)} bytes, announced {count}")
+            data = torch.frombuffer(self._read(Path(update["file"]), count), dtype=torch.uint8)
             return data.to(self.device)
         if "memory" in update:
             return map_memory(update["memory"], count).to(self.device, copy=True)
@@ -85,13 +108,53 @@ class Receiver:
             raise
         return memory.to(self.device)
 
+    def _size(self, update: Mapping[str, Any], entries: Sequence[Entry]) -> int:
+        """Bytes of a bucket, which ends with its last tensor."""
+        count: int = update["num_bytes"]
+        first = entries[0].name
+        end = max(entry.start + _num_bytes(entry) for entry in entries)
+        if count != end:
+            raise CheckpointError(f"{first}: its bucket has {count} bytes, its tensors end at {end}")
+        if count > self.max_bytes:
+            most = f"at most {self.max_bytes} are taken for this model"
+            raise CheckpointError(f"{first}: its bucket has {count} bytes; {most}")
+        return count
+
+    def _read(self, path: Path, count: int) -> bytearray:
+        """A regular file of `count` bytes in the directory."""
+        inside = self.directory
+        real = Path(os.path.realpath(path))
+        if inside is None or not real.is_relative_to(os.path.realpath(inside)):
+            allowed = "no directory" if inside is None else str(inside)
+            option = "start the server with --push-dir, as rollout.push.directory"
+            raise CheckpointError(f"{path}: files are taken from {allowed} alone; {option}")
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        with open(os.open(real, flags), "rb") as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise CheckpointError(f"{path} is not a regular file")
+            if status.st_size != count:
+                has = f"{path} has {status.st_size} bytes"
+                raise CheckpointError(f"{has}, announced were {count}")
+            data = bytearray(count)
+            if file.readinto(data) != count:
+                raise CheckpointError(f"{path} became shorter while it was read")
+            return data
+
+
+def _num_bytes(entry: Entry) -> int:
+    kind = vars(torch).get(entry.dtype)
+    shape = entry.shape
+    if not isinstance(kind, torch.dtype) or min(shape, default=0) < 0:
+        given = f"dtype {shortened(repr(entry.dtype))} and shape {shape}"
+        raise CheckpointError(f"{entry.name}: {given} are not a tensor's")
+    return kind.itemsize * math.prod(shape)
+
 
 def _view(entry: Entry, memory: Tensor) -> Tensor:
     name, dtype, shape, start, _ = entry
-    kind = vars(torch).get(dtype)
-    if not isinstance(kind, torch.dtype) or min(shape, default=0) < 0:
-        raise CheckpointError(f"{name}: dtype {shortened(repr(dtype))} and shape {shape} are not a tensor's")
-    end = start + kind.itemsize * torch.Size(shape).numel()
+    end = start + _num_bytes(entry)
+    kind: torch.dtype = vars(torch)[dtype]
     if start < 0 or end > len(memory) or start % kind.itemsize:
         raise CheckpointError(f"{name}: bytes {start} to {end} of a bucket of {len(memory)}")
     return memory[start:end].view(kind).view(*shape)

@@ -2,6 +2,7 @@
 
 import base64
 import os
+import re
 import shutil
 import socket
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,6 +19,8 @@ from dovetail.rollout.remote.sums import Sums
 from dovetail.weights.safetensors import memory_of
 
 Kind = Literal["file", "nccl", "ipc"]
+MEMORY_NAME = "dovetail-push"
+OPEN_FILE = re.compile(r"/proc/\d+/fd/\d+")
 SLOTS = 2  # one is filled while the other is sent
 
 
@@ -125,7 +128,7 @@ class MemoryTransport(Transport):
             return super()._allocate(slot, num_bytes)
         if slot in self._files:
             os.close(self._files.pop(slot))
-        self._files[slot] = file = os.memfd_create("dovetail-push", os.MFD_CLOEXEC)
+        self._files[slot] = file = os.memfd_create(MEMORY_NAME, os.MFD_CLOEXEC)
         os.truncate(file, num_bytes)
         return torch.from_file(f"/proc/self/fd/{file}", shared=True, size=num_bytes, dtype=torch.uint8)
 
@@ -142,7 +145,7 @@ class MemoryTransport(Transport):
 def map_memory(fields: Mapping[str, Any], num_bytes: int) -> Tensor:
     """uint8: what `MemoryTransport.fields` names, in another process."""
     if "path" in fields:
-        return torch.from_file(fields["path"], shared=True, size=num_bytes, dtype=torch.uint8)
+        return _map_file(str(fields["path"]), num_bytes)
     known = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
     if fields["device"] not in known:
         raise CheckpointError(
@@ -152,6 +155,23 @@ def map_memory(fields: Mapping[str, Any], num_bytes: int) -> Tensor:
     parts = [base64.b64decode(x) if isinstance(x := fields[name], str) else x for name in names]
     storage = torch.UntypedStorage._new_shared_cuda(place, *parts, fields["event_waits"])
     return torch.empty(0, dtype=torch.uint8, device=f"cuda:{place}").set_(storage, 0, (num_bytes,), (1,))
+
+
+def _map_file(path: str, num_bytes: int) -> Tensor:
+    """An open file of `MemoryTransport` alone: any other could be changed by mapping it."""
+    what = f"{path}, which is to be mapped,"
+    if not OPEN_FILE.fullmatch(path):
+        raise CheckpointError(f"{what} is not an open file of a trainer's process")
+    try:
+        name = os.readlink(path)
+        size = os.stat(path).st_size
+    except OSError as error:
+        raise CheckpointError(f"{what} is not there: {error.strerror}") from error
+    if not name.startswith(f"/memfd:{MEMORY_NAME} "):
+        raise CheckpointError(f"{what} is not memory of a trainer")
+    if size < num_bytes:
+        raise CheckpointError(f"{what} has {size} bytes, announced were {num_bytes}")
+    return torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
 
 
 def make_transport(kind: Kind, device: torch.device, directory: Path) -> Transport:

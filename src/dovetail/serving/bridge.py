@@ -1,0 +1,61 @@
+"""The event loop's side of `SamplerServer`: samples in, events out, and no thread of their own."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+
+from dovetail.rollout.served_sample import Event, Sample
+from dovetail.rollout.server import SamplerServer
+from dovetail.serving.bodies import RequestError
+
+Delivery = Sequence[tuple[Sample, Event]]
+STOPPED = Event(finish="stop")
+
+
+class AsyncSampler:
+    """Used by one event loop. `deliver` is called by the model's thread."""
+
+    def __init__(self, engine: SamplerServer) -> None:
+        self.engine = engine
+        self._loop = asyncio.get_running_loop()
+        self._queues: dict[Sample, asyncio.Queue[tuple[Sample, Event]]] = {}
+
+    def deliver(self, events: Delivery) -> None:
+        self._loop.call_soon_threadsafe(self._take, events)
+
+    def _take(self, events: Delivery) -> None:
+        for sample, event in events:
+            queue = self._queues.get(sample)
+            if queue is not None:
+                queue.put_nowait((sample, event))
+
+    async def events(self, samples: Sequence[Sample]) -> AsyncGenerator[tuple[int, Event]]:
+        """Events with the place of their sample, until all ended. Those left are aborted."""
+        queue: asyncio.Queue[tuple[Sample, Event]] = asyncio.Queue()
+        places = {sample: place for place, sample in enumerate(samples)}
+        running = set(samples)
+        for sample in samples:
+            self._queues[sample] = queue
+            self.engine.submit(sample)
+        try:
+            while running:
+                sample, event = await queue.get()
+                if event.error is not None:
+                    raise RequestError(500, f"the sample failed: {event.error}")
+                if event.is_last:
+                    running.discard(sample)
+                yield places[sample], event
+        finally:
+            for sample in samples:
+                if self._queues.pop(sample, None) and sample in running:
+                    self.engine.abort(sample)
+
+    def stop(self, sample: Sample) -> None:
+        """Ends a sample of `events` early."""
+        queue = self._queues.pop(sample, None)
+        if queue is not None:
+            self.engine.abort(sample)
+            queue.put_nowait((sample, STOPPED))
+
+    async def call(self, work: Callable[[], object]) -> None:
+        """On the model's thread, between two turns. Raises what the work raises."""
+        await asyncio.wrap_future(self.engine.ask(work))
