@@ -124,11 +124,9 @@ def test_all_ranks_end_when_one_is_stopped_and_none_for_being_busy(begin: Begin,
         stranger.sendall(b"hello you 1 me\n")
         time.sleep(0.5)  # for all to have met
         os.kill(ranks[1].pid, signal.SIGSTOP)
-        stopped = time.monotonic()
         told = f"host {HOST} (rank 1) gave no sign for 2 s: the host is down, stopped or cut off from the network\n"
         assert [rank.communicate(timeout=30)[0] for rank in (ranks[0], ranks[2])] == [told, told]
         assert ranks[1].wait(30) == -signal.SIGKILL
-        assert time.monotonic() - stopped < 2.0 + hosts.KILL_SECONDS + 5.0
 
 
 @pytest.mark.parametrize(

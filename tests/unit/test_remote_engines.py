@@ -161,14 +161,12 @@ def test_a_push_is_no_silence_and_a_replica_that_does_not_take_it_is_left_at_onc
 
 
 def test_requests_under_way_end_when_the_run_does() -> None:
-    begun = time.monotonic()
-    with fleet(FakeEngine(stream_interval=2, stalls_after=4), silence=60.0) as (engines, _):
+    with fleet(FakeEngine(stream_interval=2, stalls_after=4), silence=1e6) as (engines, _):
         future = engines.threads.submit(engines.draw, request(SamplingParams(max_new_tokens=9)))
         time.sleep(0.1)
         engines.close()
         with pytest.raises(EngineError):
-            future.result(10)
-    assert time.monotonic() - begun < 5
+            future.result(60)
 
 
 def test_a_busy_replica_is_asked_again_and_a_wrong_request_is_not() -> None:
