@@ -21,8 +21,11 @@ from tests.unit.decode_rows import whole_range
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 FEW = 12  # tokens, about, that stand for many
+IN_TURN = 248  # errors of all dtypes together
 SEEN, FEWER = 260, 209  # errors of each dtype; of a half one by the interpreter, which takes a second for some of them
 SLOW = ("rms_norm, strided, 2500", "rms_norm 3 x 2500", "add_norm of one, 3 x 2500", "permute, to", "unpermute of")
+# Of 157 programs each, as the norm of 3 x 2500 has: those of `in_turn` have its width alone.
+AS_WIDE = ("rms_norm, strided, 2500", "add_norm 3 x 2500", "add_norm of one, 3 x 2500")
 Op = Callable[..., Any]
 Case = tuple[str, Op, Op, list[Tensor], list[Any]]  # name, ours, the reference, what is differentiated, the rest
 
@@ -198,6 +201,8 @@ def measure(device: str, dtypes: Sequence[torch.dtype] = DTYPES, *, in_turn: boo
         cases = chain.from_iterable(family(draw, dtype) for family in (norms, joint, gated, experts, sums))
         for number, (name, ours, theirs, inputs, rest) in enumerate(cases):
             slow = device == "cpu" and name.startswith(SLOW)  # the other cases have what a dtype changes
+            if in_turn and name in AS_WIDE:
+                continue
             if in_turn:
                 takes = torch.float32 if slow else dtypes[(number + number // len(dtypes)) % len(dtypes)]
             else:
@@ -242,7 +247,7 @@ def check(found: dict[str, float], coarsest: float, *, rounds: bool, in_turn: bo
         if copied or (exact and (rounds or dtype != "torch.bfloat16")):
             assert error == 0.0, (case, error)
     if in_turn:
-        assert seen.keys() == limits.keys() and seen.total() == SEEN
+        assert seen.keys() == limits.keys() and seen.total() == IN_TURN
     else:
         assert dict(seen) == {dtype: SEEN if rounds or dtype == "torch.float32" else FEWER for dtype in seen}
 
