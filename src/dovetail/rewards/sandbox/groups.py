@@ -11,7 +11,12 @@ MEMBERSHIP = Path("/proc/self/cgroup")
 NEEDED = frozenset({"memory", "pids"})
 
 
-def make_group(name: str, limits: Limits, top: Path = TOP, membership: Path = MEMBERSHIP) -> Path | None:
+def make_group(
+    name: str,
+    limits: Limits,
+    top: Path = TOP,
+    membership: Path = MEMBERSHIP,
+) -> Path | None:
     """A group beside this process's own, whose processes share `limits`; None: not allowed.
 
     In the group itself none could be made, as a group with processes may have no controllers.
