@@ -56,17 +56,23 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+class RepeatedKeyError(ValueError):
+    """A key stands twice in one JSON object."""
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An `object_pairs_hook` that raises RepeatedKeyError."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        ((twice, _),) = Counter(key for key, _ in pairs).most_common(1)
+        raise RepeatedKeyError(f"the key {quoted(twice)} appears twice")
+    return found
+
+
 def parse_json(data: bytes, what: str) -> dict[str, Any]:
     """Refuses repeated keys."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        if len(dict(pairs)) < len(pairs):
-            ((twice, _),) = Counter(key for key, _ in pairs).most_common(1)
-            raise ValueError(f"the key {quoted(twice)} appears twice")
-        return dict(pairs)
-
     try:
-        value = json.loads(data.decode(), object_pairs_hook=unique)
+        value = json.loads(data.decode(), object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{what} is not valid JSON: {str(error)[:200]}; fetch or write it again") from error
     if not isinstance(value, dict):

@@ -149,7 +149,7 @@ def test_stop_ids_that_are_no_ids(command: str, model: Path, tmp_path: Path) -> 
     (model / "generation_config.json").write_text(json.dumps({**given, "eos_token_id": "3"}))
     rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": "a", "answer": 1}])
     told = refused_on(1, *asked(command, model, rows, tmp_path))
-    assert "eos_token_id is '3'; expected a token id, a list, or null" in told
+    assert "eos_token_id is '3'; expected an id below vocab_size=260, a list of them, or null" in told
 
 
 def test_a_run_dir_that_cannot_be_made(model: Path, tmp_path: Path) -> None:

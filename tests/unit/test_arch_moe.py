@@ -119,7 +119,7 @@ def test_costs_count_the_chosen_experts() -> None:
 
 
 def test_the_cut_into_stages_knows_that_layers_differ() -> None:
-    dense = {"mlp_only_layers": [0, 1], "intermediate_size": 49152, "vocab_size": 1}
+    dense = {"mlp_only_layers": [0, 1], "intermediate_size": 49152, "vocab_size": 2}
     spec = read("qwen3_moe", num_hidden_layers=9, **dense)
     assert spec.layer_params[0] > 5 * spec.layer_params[-1]
     assert [len(stage) for stage in partition(spec, Layout(pp=2))] == [2, 7]

@@ -89,17 +89,39 @@ def dense_spec(c: Fields, *, mlp_bias: bool = False, activations: tuple[str, ...
     head_dim = width // heads if derived else c.integer("head_dim")
     return ArchSpec(
         family=str(c.get("model_type")),
-        vocab_size=c.integer("vocab_size"),
+        vocab_size=_vocab_size(c),
         width=width,
         depth=c.integer("num_hidden_layers"),
         ffn_width=c.integer("intermediate_size"),
-        norm_eps=c.number("rms_norm_eps"),
+        norm_eps=_norm_eps(c),
         attention=AttentionSpec(num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, **attention),
         rope=rope_spec(c, head_dim),
         mlp_bias=mlp_bias,
         tie_embeddings=c.flag("tie_word_embeddings"),
         pad_id=_pad_id(c),
     )
+
+
+def _vocab_size(c: Fields) -> int:
+    """Returns the number of ids. ModelError for an eos_token_id that is none of them."""
+    size = c.integer("vocab_size", least=2)
+    ends = c.get("eos_token_id")
+    for end in ends if isinstance(ends, list) else [ends]:
+        if end is not None and not is_id(end, size):
+            raise c.refusal("eos_token_id", f"an id below vocab_size={size}, a list of them, or null")
+    return size
+
+
+def is_id(value: object, vocab_size: int) -> bool:
+    return type(value) is int and 0 <= value < vocab_size
+
+
+def _norm_eps(c: Fields) -> float:
+    """Returns what is added to mean squares; with 0 the norm of a zero vector is not finite."""
+    eps = c.number("rms_norm_eps")
+    if not 0 < eps < 1:
+        raise c.refusal("rms_norm_eps", "a number above 0 and below 1")
+    return eps
 
 
 def _pad_id(c: Fields) -> int | None:

@@ -54,7 +54,8 @@ def count_parameters(folder: Path) -> int:
         index = json.loads((folder / INDEX).read_bytes())["weight_map"].values() if (folder / INDEX).exists() else ()
         files = {folder / name for name in index} or ({folder / SINGLE} if (folder / SINGLE).exists() else files)
     for path in files:
-        with suppress(OSError, ValueError, struct.error, AttributeError, TypeError), path.open("rb") as file:
+        unreadable = (OSError, ValueError, struct.error, AttributeError, TypeError, RecursionError)
+        with suppress(*unreadable), path.open("rb") as file:
             (size,) = struct.unpack("<Q", file.read(8))
             if size <= MAX_HEADER:
                 tensors: Mapping[str, Any] = json.loads(file.read(size))

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import errno
 import importlib
 import io
 import logging
@@ -11,7 +12,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import NoReturn, Self
+from typing import NoReturn, Self, TypeGuard
 
 from dovetail.cli.arguments import ON_RANKS, layout_of, parse, recipe_of, supervision_of
 from dovetail.cli.header import header
@@ -23,6 +24,7 @@ from dovetail.errors import (
     disk_problem,
     exit_line,
     one_line,
+    quoted,
     short_lines,
 )
 from dovetail.launch.hosts import Store
@@ -122,9 +124,13 @@ class _ExitCode:
         elif isinstance(error, SecondaryFailure):  # never 0
             self.value = USER_ERROR if isinstance(error.__cause__, UserError) else DEFECT
         elif error is not None:
-            self.value = USER_ERROR if isinstance(error, UserError) else DEFECT
+            self.value = USER_ERROR if isinstance(error, UserError) or is_long_name(error) else DEFECT
             self.report(f"dovetail: {_message(error)}\n")
         return True
+
+
+def is_long_name(error: BaseException) -> TypeGuard[OSError]:
+    return isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG
 
 
 def _message(error: BaseException) -> str:
@@ -134,6 +140,8 @@ def _message(error: BaseException) -> str:
         return short_lines(str(error))
     if isinstance(error, MachineError):
         return str(error)
+    if is_long_name(error):
+        return f"{quoted(str(error.filename))}: {error.strerror}; give a shorter path"
     if isinstance(error, OSError) and (problem := disk_problem(error)):
         return problem
     rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""

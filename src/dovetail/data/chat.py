@@ -120,7 +120,7 @@ class Chat:
         mask = [False] * len(ids)
         end_id = self.tokenizer.eos_token_id
         for turn, message in enumerate(messages):
-            if not _trains(row, turn, message):
+            if not _trains(message):
                 continue
             through = self.encode(row, messages[: turn + 1])
             before = self._opening(row, messages[:turn], message, through)
@@ -142,7 +142,7 @@ class Chat:
 
     def _marked(self, row: JsonRow, messages: list[Message]) -> tuple[list[int], list[bool]]:
         text, spans = self._render(row, messages)
-        trains = [_trains(row, n, message) for n, message in enumerate(messages) if message["role"] == "assistant"]
+        trains = [_trains(message) for message in messages if message["role"] == "assistant"]
         if len(spans) != len(trains):
             raise row.error(
                 f"the chat template marks {len(spans)} turns as generated, but the messages have {len(trains)} of the "
@@ -184,6 +184,7 @@ def messages_of(row: JsonRow, key: str) -> list[Message]:
                 f"message {turn} has the content {json.dumps(content, default=str):.80}; expected a string, a list of "
                 "parts, or null with tool calls"
             )
+        _check_weight(row, turn, message)
     known = [{key: value for key, value in message.items() if value is not None} for message in messages]
     for message in known:
         message.setdefault("content", None)
@@ -223,13 +224,23 @@ def _says_more(message: Message) -> bool:
     return any(value for key, value in message.items() if key not in ("role", "content", "weight", "step_loss_mask"))
 
 
-def _trains(row: JsonRow, turn: int, message: Message) -> bool:
+def _trains(message: Message) -> bool:
     if message["role"] != "assistant":
         return False
-    weight = message.get("weight", message.get("step_loss_mask", 1))  # OpenAI's and slime's names
-    if weight not in (0, 1):
-        raise row.error(f"message {turn} (assistant) has the weight {quoted(weight)}; expected 1, or 0 for not trained")
-    return bool(weight)
+    return bool(_weight_of(message))
+
+
+def _weight_of(message: Message) -> Any:
+    """Returns what OpenAI calls weight and slime step_loss_mask."""
+    return message.get("weight", message.get("step_loss_mask", 1))
+
+
+def _check_weight(row: JsonRow, turn: int, message: Message) -> None:
+    weight = _weight_of(message)
+    if weight is not None and weight not in (0, 1):
+        role = message["role"]
+        expected = "expected 1, or 0 for not trained"
+        raise row.error(f"message {turn} ({role}) has the weight {quoted(weight)}; {expected}")
 
 
 def tools_of(row: JsonRow, template: Any) -> list[Any] | None:

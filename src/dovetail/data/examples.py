@@ -91,6 +91,14 @@ def load_sft(source: Rows, tokenizer: Tokenizer, limits: Limits, **reading: Unpa
     encode = _encoder(tokenizer, reading)
 
     def example(_: int | str, row: JsonRow) -> Sequence:
+        sequence = read(row)
+        trained = sequence.mask or [True] * len(sequence.ids)
+        if not any(trained[1:]):
+            what = "no token follows another one and is trained"
+            raise row.error(f"nothing to train: {what}; add text to the row, or leave it out")
+        return sequence
+
+    def read(row: JsonRow) -> Sequence:
         column = sft_column(row)
         if column == "completion":
             return encode.pair(row, column)

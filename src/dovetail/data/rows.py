@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.errors import DataError, shortened
+from dovetail.jsonl import RepeatedKeyError, unique_keys
 
 MAX_DEPTH = 100
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")  # escaped, or as bytes
@@ -72,9 +73,11 @@ def parse_json(text: bytes, place: str, kind: type = dict) -> Any:
     expected = "each line must be one JSON object" if kind is dict else "expected a list of JSON objects"
     deep = DataError(f"{place}: lists and objects inside each other more than {MAX_DEPTH} deep; make it flat")
     try:
-        values = json.loads(text.strip())
+        values = json.loads(text.strip(), object_pairs_hook=unique_keys)
     except RecursionError as error:
         raise deep from error
+    except RepeatedKeyError as error:
+        raise DataError(f"{place}: {error} in an object; keep one of the two") from error
     except ValueError as error:  # bad JSON, or bad UTF-8
         raise DataError(f"{place}: not JSON ({error}); {expected}") from error
     if text.count(b"[") + text.count(b"{") > MAX_DEPTH and is_deep(values):

@@ -10,6 +10,7 @@ from typing import Any
 
 from transformers.utils.hub import HF_MODULES_CACHE
 
+from dovetail.arch.common import is_id
 from dovetail.arch.transformers_spec import TransformersSpec
 from dovetail.data.encode import Tokenizer
 from dovetail.data.media import pillow
@@ -33,6 +34,9 @@ def load_tokenizer(source: Pretrained, *, trust_remote_code: bool = False) -> An
     with _loading(source.path, "tokenizer", trusted=trust_remote_code):
         tokenizer = auto.from_pretrained(str(source.path), trust_remote_code=trust_remote_code, local_files_only=True)
         tokenizer.encode("a", add_special_tokens=True)  # reads the remaining settings
+        words = tokenizer.get_vocab()
+        if len(words) > 1 and len(set(words.values())) == 1:
+            raise ModelError(f"all its {len(words)} words have the same id")
         return tokenizer
 
 
@@ -88,8 +92,10 @@ def stop_ids(source: Pretrained, tokenizer: Tokenizer | None) -> tuple[int, ...]
     for config in configs:
         eos = config.get("eos_token_id")
         ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
-        if not all(type(i) is int for i in ids):
-            raise ModelError(f"{source.path}: eos_token_id is {quoted(eos)}; expected a token id, a list, or null")
+        size = source.spec.vocab_size
+        if not all(is_id(i, size) for i in ids):
+            expected = f"expected an id below vocab_size={size}, a list of them, or null"
+            raise ModelError(f"{source.path}: eos_token_id is {quoted(eos)}; {expected}")
         ids_found |= set(ids)
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         ids_found.add(tokenizer.eos_token_id)
