@@ -35,22 +35,29 @@ LEAST = 300.0  # seconds
 Record = dict[str, Any]
 
 
-def candidates(packages: Sequence[str]) -> list[tuple[str, Change]]:
+def copied(tree: Path) -> None:
+    """The sources as they are now, whatever changes here, with a git of their own, which tests ask."""
+    copy_tree(tree)
+    subprocess.run(["git", "init", "--quiet"], cwd=tree, check=True)
+
+
+def candidates(tree: Path, packages: Sequence[str]) -> list[tuple[str, Change]]:
     """Every change of every file of the packages, in one order."""
-    paths = [path for package in packages for path in sorted((ROOT / PACKAGE / package).rglob("*.py"))]
+    folders = [tree / PACKAGE / package for package in packages]
+    paths = [path for folder in folders for path in sorted(folder.rglob("*.py"))]
     return [
-        (path.relative_to(ROOT).as_posix(), change)
+        (path.relative_to(tree).as_posix(), change)
         for path in paths
         for change in changes(path.read_text(encoding="utf-8"))
     ]
 
 
-def drawn(packages: Sequence[str], count: int, seed: int) -> list[tuple[str, Change]]:
+def drawn(tree: Path, packages: Sequence[str], count: int, seed: int) -> list[tuple[str, Change]]:
     """So many different ones, the same for the same tree and seed."""
-    return random.Random(seed).sample(candidates(packages), count)
+    return random.Random(seed).sample(candidates(tree, packages), count)
 
 
-def described(path: str, change: Change) -> Record:
+def described(tree: Path, path: str, change: Change) -> Record:
     return {
         "path": path,
         "line": change.line,
@@ -58,13 +65,16 @@ def described(path: str, change: Change) -> Record:
         "old": change.old,
         "new": change.new,
         "start": change.start,
-        "source": hashlib.sha256((ROOT / path).read_bytes()).hexdigest()[:12],
+        "source": hashlib.sha256((tree / path).read_bytes()).hexdigest()[:12],
     }
 
 
 def tests_of(path: str, seconds: float) -> tuple[list[str], float]:
-    """Test files that reach a file, near ones first and at most so many seconds of them; theirs."""
-    durations: Mapping[str, float] = json.loads((ROOT / DURATIONS).read_text())
+    """Test files that reach a file of the working directory, near ones first, and their seconds.
+
+    They take at most `seconds` together, but for the first.
+    """
+    durations: Mapping[str, float] = json.loads(DURATIONS.read_text())
     steps = {test: n for test, n in reached([path]).items() if not test.startswith(OWN)}
     order = sorted(steps, key=lambda test: (steps[test], durations.get(test, UNKNOWN), test))
     chosen = list[str]()
@@ -97,16 +107,28 @@ def verdict(tree: Path, tests: Sequence[str], marks: str, limit: float) -> Recor
 
 
 def examined(tree: Path, path: str, change: Change, seconds: float, marks: str) -> Record:
-    """Plant one change in the copy, run its tests, and take it back."""
+    """Plant one change in the copy, run its tests, and take it back.
+
+    A test that fails without the change, too, notices nothing: the others run again without it.
+    """
     began = time.monotonic()
-    source = (ROOT / path).read_text(encoding="utf-8")
+    source = (tree / path).read_text(encoding="utf-8")
     tests, spent = tests_of(path, seconds)
-    plant(tree, path, change.apply(source))
-    try:
-        found = verdict(tree, tests, marks, max(LEAST, PATIENCE * spent))
-    finally:
-        plant(tree, path, source)
-    return {**found, "files": len(tests), "seconds": round(time.monotonic() - began)}
+    limit = max(LEAST, PATIENCE * spent)
+    record: Record = {"files": len(tests)}
+    while tests:
+        plant(tree, path, change.apply(source))
+        try:
+            found = verdict(tree, tests, marks, limit)
+        finally:
+            plant(tree, path, source)
+        if not found or not verdict(tree, [found["test"]], marks, limit):
+            record |= found
+            break
+        broken = found["test"].partition("::")[0]
+        record.setdefault("broken", []).append(found["test"])
+        tests = [test for test in tests if test != broken]
+    return {**record, "seconds": round(time.monotonic() - began)}
 
 
 def read(file: Path) -> list[Record]:
@@ -162,21 +184,23 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=300.0, help="of tests for each (default 300)")
     parser.add_argument("--soak", action="store_true", help="soak tests for what nobody noticed")
     args = parser.parse_args()
-    os.chdir(ROOT)  # what tools.check reads is relative to it
     os.nice(19)
-    bugs = drawn(args.packages, args.count, args.seed)
-    records = read(args.file)
-    for record, bug in zip(records, bugs, strict=False):
-        if any(record[key] != value for key, value in described(*bug).items()):
-            parser.error(f"{args.file} is of another tree, seed or list of packages")
+    file = args.file.resolve()
+    records = read(file)
     with tempfile.TemporaryDirectory(prefix="sweep-") as folder:
         tree = Path(folder)
-        copy_tree(tree)
+        copied(tree)
+        os.chdir(tree)  # where tools.check looks
+        bugs = drawn(tree, args.packages, args.count, args.seed)
+        for record, bug in zip(records, bugs, strict=False):
+            told = described(tree, *bug)
+            if any(record[key] != value for key, value in told.items()):
+                parser.error(f"{file} is of another tree, seed or list of packages")
         for path, change in bugs[len(records) :]:
-            record = described(path, change)
+            record = described(tree, path, change)
             record |= examined(tree, path, change, args.seconds, QUICK_MARKS)
             records.append(record)
-            write(args.file, records)
+            write(file, records)
             sys.stdout.write(table([record]).splitlines()[-1] + "\n")
             sys.stdout.flush()
         for record, (path, change) in zip(records, bugs, strict=False):
@@ -184,7 +208,8 @@ def main() -> int:
             if args.soak and not known:
                 found = examined(tree, path, change, args.seconds, SOAK)
                 record["soak"] = found.get("test", "")
-                write(args.file, records)
+                write(file, records)
+        os.chdir(ROOT)
     return 0
 
 

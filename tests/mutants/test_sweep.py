@@ -2,6 +2,7 @@
 
 import ast
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +49,8 @@ def test_every_operator_changes_what_runs() -> None:
 
 def test_a_draw_is_of_its_seed() -> None:
     packages = ("optim",)
-    first = sweep.drawn(packages, 20, 1)
-    assert first == sweep.drawn(packages, 20, 1) != sweep.drawn(packages, 20, 2)
+    first = sweep.drawn(ROOT, packages, 20, 1)
+    assert first == sweep.drawn(ROOT, packages, 20, 1) != sweep.drawn(ROOT, packages, 20, 2)
     assert len({*first}) == 20 and {path.split("/")[2] for path, _ in first} == {"optim"}
     for path, change in first:
         source = (ROOT / path).read_text(encoding="utf-8")
@@ -82,8 +83,11 @@ def test_a_sweep_goes_on_where_it_ended(tmp_path: Path, monkeypatch: pytest.Monk
             return {"seconds": 1, "test": "tests/unit/test_x.py::test_y", "found": "1 != 2"}
         return {"seconds": 1}
 
+    def copied(tree: Path) -> None:
+        shutil.copytree(ROOT / "src/dovetail/optim", tree / "src/dovetail/optim")
+
     monkeypatch.setattr(sweep, "examined", examined)
-    monkeypatch.setattr(sweep, "copy_tree", lambda _: None)
+    monkeypatch.setattr(sweep, "copied", copied)
     monkeypatch.setattr("os.nice", lambda _: None)
     monkeypatch.chdir(ROOT)
     file = tmp_path / "found.jsonl"
@@ -107,3 +111,25 @@ def test_a_sweep_goes_on_where_it_ended(tmp_path: Path, monkeypatch: pytest.Monk
     assert told.count("**nobody**") == 1 and "unit/test_x.py::test_y" in told
     with pytest.raises(SystemExit):
         run(3, "--seed", "5")
+
+
+def test_a_test_that_fails_without_the_bug_notices_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bug is in the copy while its tests run, and not when they are asked again."""
+    (tmp_path / "a.py").write_text("x = 1 < 2\n")
+    change = changes("x = 1 < 2\n")[0]
+    asked: list[tuple[bool, tuple[str, ...]]] = []
+    broken = "tests/test_broken.py"
+
+    def verdict(tree: Path, tests: Any, *_: Any) -> dict[str, Any]:
+        planted = (tree / "a.py").read_text() != "x = 1 < 2\n"
+        asked.append((planted, (*tests,)))
+        if any(test.startswith(broken) for test in tests):
+            return {"test": f"{broken}::test_a", "found": "always"}
+        return {"test": "tests/test_good.py::test_b", "found": "1"} if planted else {}
+
+    monkeypatch.setattr(sweep, "tests_of", lambda *_: ([broken, "tests/test_good.py"], 2.0))
+    monkeypatch.setattr(sweep, "verdict", verdict)
+    found = sweep.examined(tmp_path, "a.py", change, 9.0, "")
+    assert [planted for planted, _ in asked] == [True, False, True, False]
+    assert found["test"] == "tests/test_good.py::test_b" and found["broken"] == [f"{broken}::test_a"]
+    assert (tmp_path / "a.py").read_text() == "x = 1 < 2\n"
