@@ -109,7 +109,7 @@ def verdict(tree: Path, tests: Sequence[str], marks: str, limit: float) -> Recor
 def examined(tree: Path, path: str, change: Change, seconds: float, marks: str) -> Record:
     """Plant one change in the copy, run its tests, and take it back.
 
-    A test that fails without the change, too, notices nothing: the others run again without it.
+    A file that fails without the change, too, notices nothing: the others run again without it.
     """
     began = time.monotonic()
     source = (tree / path).read_text(encoding="utf-8")
@@ -122,12 +122,12 @@ def examined(tree: Path, path: str, change: Change, seconds: float, marks: str) 
             found = verdict(tree, tests, marks, limit)
         finally:
             plant(tree, path, source)
-        if not found or not verdict(tree, [found["test"]], marks, limit):
+        file = found.get("test", "").partition("::")[0]
+        if not found or not verdict(tree, [file], marks, limit):
             record |= found
             break
-        broken = found["test"].partition("::")[0]
         record.setdefault("broken", []).append(found["test"])
-        tests = [test for test in tests if test != broken]
+        tests = [test for test in tests if test != file]
     return {**record, "seconds": round(time.monotonic() - began)}
 
 
