@@ -18,7 +18,7 @@ from dovetail.errors import CallbackError, ConfigError, DataError
 from dovetail.parallel.mesh import Mesh
 from dovetail.recipe.algorithms import GRPO, PPO, RLOO
 from dovetail.recipe.schema import Recipe, make_recipe
-from dovetail.rewards.runner import RewardResult
+from dovetail.rewards.runner import RecentFailures, RewardResult
 from dovetail.rl.experience import Sample, drop_equal_groups, pack_samples, with_advantages
 from dovetail.rl.step_metrics import mean, sample_metrics
 from dovetail.rl.tasks import RLTask, inner_batches, step_rows, weighted
@@ -127,7 +127,7 @@ def pretended_ppo(policy: StepReport, critic: StepReport, **algorithm: Any) -> R
         sampling=SamplingParams(),
         prompts=prompts,
         held_out=[],
-        rewards=mock.Mock(return_value=[RewardResult(1.0)] * 4),
+        rewards=mock.Mock(return_value=[RewardResult(1.0)] * 4, failures=RecentFailures()),
         decode=lambda _: "",
     )
 
@@ -189,14 +189,18 @@ def test_callbacks_replace_rewards_and_drop_samples() -> None:
 
 def test_too_many_failed_rewards_of_an_evaluation_are_told_as_such() -> None:
     task = pretended_ppo(report(1.0), report(1.0))
-    task.held_out, task.rewards = task.prompts[:1], mock.Mock(return_value=[RewardResult(None, "a cause")])
-    with pytest.raises(DataError, match=r"^the evaluation after step 10: the reward failed on 1 of 1 .* a cause"):
+    task.held_out = task.prompts
+    failed = [RewardResult(None, "a cause")] * 4
+    task.rewards = mock.Mock(return_value=failed, failures=RecentFailures())
+    with pytest.raises(
+        DataError, match=r"^the evaluation after step 10: the reward failed on 4 of the last 4 .* a cause"
+    ):
         task.evaluate(10)
 
 
 def test_a_reward_that_gives_no_number_for_three_steps_ends_the_run() -> None:
     task = pretended_ppo(report(1.0), report(1.0))
-    nothing = mock.Mock(return_value=[RewardResult(None)] * 4)
+    nothing = mock.Mock(return_value=[RewardResult(None)] * 4, failures=RecentFailures())
     nothing.name = "grader:f"
     managers: list[Any] = [nothing, nothing, task.rewards, nothing, nothing]
     for step, task.rewards in enumerate(managers):
@@ -249,7 +253,7 @@ def dynamic(rewards: Mapping[int, Seq[float | None]], **algorithm: Any) -> tuple
     recipe = recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update={"max_new_tokens": 10})})
     task = RLTask(
         recipe=recipe, policy=mock.Mock(), sampler=mock.Mock(sample=draw), policy_loss=mock.Mock(), sampling=SamplingParams(),
-        prompts=prompts, held_out=[], rewards=mock.Mock(side_effect=judge), decode=lambda _: "",
+        prompts=prompts, held_out=[], rewards=mock.Mock(side_effect=judge, failures=RecentFailures()), decode=lambda _: "",
     )  # fmt: skip
     return task, asked
 
