@@ -21,7 +21,10 @@ MODULE = """
 def length(completions, prompts):
     return [float(len(c if isinstance(c, str) else c[0]["content"])) for c in completions]
 
+print("IMPORTED")
+
 def nothing(completions, prompts):
+    print("CALLED for", len(completions))
     return [None] * len(completions)
 
 def fails(completions, prompts):
@@ -64,7 +67,9 @@ def by_transformers(folder: Path, row: dict[str, Any]) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("layout", ["tp=1", "tp=2"])
-def test_a_sum_of_rewards_is_that_of_its_parts(layout: str, model: Path, reward_model: Path, tmp_path: Path) -> None:
+def test_a_sum_of_rewards_is_that_of_its_parts(
+    layout: str, model: Path, reward_model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "mine.py").write_text(MODULE)
     reward = [
         {"import": "mine:length", "weight": 0.5},
@@ -76,6 +81,11 @@ def test_a_sum_of_rewards_is_that_of_its_parts(layout: str, model: Path, reward_
     )
     ended = [here("train", recipe)] if layout == "tp=1" else on_ranks(2, "train", recipe, "--layout", layout)
     assert {each.code for each in ended} == {0}, ended
+    printed = (tmp_path / "run/logs/rewards.log").read_text()
+    assert "IMPORTED" in printed
+    assert "CALLED for 1" in printed
+    shown = capfd.readouterr()
+    assert "CALLED" not in shown.out + shown.err
     metrics = read_rows(tmp_path / "run" / "metrics.jsonl")
     for row in metrics:
         samples = read_rows(tmp_path / "run" / "rollouts" / f"step_{row['step']:06}.jsonl")

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -19,7 +19,7 @@ from dovetail.factory.layouts import Backend, check_positions
 from dovetail.factory.notes import notes
 from dovetail.factory.parts import Engines, RunParts
 from dovetail.factory.remote import check_prompts, check_sent, make_remote_sampler, make_stream
-from dovetail.factory.rewards import make_rewards
+from dovetail.factory.rewards import Printed, make_rewards
 from dovetail.factory.rows import reads_answer
 from dovetail.factory.sampler import backend_layout, make_sampler
 from dovetail.factory.tokenizer import banned_ids, stop_ids, text_of
@@ -40,12 +40,14 @@ from dovetail.rollout.native import NativeSampler, SamplerOptions
 from dovetail.rollout.remote.sampler import RemoteSampler
 from dovetail.rollout.stream import StreamSampler
 from dovetail.rollout.transformers import TransformersSampler
+from dovetail.run.console import LOGS
 from dovetail.run.directory import CRITIC, POLICY, Contents, RunDirectory
 from dovetail.run.paths import CHECKPOINTS
 from dovetail.run.resume import refuse_other
 from dovetail.run.state import model_fingerprint
 from dovetail.run.trainer import Task
 
+REWARDS_LOG = "rewards.log"  # what reward functions print
 AnySampler = NativeSampler | TransformersSampler | RemoteSampler
 
 
@@ -59,12 +61,14 @@ class Job:
     at_close: ExitStack
     notes: Sequence[str] = ()
     stream: StreamSampler | None = None  # of an asynchronous run
+    printed: Printed = field(default_factory=Printed)
 
     def start(self) -> None:
         """Collective."""
         state, engines = self.run.on.state, self.contents.engines
         state.engine, state.critic = engines[POLICY], engines.get(CRITIC)
         self.run.open(self.contents)
+        self.printed.log_to(self.run.path / LOGS / REWARDS_LOG)
         for note in self.notes:
             self.run.say(f"note: {note}")
         if self.stream is not None:
@@ -105,7 +109,8 @@ class Builder(RunParts):
                 task, rows, engines = self._preferences(recipe.algorithm, run.first_row)
             else:
                 run_dir = Path(recipe.run_dir)
-                rewards = make_rewards(recipe.reward, self.mesh, self.recipe_folder, run_dir, self._reward_model)
+                parts = recipe.reward, self.mesh, self.recipe_folder, run_dir
+                rewards = make_rewards(*parts, self._reward_model, self.printed)
                 self.at_close.callback(rewards.close)
                 task, rows, engines = self._rl(recipe.algorithm, run, rewards)
             if self.resumed is not None:
@@ -116,7 +121,7 @@ class Builder(RunParts):
             at_close = self.at_close.pop_all()
         done = 0 if self.resumed is None else self.resumed.state.step
         lines = notes(self.recipe, self.source.config, self.lengths, self.notes, done)
-        return Job(self.recipe, task, run, contents, rewards, at_close, lines, self.stream)
+        return Job(self.recipe, task, run, contents, rewards, at_close, lines, self.stream, self.printed)
 
     def _sft(self, algorithm: SFT, first_row: int) -> tuple[Task, str, Engines]:
         with agreed(self.mesh):

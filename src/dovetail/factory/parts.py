@@ -23,7 +23,7 @@ from dovetail.factory.engines import connect
 from dovetail.factory.functions import imported, same_keys
 from dovetail.factory.layouts import check_layout
 from dovetail.factory.notes import check_experts, rows_line
-from dovetail.factory.rewards import own_metrics
+from dovetail.factory.rewards import Printed, own_metrics
 from dovetail.factory.rows import Given, listed, read_template, sources_of
 from dovetail.factory.sampler import longest_row
 from dovetail.factory.tokenizer import load_processor, load_tokenizer
@@ -86,6 +86,7 @@ class RunParts:
         self.notes: list[str] = [*recipe.notes]
         self.meshes: dict[Layout, Mesh] = {}
         self.at_close = ExitStack()
+        self.printed = Printed()  # by rewards and metrics
         self.mesh = self._mesh(recipe.layout)
         self.dtype = getattr(torch, recipe.model.dtype)
         with agreed(self.mesh):
@@ -106,7 +107,8 @@ class RunParts:
     def _eval_sets(self, prompts: Mapping[str, Sequence[Prompt]], say: Callable[[str], None]) -> list[EvalSet]:
         recipe, sets = self.recipe, list[EvalSet]()
         named = list(dict.fromkeys(metric for each in recipe.eval.sets for metric in each.metrics))
-        own = own_metrics(named, self.mesh, self.recipe_folder, recipe.reward.timeout_seconds, say, self.at_close)
+        seconds, rest = recipe.reward.timeout_seconds, (say, self.at_close, self.printed)
+        own = own_metrics(named, self.mesh, self.recipe_folder, seconds, *rest)
         for each in recipe.eval.sets:
             keys = {**same_keys(each, EvalSet), "metrics": each.metrics or default_metrics(each.samples)}
             sets.append(EvalSet(**keys, prompts=prompts[each.name], own=own))

@@ -1,5 +1,7 @@
 """Rewards of a recipe."""
 
+import shutil
+import tempfile
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import partial
@@ -22,8 +24,29 @@ CACHE = "judge_cache.sqlite"  # in run_dir
 ModelLoader = Callable[[RewardModelSection], tuple[Engine, Any]]  # with its tokenizer
 
 
+class Printed:
+    """What rewards and metrics print: kept until `log_to` names a file for it and the rest."""
+
+    def __init__(self) -> None:
+        self.file = tempfile.TemporaryFile()  # noqa: SIM115  # it is closed with this object
+        self.runners: list[RewardRunner] = []  # on rank 0
+
+    def log_to(self, path: Path) -> None:
+        if self.runners:
+            self.file.seek(0)
+            with path.open("ab") as log:
+                shutil.copyfileobj(self.file, log)
+        for runner in self.runners:
+            runner.log_to(path)
+
+
 def make_rewards(
-    section: RewardSection, mesh: Mesh, recipe_folder: Path, run_dir: Path, load_model: ModelLoader | None = None
+    section: RewardSection,
+    mesh: Mesh,
+    recipe_folder: Path,
+    run_dir: Path,
+    load_model: ModelLoader | None = None,
+    printed: Printed | None = None,
 ) -> RewardManager:
     """Collective."""
     named, rewards = section.labelled(), dict[str, Reward]()
@@ -36,9 +59,14 @@ def make_rewards(
                 rewards[label] = ModelReward(engine, partial(_encode, tokenizer, renderer), renderer.__exit__)
             else:
                 limits = CallLimits(batch=part.batch, workers=part.workers, concurrency=part.concurrency)
-                keys = {"options": part.options, "directory": recipe_folder, "timeout": part.timeout_seconds}
+                keys: dict[str, Any] = {
+                    "options": part.options,
+                    "directory": recipe_folder,
+                    "timeout": part.timeout_seconds,
+                }
                 address = _address(part, run_dir)
-                runner = _runner(mesh, part.name, part.function, limits, address=address, **keys)
+                keys |= {"address": address, "printed": printed}
+                runner = _runner(mesh, part.name, part.function, limits, **keys)
                 rewards[label] = FunctionReward(runner, mesh)
     except BaseException:
         RewardManager(rewards).close()
@@ -47,13 +75,23 @@ def make_rewards(
     return RewardManager(rewards, [part.weight for part in named.values()], name)
 
 
-def _runner(mesh: Mesh, name: str | None, function: str | None, limits: CallLimits, **keys: Any) -> RewardRunner | None:
+def _runner(
+    mesh: Mesh,
+    name: str | None,
+    function: str | None,
+    limits: CallLimits,
+    printed: Printed | None = None,
+    **keys: Any,
+) -> RewardRunner | None:
     """On rank 0."""
     runner = None
+    output = None if printed is None else printed.file
     with agreed(mesh):
         if mesh["world"].rank == 0:
             try:
-                runner = RewardRunner(name, function=function, limits=limits, **keys)
+                runner = RewardRunner(name, function=function, limits=limits, output=output, **keys)
+                if printed is not None:
+                    printed.runners.append(runner)
             except ConfigError as error:
                 problem = f"metric {function}, which is loaded as a reward: {error}" if limits.metric else str(error)
                 raise ConfigError(problem) from error
@@ -61,13 +99,20 @@ def _runner(mesh: Mesh, name: str | None, function: str | None, limits: CallLimi
 
 
 def own_metrics(
-    metrics: Iterable[str], mesh: Mesh, folder: Path, timeout: float, say: Callable[[str], None], at_close: ExitStack
+    metrics: Iterable[str],
+    mesh: Mesh,
+    folder: Path,
+    timeout: float,
+    say: Callable[[str], None],
+    at_close: ExitStack,
+    printed: Printed | None = None,
 ) -> dict[str, OwnMetric]:
     """Collective. The `module:function` ones of `metrics`."""
     own: dict[str, OwnMetric] = {}
     for metric in [metric for metric in metrics if ":" in metric]:
         limits = CallLimits(batch="step", metric=True)
-        runner = _runner(mesh, None, metric, limits, directory=folder, timeout=timeout)
+        keys: dict[str, Any] = {"directory": folder, "timeout": timeout, "printed": printed}
+        runner = _runner(mesh, None, metric, limits, **keys)
         own[metric] = OwnMetric(label(metric), runner, mesh, say)
         at_close.callback(own[metric].close)
     return own

@@ -6,7 +6,6 @@ import os
 import random
 import secrets
 import selectors
-import shutil
 import signal
 import subprocess
 import time
@@ -165,12 +164,8 @@ class RewardRunner:
         return random.Random(0).sample(list(by_group.values()), len(by_group))
 
     def log_to(self, path: Path) -> None:
-        """Append to `path` what workers print from now on, and what `output` holds."""
+        """Append to `path` what workers print from now on."""
         self._setup["log"] = str(path.resolve())
-        if self._output is not None:
-            self._output.seek(0)
-            with path.open("ab") as log:
-                shutil.copyfileobj(self._output, log)
         for worker in self._workers:
             worker.send({"log": self._setup["log"]})
 
