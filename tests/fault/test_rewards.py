@@ -103,10 +103,16 @@ def test_more_than_one_in_twenty_stops_with_the_first_cause(what: str, model: Pa
 
 def test_none_drops_samples_without_an_error(model: Path, tmp_path: Path) -> None:
     recipe = make(tmp_path, model, "none", share=0.5)
-    assert [ended.code for ended in on_ranks(2, "train", recipe, "--layout", "dp=2")] == [0, 0]
+    given = [f"data.eval={tmp_path / 'rows.jsonl'}", "--layout", "dp=2"]
+    ended = on_ranks(2, "train", recipe, *given)
+    assert [each.code for each in ended] == [0, 0]
     row = read_rows(tmp_path / "run/metrics.jsonl")[0]
-    assert row["reward_errors"] == 0
-    assert len(read_rows(tmp_path / "run/rollouts/step_000001.jsonl")) == 20
+    assert (row["reward_errors"], row["rewards_none"], row["eval_rewards_none_before"]) == (0, 20, 10)
+    assert "20 samples dropped: the reward returned None" in ended[0].out
+    for name, count in (("rollouts", 40), ("eval", 20)):
+        rows = read_rows(next((tmp_path / "run" / name).glob("step_*")))
+        assert len(rows) == count
+        assert sum(each["reward"] is None for each in rows) == count // 2
 
 
 @pytest.mark.parametrize("function", ["judged", "listed"])

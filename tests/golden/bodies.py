@@ -116,7 +116,7 @@ def one_update(given: Mapping[str, Any], noise: float, steps: int = 0) -> dict[s
         for step in range(steps):
             task.step(step)
         task.sampler.refill(task.policy.weights(task.sampler.dtype))
-        samples, _ = task._sample(task.prompts[:6], task.sampling, "")
+        samples, *_ = task._sample(task.prompts[:6], task.sampling, "")
         batch, _ = task._prepare(samples, steps)
         scored = task.policy.score(batch).logprob
         generator = torch.Generator().manual_seed(3)

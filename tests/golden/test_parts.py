@@ -95,7 +95,10 @@ def test_samples_that_the_reward_drops_are_not_trained(given: Any, tmp_path: Pat
     recorded = run(1, record, given(reward={"import": "digit_rewards:some"}))[0]
     for row, batch in zip(recorded.rows, recorded.batches, strict=True):
         file = tmp_path / "run" / "rollouts" / f"step_{row['step']:06}.jsonl"
-        kept = [json.loads(line) for line in file.read_text().splitlines()]
+        written = [json.loads(line) for line in file.read_text().splitlines()]
+        kept = [sample for sample in written if sample["reward"] is not None]
+        assert len(written) == 32
+        assert row["rewards_none"] == 32 - len(kept)
         assert 0 < len(kept) < 32 and batch.num_sequences == len(kept) and row["reward_errors"] == 0
         assert all(sample["completion"][:1] not in set("02468") or not sample["completion"] for sample in kept)
         assert row["tokens"] == sum(4 + len(sample["token_ids"]) for sample in kept)
@@ -139,7 +142,7 @@ def test_groups_that_agree_may_be_left_out(given: Any) -> None:
 
 def test_a_reward_that_fails_stops_the_run_with_its_cause_and_leaves_nothing_open(given: Any) -> None:
     failure, metrics, rewards = run(1, closed_after_failure, given(reward={"import": "digit_rewards:broken"}))[0]
-    assert "step 1: the reward failed on 2 of 32 samples" in failure and "broken on purpose" in failure
+    assert "step 1: the reward failed on 4 of the last 32 samples" in failure and "broken on purpose" in failure
     assert metrics and rewards
 
 

@@ -41,7 +41,7 @@ def run(args: argparse.Namespace, progress: Progress) -> None:
         samples, errors = list[Sample](), 0
         for completions in made.portions(progress):
             texts = [made.decode(c.ids) for c in completions]
-            some, failed = with_rewards(made.rows, completions, texts, rewards, str(args.data))
+            some, _, failed = with_rewards(made.rows, completions, texts, rewards, str(args.data))
             samples += some
             errors += failed["reward_errors"]
             if out is not None:

@@ -39,6 +39,7 @@ HELP: Mapping[str, str] = {
     "reward_mean": "mean reward of the step's samples",
     "equal_groups": "share of prompts whose samples all have the same reward, so that they teach nothing",
     "reward_errors": "samples whose reward failed",
+    "rewards_none": "samples that are dropped, since their reward was None",
     "eval_reward_mean": "mean reward of greedy completions of held-out prompts",
     "eval_solved": "share of held-out prompts that are solved",
     "eval_loss": "loss of held-out rows",
@@ -224,6 +225,7 @@ def _facts(run: Run, columns: Mapping[str, Sequence[float | None]]) -> dict[str,
         facts["peak memory"] = f"{max(known):.3g} GiB"
     counts = {"updates skipped": sum(bool(row.get("skipped")) for row in run.rows)}
     counts["rewards failed"] = int(sum(value or 0 for value in columns.get("reward_errors", ())))
+    counts["samples without a reward"] = int(sum(value or 0 for value in columns.get("rewards_none", ())))
     counts["steps with equal rewards only"] = sum(row.get("equal_groups") == 1 for row in run.rows)
     facts |= {name: str(count) for name, count in counts.items() if count}
     return {name: str(value) for name, value in facts.items() if value is not None}

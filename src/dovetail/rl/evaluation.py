@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from typing import NamedTuple
 
 from dovetail.data.examples import Prompt
 from dovetail.errors import ConfigError
@@ -20,19 +21,38 @@ from dovetail.rollout.base import Completion
 SOLVED_REWARD = 1.0
 
 
+class Rewarded(NamedTuple):
+    """Samples with a reward, and metrics. dropped: their reward was None; it is NaN here."""
+
+    samples: list[Sample]
+    dropped: list[Sample]
+    metrics: Row
+
+
 def with_rewards(
-    prompts: Seq[Prompt], completions: Seq[Completion], texts: Seq[str], rewards: RewardManager, where: str
-) -> tuple[list[Sample], Row]:
-    """Samples with a reward, and metrics of failures. prompts: by `Completion.row`. Collective."""
+    prompts: Seq[Prompt],
+    completions: Seq[Completion],
+    texts: Seq[str],
+    rewards: RewardManager,
+    where: str,
+) -> Rewarded:
+    """Score completions. prompts: by `Completion.row`. Collective.
+
+    Samples whose reward failed are in neither list; `reward_errors` counts them.
+    """
     asked = [prompts[c.row] for c in completions]
     results = rewards(asked, completions, texts)
     errors, cause = rewards.failures.count(results, [prompt.id for prompt in asked], where)
-    samples = [
-        Sample(prompt, c.row, c, text, result.value, result.parts)
-        for prompt, c, text, result in zip(asked, completions, texts, results, strict=True)
-        if result.value is not None
-    ]
-    return samples, {"reward_errors": errors, **({} if cause is None else {"reward_error": cause})}
+    samples, dropped = list[Sample](), list[Sample]()
+    for prompt, c, text, result in zip(asked, completions, texts, results, strict=True):
+        if result.value is not None:
+            samples.append(Sample(prompt, c.row, c, text, result.value, result.parts))
+        elif result.error is None:
+            dropped.append(Sample(prompt, c.row, c, text, math.nan, result.parts))
+    metrics: Row = {"reward_errors": errors, "rewards_none": len(dropped)}
+    if cause is not None:
+        metrics["reward_error"] = cause
+    return Rewarded(samples, dropped, metrics)
 
 
 def average(group: Seq[Sample], k: int) -> float:

@@ -14,7 +14,7 @@ from dovetail.engine.native import Engine
 from dovetail.errors import DataError
 from dovetail.launch.progress import Phase, Progress
 from dovetail.rl.correction import importance_weights, lag_metrics, mismatch
-from dovetail.rl.evaluation import SOLVED_REWARD, EvalSet, with_rewards
+from dovetail.rl.evaluation import SOLVED_REWARD, EvalSet, Rewarded, with_rewards
 from dovetail.rl.experience import (
     OwnAdvantage,
     Sample,
@@ -133,6 +133,11 @@ class SupervisedTask(RowsTask):
         return {"loss": -float(self.policy.score(batch).logprob.sum()) / max(int(batch.mask.sum()), 1)}
 
 
+def _later(samples: Seq[Sample], first: int) -> list[Sample]:
+    """The samples with the numbers of their groups counted from `first`."""
+    return [replace(sample, group=first + sample.group) for sample in samples]
+
+
 def _added(before: Row, more: Row) -> Row:
     """Work, errors and the first cause of two batches."""
     if not before:
@@ -141,7 +146,8 @@ def _added(before: Row, more: Row) -> Row:
     for phase, (tokens, samples) in before["work"].items():
         more_tokens, more_samples = more["work"][phase]
         work[phase] = (tokens + more_tokens, samples + more_samples)
-    return {**more, **before, "work": work, "reward_errors": before["reward_errors"] + more["reward_errors"]}
+    counts = {name: before[name] + more[name] for name in ("reward_errors", "rewards_none")}
+    return {**more, **before, "work": work, **counts}
 
 
 @dataclass(kw_only=True)
@@ -162,6 +168,10 @@ class RLTask(Task):
     rollout_end: Callable[[list[Sample]], list[Sample]] = list  # the samples to train on. Collective
     sampler_metrics: Callable[[], Mapping[str, float]] = dict
     unrewarded: int = field(init=False, default=0)  # steps in a row
+    dropped: list[Sample] = field(init=False, default_factory=list)  # of the last step
+
+    def sample_rows(self) -> list[dict[str, Any]]:
+        return [sample_row(sample) for sample in (*self.samples, *self.dropped)]
 
     @property
     def trained(self) -> list[Engine]:
@@ -201,6 +211,7 @@ class RLTask(Task):
         algorithm = cast("AnyRL", recipe.algorithm)
         drops = algorithm.name == "grpo" and algorithm.drop_zero_std_groups
         drawn, kept, failed, rewarded = list[Sample](), list[Sample](), dict[str, Any](), False
+        self.dropped = []
         for batch in range(algorithm.max_num_gen_batches if algorithm.name == "grpo" and drops else 1):
             if batch:
                 self.progress.phase("wait")
@@ -208,7 +219,9 @@ class RLTask(Task):
                     return None
             rows = self.rows_of(step + batch * recipe.trainer.steps, len(self.prompts))
             prompts, params = [self.prompts[i] for i in rows], replace(self.sampling, step=step)
-            samples, more = self._sample(prompts, params, f"step {step + 1}", first=batch * wanted)
+            where, first = f"step {step + 1}", batch * wanted
+            samples, dropped, more = self._sample(prompts, params, where, first=first)
+            self.dropped += dropped
             failed, rewarded = _added(failed, more), rewarded or bool(samples)
             samples = self.rollout_end(samples)
             drawn += samples
@@ -274,31 +287,33 @@ class RLTask(Task):
                 banned_ids=self.sampling.banned_ids,
             )
             where = f"the evaluation after step {step}{each.name and f' on {each.name}'}"
-            samples, failed = self._sample(each.prompts, params, where, "eval")
-            self.write_eval(each.name, step, [sample_row(sample) for sample in samples])
+            samples, dropped, failed = self._sample(each.prompts, params, where, "eval")
+            self.write_eval(each.name, step, [sample_row(x) for x in (*samples, *dropped)])
             prefix = f"eval/{each.name}/" if each.name else "eval_"
             metrics = each.measure(samples)
             if not each.name:
                 solved = [float(sample.reward >= SOLVED_REWARD) for sample in samples]
                 metrics = {"reward_mean": mean([sample.reward for sample in samples]), "solved": mean(solved)}
-            if failed["reward_errors"]:
-                metrics["reward_errors"] = failed["reward_errors"]
+            counts = {name: failed[name] for name in ("reward_errors", "rewards_none")}
+            metrics |= {name: count for name, count in counts.items() if count}
             row |= {f"{prefix}{metric}": value for metric, value in metrics.items()}
         return row
 
     def _sample(
         self, prompts: Seq[Prompt], params: SamplingParams, where: str, phase: Phase | None = None, first: int = 0
-    ) -> tuple[list[Sample], Row]:
-        """Samples with a reward, and metrics. first: group of the first prompt."""
+    ) -> Rewarded:
+        """first: group of the first prompt."""
         requests = [SamplerPrompt(first + row, prompt.ids, prompt.media) for row, prompt in enumerate(prompts)]
         self.progress.phase(phase or "rollout")
         completions = [replace(c, row=c.row - first) for c in self.sampler.sample(requests, params)]
         texts = [self.decode(c.ids) for c in completions]
         self.progress.phase(phase or "reward")
-        samples, failed = with_rewards(prompts, completions, texts, self.rewards, where)
-        samples = [replace(sample, group=first + sample.group) for sample in samples] if first else samples
+        found = with_rewards(prompts, completions, texts, self.rewards, where)
+        samples = _later(found.samples, first)
+        dropped = _later(found.dropped, first)
         made = (sum(len(c.ids) for c in completions), len(completions))
-        return samples, {**failed, "work": {"rollout": made, "reward": made}}
+        work = {"rollout": made, "reward": made}
+        return Rewarded(samples, dropped, {**found.metrics, "work": work})
 
     def _count_unrewarded(self, step: int, *, rewarded: bool) -> None:
         self.unrewarded = 0 if rewarded else self.unrewarded + 1

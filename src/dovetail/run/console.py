@@ -110,6 +110,8 @@ class Console:
             notes.append("no update: " * nothing + "all samples of every prompt have equal rewards")
         elif nothing:
             notes.append("no update: no sample has a reward, it returned None for all of them")
+        elif row.get("rewards_none"):
+            notes.append(f"{row['rewards_none']} samples dropped: the reward returned None")
         if "reward_error" in row:
             failed = f"{row['reward_errors']} rewards failed, the first: {row['reward_error']}"
             notes.append(" ".join(failed.split()))

@@ -274,6 +274,9 @@ class RunDirectory:
         for name in outcome.before:
             if name in outcome.after:
                 self.say(f"{name:<18} {outcome.before[name]:.3f} -> {outcome.after[name]:.3f}")
+        if outcome.early:
+            steps = f"{len(outcome.rows)} of {self.recipe.trainer.steps} steps"
+            self.say(f"{'ended early':<18} after {steps}: {outcome.early}")
         seconds = sum(row["step_seconds"] for row in outcome.rows)
         tokens = sum(row["tokens"] for row in outcome.rows)
         self.say(f"{'tokens/s':<18} {tokens / max(seconds, 1e-9):,.0f} ({seconds:.0f} s)")

@@ -38,12 +38,13 @@ class Task(Protocol):
 
 @dataclass(frozen=True)
 class Outcome:
-    """rows: of all steps, with earlier starts. stopped: by a signal."""
+    """rows: of all steps, with earlier starts. stopped: by a signal. early: why there are fewer."""
 
     before: Row
     after: Row
     rows: list[Row]
     stopped: bool
+    early: str = ""
 
 
 class TimeBudget:
@@ -51,6 +52,7 @@ class TimeBudget:
 
     def __init__(self, seconds: float | None, shared: Callable[[float], float], say: Callable[[str], None]) -> None:
         self.seconds, self.shared, self.say = seconds, shared, say
+        self.spent = ""  # why there is no room for a further step
         self._begun = self._trained_from = time.monotonic()
         self._done = self._steps = 0
 
@@ -75,6 +77,7 @@ class TimeBudget:
         budget = f"trainer.time_budget_seconds={self.seconds:g}"
         if room == 0:
             done = f"stopping after {self._done} of {self._steps} steps, which took {mean:.1f} s each"
+            self.spent = f"{budget} is spent"
             rest = f"the last evaluation takes about {evaluation:.0f} s"
             self.say(f"{done}: {spent:.0f} s of {budget} are spent, and {rest}")
         elif self._done == 1 and room + 1 < self._steps:
@@ -154,7 +157,8 @@ def train(task: Task, run: "RunDirectory", trainer: "TrainerSection", progress: 
             rows.append(row)
             state.global_step = step
             on.add_columns("on_step_end", row)
-            last = _reached(trainer.stop_at_reward, rows) or not budget.has_room() or step == trainer.steps
+            reached = _reached(trainer.stop_at_reward, rows)
+            last = reached or not budget.has_room() or step == trainer.steps
             last |= state.should_training_stop
             due = state.takes("should_evaluate") or (trainer.eval_every and step % trainer.eval_every == 0)
             after = evaluate(step) if due or (last and not run.stopping()) else {}
@@ -180,7 +184,8 @@ def train(task: Task, run: "RunDirectory", trainer: "TrainerSection", progress: 
         return Outcome(before, {}, rows, stop)
     if not after and (after := evaluate(step)):  # a stop came before it
         run.add_evaluation(after)
-    return Outcome(before, after, rows, stop)
+    early = f"trainer.stop_at_reward={trainer.stop_at_reward} is reached" if reached else budget.spent
+    return Outcome(before, after, rows, stop, early if step < trainer.steps else "")
 
 
 def _reached(target: float | None, rows: Seq[Row]) -> bool:
