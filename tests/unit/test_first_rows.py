@@ -158,7 +158,7 @@ def test_unusual_prompts_are_noted_once(started: list[object], capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("argv", "row", "words"),
     [
-        (["score", "--out", "O"], {"prompt": "a", "answer": "b"}, "the row lacks 'completion'"),
+        (["score", "--out", "O"], {"prompt": "a", "answer": "b"}, "(it has 'prompt', 'answer'); score takes rows of"),
         (["score", "--out", "O"], {"prompt": "a", "completion": "b"}, ""),
         (["generate", "--out", "O"], {"prompt": "a"}, ""),
         (["generate", "--out", "O"], {"text": "a"}, "the row lacks 'prompt'"),

@@ -78,5 +78,6 @@ def score_column(row: JsonRow) -> ScoreColumn:
     """The column of a row that is scored; DataError where columns are missing."""
     if row.gives("input_ids", instead_of="prompt"):
         return "input_ids"
-    row.require("prompt", "completion")
+    expected = 'score takes rows of "prompt" and "completion", or of "input_ids"'
+    row.require("prompt", "completion", expected=expected)
     return "completion"

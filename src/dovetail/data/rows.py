@@ -50,14 +50,15 @@ class JsonRow:
         own = self.values.get("id")
         return index if own is None else own
 
-    def require(self, *names: str) -> None:
+    def require(self, *names: str, expected: str = "") -> None:
+        """DataError if a name is missing. expected: what the rows are to have, where no recipe renames columns."""
         missing = [name for name in names if name not in self.values]
         if missing:
+            lacks = ", ".join(map(repr, missing))
             has = shortened(", ".join(map(repr, self.given or self.values)) or "nothing")
-            raise self.error(
-                f"the row lacks {', '.join(map(repr, missing))} (it has {has}); add the key to the row, or say in a "
-                f"recipe which column holds it: data.columns={{{missing[0]}: COLUMN}}"
-            )
+            columns = f"data.columns={{{missing[0]}: COLUMN}}"
+            edit = f"add the key to the row, rename a column, or set in a recipe {columns}"
+            raise self.error(f"the row lacks {lacks} (it has {has}); {expected or edit}")
 
 
 def is_deep(values: Any) -> bool:
