@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 OPEN_FILES = 1 << 16  # for process groups and checkpoint files
+BFLOAT16_FEATURES = ("avx512_bf16", "amx_bf16", "bf16")  # of x86; of Arm
 _PROC = Path("/proc")
 _CGROUPS = Path("/sys/fs/cgroup")
 _SET_PARENT_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
@@ -82,6 +83,15 @@ def gpu_memory() -> list[int]:
 
 def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def has_bfloat16_instructions() -> bool:
+    """Whether the CPU multiplies bfloat16; True where the system does not say."""
+    features = _PROC / "cpuinfo"
+    if not features.is_file():
+        return True
+    words = set(features.read_text(encoding="utf-8").split())
+    return not words.isdisjoint(BFLOAT16_FEATURES)
 
 
 def adopt_orphans() -> None:

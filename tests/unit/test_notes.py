@@ -1,10 +1,12 @@
 """What a run tells as it starts: each thing where it holds, nothing of a run that is as it should be."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dovetail.factory.notes import notes
+from dovetail import system
+from dovetail.factory.notes import cpu_notes, notes
 from dovetail.recipe.schema import make_recipe
 
 SMALLEST: dict[str, Any] = {"model": {"path": "M"}, "data": {"train": "rows.jsonl"}, "run_dir": "runs/x"}
@@ -77,3 +79,25 @@ def test_each_thing_where_it_holds(given: dict[str, Any], told: str) -> None:
     config = {"text_config": {"max_position_embeddings": 128}}
     given = {**SMALLEST, **given, "data": {**SMALLEST["data"], **given.get("data", {})}}
     assert notes(make_recipe(given), config, lengths) == [told]
+
+
+@pytest.mark.parametrize(
+    ("features", "dtype", "told"),
+    [
+        ("flags : fpu avx512f", "bfloat16", True),
+        ("flags : fpu avx512f avx512_bf16", "bfloat16", False),
+        ("Features : fp asimd bf16", "bfloat16", False),
+        ("flags : fpu avx512f", "float32", False),
+        (None, "bfloat16", False),
+    ],
+)
+def test_bfloat16_on_a_cpu_without_its_instructions_gets_a_line(
+    features: str | None, dtype: str, told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(system, "_PROC", tmp_path)
+    if features is not None:
+        (tmp_path / "cpuinfo").write_text(features)
+    recipe = make_recipe({**SMALLEST, "model": {"path": "M", "dtype": dtype}})
+    line = "this CPU has no instructions for bfloat16, and computes it slowly; "
+    expected = [f"{line}model.dtype=float32 is faster here"] if told else []
+    assert cpu_notes(recipe) == expected

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
+from dovetail import system
 from dovetail.arch.spec import ArchSpec
 from dovetail.arch.transformers_spec import AnySpec
 from dovetail.errors import ConfigError
@@ -52,6 +53,14 @@ def notes(
         most_here = f"{most} positions (max_position_embeddings): those beyond were never trained"
         lines.append(f"the longest row of data.train has {max(lengths)} tokens, but the model has {most_here}")
     return lines
+
+
+def cpu_notes(recipe: Recipe) -> list[str]:
+    """Notes for ranks that compute on a CPU."""
+    if recipe.model.dtype != "bfloat16" or system.has_bfloat16_instructions():
+        return []
+    slow = "this CPU has no instructions for bfloat16, and computes it slowly"
+    return [f"{slow}; model.dtype=float32 is faster here"]
 
 
 def _idle(recipe: Recipe) -> list[str]:

@@ -22,7 +22,7 @@ from dovetail.factory.engine import EngineOptions, make_engine, make_mesh
 from dovetail.factory.engines import connect
 from dovetail.factory.functions import imported, same_keys
 from dovetail.factory.layouts import check_layout
-from dovetail.factory.notes import check_experts, rows_line
+from dovetail.factory.notes import check_experts, cpu_notes, rows_line
 from dovetail.factory.rewards import Printed, own_metrics
 from dovetail.factory.rows import Given, listed, read_template, sources_of
 from dovetail.factory.sampler import longest_row
@@ -89,6 +89,8 @@ class RunParts:
         self.printed = Printed()  # by rewards and metrics
         self.mesh = self._mesh(recipe.layout)
         self.dtype = getattr(torch, recipe.model.dtype)
+        if self.mesh.device.type == "cpu":
+            self.notes += cpu_notes(recipe)
         with agreed(self.mesh):
             trusted = {"trust_remote_code": recipe.model.trust_remote_code}
             self.source = Pretrained.open(recipe.model.path, recipe.model.engine)
