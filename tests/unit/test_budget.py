@@ -16,7 +16,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def test_a_time_budget_shortens_the_run_and_says_so(clock: Clock) -> None:
     run = PretendedRun()
-    train(PretendedTask(clock, 10.0), run, loop(steps=100, time_budget_seconds=75.0))
+    outcome = train(PretendedTask(clock, 10.0), run, loop(steps=100, time_budget_seconds=75.0))
+    assert outcome.early == "trainer.time_budget_seconds=75 is spent"
     assert len(run.rows) == 7 and run.rows[-1]["eval_reward_mean"] == 7.0
     first, last = run.said
     assert (
@@ -28,7 +29,8 @@ def test_a_time_budget_shortens_the_run_and_says_so(clock: Clock) -> None:
 @pytest.mark.parametrize(("seconds", "steps"), [(1.0, 1), (19.0, 1), (30.0, 3), (50.0, 5), (1e9, 5)])
 def test_a_time_budget_never_adds_steps_nor_undoes_one(clock: Clock, seconds: float, steps: int) -> None:
     run = PretendedRun()
-    train(PretendedTask(clock, 10.0), run, loop(time_budget_seconds=seconds))
+    outcome = train(PretendedTask(clock, 10.0), run, loop(time_budget_seconds=seconds))
+    assert bool(outcome.early) == (steps < LOOP.steps)
     assert len(run.rows) == steps
     assert bool(run.said) == (steps < LOOP.steps)
 

@@ -51,6 +51,17 @@ def test_curves(page: Page) -> None:
     assert run["facts"]["steps"] == "200 of 200"
 
 
+def test_a_run_that_ended_early_says_why(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "short", 20)
+    cause = "trainer.time_budget_seconds=75 is spent"
+    event = {"kind": "ended_early", "step": 20, "cause": cause}
+    write_lines(run / "events.jsonl", [event])
+    facts = page_of(run).data["runs"][0]["facts"]
+    assert (facts["steps"], facts["ended early"]) == ("20 of 200", cause)
+    write_lines(run / "events.jsonl", [{**event, "step": 10}])  # the run went on since then
+    assert "ended early" not in page_of(run).data["runs"][0]["facts"]
+
+
 def test_events_and_config(page: Page) -> None:
     kinds = [(event["kind"], event["step"]) for event in page.data["runs"][0]["events"]]
     assert kinds == [("death", "2"), ("update skipped", "3")]

@@ -155,6 +155,7 @@ def test_a_reached_reward_ends_the_run(clock: Clock) -> None:
     run = PretendedRun()
     outcome = train(PretendedTask(clock), run, loop(stop_at_reward=0.3, save_every=2))
     assert len(run.rows) == 3 and not outcome.stopped and outcome.after
+    assert outcome.early == "trainer.stop_at_reward=0.3 is reached"
     assert run.checkpoints == [2, 3], "the last state is saved whatever its number"
 
 

@@ -212,6 +212,7 @@ def _facts(run: Run, columns: Mapping[str, Sequence[float | None]]) -> dict[str,
     degrees = {axis: config.get(f"layout.{axis}", 1) for axis in ("tp", "pp", "cp", "dp", "ep")}
     layout = ",".join(f"{axis}={degree}" for axis, degree in degrees.items() if degree != 1)
     facts |= {"layout": layout or "one rank", "steps": f"{last} of {config.get('trainer.steps', '?')}"}
+    facts["ended early"] = _ended_early(run, last)
     names = ["reward_mean", "eval_reward_mean", "eval_solved", "eval_loss"]
     for name in names if "reward_mean" in columns else [*names, "loss"]:
         known = [value for value in columns.get(name, ()) if value is not None]
@@ -229,6 +230,14 @@ def _facts(run: Run, columns: Mapping[str, Sequence[float | None]]) -> dict[str,
     counts["steps with equal rewards only"] = sum(row.get("equal_groups") == 1 for row in run.rows)
     facts |= {name: str(count) for name, count in counts.items() if count}
     return {name: str(value) for name, value in facts.items() if value is not None}
+
+
+def _ended_early(run: Run, last: int) -> str | None:
+    """Why the run took no step after step `last`; None if it took all, or goes on."""
+    for event in run.events:
+        if event.get("kind") == "ended_early" and event.get("step") == last:
+            return text_of(event.get("cause"))
+    return None
 
 
 def _events(run: Run) -> list[Row]:

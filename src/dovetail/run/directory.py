@@ -194,7 +194,7 @@ class RunDirectory:
                 if samples:
                     path = self.path / ROLLOUTS / f"step_{row['step']:06}.jsonl"
                     self._records.write(partial(write_samples, path, samples))
-        self._score = row.get("reward_mean", -row["loss"])
+        self._score = row["reward_mean"] if "reward_mean" in row else -row["loss"]
         if self.recipe.trainer.eval_every and (self.recipe.data.eval or self.recipe.eval.sets):  # None at other steps
             first = next(iter(evaluation_of(row).items()), None)
             self._score = None if first is None else -first[1] if first[0].endswith("loss") else first[1]
@@ -252,6 +252,8 @@ class RunDirectory:
                 self.contents.engines[POLICY].save_pretrained(self.path / HF)
         finally:
             self._finish_save(last=True)
+        if outcome.early:
+            self.event("ended_early", step=len(outcome.rows), cause=outcome.early)
         with agreed(self.mesh):
             self._records.flush()
         self.close()
