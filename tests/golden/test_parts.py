@@ -19,7 +19,8 @@ ALWAYS = {
     "step", "loss", "grad_norm", "lr", "tokens", "step_seconds", "tokens_per_second", "peak_memory_gib"
 }  # fmt: skip
 ALWAYS_IN_RL = ALWAYS | {
-    "reward_mean", "response_length_mean", "entropy_mean", "kl_mean", "clip_fraction", "reward_errors"
+    "reward_mean", "response_length_mean", "entropy_mean", "kl_mean", "clip_fraction", "reward_errors",
+    "rewards_none",
 }  # fmt: skip
 
 
@@ -88,6 +89,9 @@ def test_critic_warmup_trains_the_critic_alone_and_leaves_the_schedule_whole(giv
     assert recorded.moved["critic"] == [True, True, True, False]
     assert recorded.optimizer_steps == 2 and [report.lr for report in recorded.reports] == [1e-3, 0.0]
     assert [row["grad_norm"] > 0 for row in recorded.rows] == [False, False, True, True]
+    assert [row["loss"] is None for row in recorded.rows] == [True, True, False, False]
+    numbers = [v for row in recorded.rows for v in row.values() if isinstance(v, float)]
+    assert not any(map(math.isnan, numbers))
     assert all(set(row) >= ALWAYS_IN_RL - {"peak_memory_gib"} and "critic_flops" not in row for row in recorded.rows)
 
 
@@ -119,7 +123,8 @@ def test_a_step_may_leave_nothing_to_train(given: Any, sections: dict[str, Any],
     for row in recorded.rows:
         assert set(row) >= ALWAYS_IN_RL - {"peak_memory_gib"}
         assert (row["tokens"], row["grad_norm"]) == (0, 0.0)
-        assert all(math.isnan(row[key]) for key in ("loss", "entropy_mean", "kl_mean", "clip_fraction"))
+        of_update = ("loss", "entropy_mean", "kl_mean", "clip_fraction")
+        assert [row[key] for key in of_update] == [None] * 4
         assert row["reward_mean"] == pytest.approx(reward, nan_ok=True), "not a number: nothing was judged"
 
 

@@ -67,6 +67,8 @@ NOTHING = {**EMPTY_UPDATE, "step": 1, "response_length_mean": 4.0, "reward_mean"
             {
                 "tokens": 9,
                 "skipped": True,
+                "loss": math.nan,
+                "entropy_mean": math.nan,
                 "fault": "not finite: the loss",
                 "equal_groups": 0.5,
                 "tokens_per_second": None,

@@ -14,9 +14,9 @@ Row = dict[str, Any]
 Work = Mapping[str, tuple[int, int]]  # tokens and samples by phase
 
 PERCENTILES = (10, 50, 90)
-EMPTY_UPDATE: Mapping[str, Any] = {
-    "loss": math.nan, "grad_norm": 0.0, "lr": 0.0, "tokens": 0,
-    "entropy_mean": math.nan, "kl_mean": math.nan, "clip_fraction": math.nan,
+EMPTY_UPDATE: Mapping[str, Any] = {  # None: not measured
+    "loss": None, "grad_norm": 0.0, "lr": 0.0, "tokens": 0,
+    "entropy_mean": None, "kl_mean": None, "clip_fraction": None,
 }  # fmt: skip
 
 

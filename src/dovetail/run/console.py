@@ -103,7 +103,7 @@ class Console:
         nothing = row["tokens"] == 0  # was learned
         if nothing:
             known = {key: value for key, value in known.items() if key not in UPDATED and not math.isnan(value)}
-        elif "critic_loss" in known and "loss" in known and math.isnan(known["loss"]) and not notes:
+        elif "critic_loss" in known and "loss" not in known and not notes:
             known = {key: value for key, value in known.items() if key not in UPDATED or key == "tokens_per_second"}
             notes.append("the critic alone")
         if row.get("equal_groups") == 1.0:
