@@ -1,5 +1,6 @@
 """What a run says: its chart, its steps, its phases, and the log of each rank."""
 
+import io
 import math
 import re
 import subprocess
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from dovetail.launch.wrap import for_terminal
 from dovetail.rl.step_metrics import EMPTY_UPDATE
 from dovetail.run.console import WIDTH, Console, curve, log_path, note_failure, rank_log
 
@@ -133,3 +135,66 @@ def test_a_rank_has_a_log_of_every_start(tmp_path: Path, capsys: pytest.CaptureF
     with rank_log(tmp_path / "logs/rank-1.log/no", "rank 1 of 2", quiet=False):  # a run goes on without it
         sys.stdout.write("shown\n")
     assert capsys.readouterr() == ("shown\n", "")
+
+
+ROW = {
+    "step": 128, "tokens": 9, "loss": -0.0257, "reward_mean": 0.938, "grad_norm": 15.6,
+    "entropy_mean": 0.196, "kl_mean": 0.0001, "response_length_mean": 1234.5, "lr": 1e-5,
+    "tokens_per_second": 12345.0, "step_seconds": 120.5,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("columns", [80, 100])
+def test_lines_fit_a_terminal_and_no_word_is_cut(
+    columns: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    console = Console(speaks=True, steps=1000)
+    console.log_to(tmp_path / "console.log")
+    note = "memory   about 3.1 GiB a rank for weights, gradients, moments, sampler's weights; " * 2
+    console.say(note.strip())
+    console.step(ROW)
+    console.step({**ROW, "rewards_none": 7, "eval/math/avg@8": 0.25})
+    console.say(curve([float(i) for i in range(200)]))
+    rows = [row.rstrip() for row in capsys.readouterr().out.splitlines()]
+    assert all(len(row) <= columns for row in rows)
+    assert rows[1].startswith(" " * len("memory   "))
+    (step,) = [row for row in rows if row.startswith("step 128/1000  loss")]
+    assert step.startswith("step 128/1000  loss -0.0257  reward 0.938")
+    assert step.endswith("s 120.5")
+    logged = (tmp_path / "console.log").read_text().splitlines()
+    words = {word for line in logged for word in line.split()}
+    assert {word for row in rows for word in row.split()} <= words
+    assert len(logged[1]) > 100
+    assert {"lr", "tok/s", "kl"} <= set(logged[1].split())
+
+
+def test_what_is_no_terminal_gets_whole_lines(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    Console(speaks=True, steps=1000).step(ROW)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert len(line) > 100
+    assert "lr 1.00e-05" in line
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("columns", [80, 100])
+def test_the_header_is_cut_between_words(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    header = "memory   about 3.1 GiB a rank for weights, gradients, moments, sampler's weights; more\n" * 2
+    header = header.replace("more", "activations come on top")
+    rows = for_terminal(header, Terminal()).split("\n")
+    assert all(len(row) <= columns for row in rows)
+    assert rows[1].startswith(" " * len("memory   "))
+    assert " ".join(" ".join(rows).split()) == " ".join(header.split())
+    assert for_terminal(header, io.StringIO()) == header

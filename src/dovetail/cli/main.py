@@ -32,6 +32,7 @@ from dovetail.launch.process import MAX_CAUSE, limit_behind, open_closed_streams
 from dovetail.launch.progress import collective_timeout
 from dovetail.launch.rank import DEFECT, INTERRUPTED, USER_ERROR, RankProcess, StopHandler, is_first_rank, ranks_given
 from dovetail.launch.supervisor import run_ranks
+from dovetail.launch.wrap import for_terminal
 
 COMPILING = r"Argument aux_data .* cannot be converted to a JitArgument"  # FlashAttention-4, for every kernel
 CLEAN_UP = "Ignoring clean_up_tokenization_spaces=True for BPE tokenizer"  # transformers, on every rank
@@ -70,7 +71,7 @@ def _dispatch(argv: Sequence[str], rank: RankProcess, *, watched: bool) -> int:
         if not importlib.import_module("dovetail.cli.preflight").preflight(args, layout):
             return 0
     if args.command == "train" and rank.files is None and os.environ.get("RANK", "0") == "0" and not args.dry_run:
-        tell(header(recipe_of(args), layout, args.device))
+        tell(for_terminal(header(recipe_of(args), layout, args.device), sys.stdout))
     if given is None and (layout.num_ranks > 1 or supervision.restarts or supervision.engines):
         return run_ranks([*python_module("dovetail"), *argv], layout.num_ranks, supervision)
     if supervision.restarts and rank.files is None:

@@ -18,9 +18,10 @@ from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from dovetail.jsonl import ODD_LETTERS
+from dovetail.launch.wrap import wrapped
 
 BARS = " " + "".join(chr(0x2581 + i) for i in range(8))  # Unicode's lower eighths of a block
-WIDTH = 72
+WIDTH = 70
 FEWEST = 3  # values of a chart
 SHOWN = (  # key of a row, its label, its format
     ("loss", "loss", ".4f"), ("critic_loss", "critic", ".4f"), ("reward_mean", "reward", ".3f"),
@@ -32,6 +33,9 @@ SHOWN = (  # key of a row, its label, its format
 LOGS = "logs"
 QUIET_SECONDS = 60.0  # between lines on a phase, without a terminal
 UPDATED = ("loss", "grad_norm", "lr", "entropy_mean", "kl_mean", "tokens_per_second")
+
+
+LEAST_NEEDED = ("lr", "tok/s", "kl", "grad", "length", "entropy")  # left out of a narrow terminal
 
 
 class _Steady(RichConsole):
@@ -75,10 +79,16 @@ class Console:
         bar, visible = self._phase_bar, name != "exit"
         self._progress.update(bar, completed=done, total=total or None, description=name, rate=rate, visible=visible)
 
-    def say(self, text: str) -> None:
+    def say(self, text: str, shown: str | None = None) -> None:
+        """Show and log a text. shown: what a terminal shows of it."""
         self._spoke = time.monotonic()
+        if self.is_live:
+            lines = (text if shown is None else shown).split("\n")
+            on_screen = "\n".join(wrapped(line, self._console.width) for line in lines)
+        else:
+            on_screen = text
         with suppress(OSError):  # the disk of a log may be full
-            self._console.print(text, markup=False)
+            self._console.print(on_screen, markup=False)
         self._write(f"{text}\n")
 
     def prepend(self, text: str) -> None:
@@ -115,10 +125,20 @@ class Console:
         if "reward_error" in row:
             failed = f"{row['reward_errors']} rewards failed, the first: {row['reward_error']}"
             notes.append(" ".join(failed.split()))
-        shown = [f"{label} {known[key]:{form}}" for key, label, form in SHOWN if key in known]
-        shown += [f"{n} {row[n]:.3f}" for n in row if n.startswith("eval/") and not n.endswith("_before")]
-        self.say(f"step {row['step']}/{self._steps}  " + "  ".join(notes + shown))
+        numbers = {label: f"{known[key]:{form}}" for key, label, form in SHOWN if key in known}
+        own = [n for n in row if n.startswith("eval/") and not n.endswith("_before")]
+        numbers |= {name: f"{row[name]:.3f}" for name in own}
+        first = [f"step {row['step']}/{self._steps}", *notes]
+        whole = step_line(first, numbers)
+        for name in LEAST_NEEDED:
+            if len(step_line(first, numbers)) > self._console.width:
+                numbers.pop(name, None)
+        self.say(whole, shown=step_line(first, numbers))
         self._progress.update(self._bar, completed=row["step"])
+
+
+def step_line(first: Sequence[str], numbers: Mapping[str, str]) -> str:
+    return "  ".join([*first, *(f"{name} {value}" for name, value in numbers.items())])
 
 
 def curve(values: Sequence[float], height: int = 6) -> str:
