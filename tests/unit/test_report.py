@@ -200,3 +200,38 @@ def test_evaluations_are_named_by_their_files(tmp_path: Path) -> None:
         (run / "eval" / name).write_text(json.dumps({"id": 1, "completion": "x", "reward": 1}) + "\n")
     found = {(row["kind"], row["step"]) for row in page_of(run).data["samples"]}
     assert found == {("rollout", 1), ("eval", 10), ("eval gsm8k", 10), ("eval math", 20)}
+
+
+def test_bands_are_quartiles_and_have_a_legend(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", 20)
+    quartiles = {"reward_p25": 0.25, "reward_p75": 0.75}
+    lengths = {f"response_length_{name}": 5.0 for name in ("mean", "p10", "p90")}
+    rows = [{**metrics(step, 20), **quartiles, **lengths} for step in range(1, 21)]
+    write_lines(run / "metrics.jsonl", rows)
+    series = page_of(run).data["runs"][0]["series"]
+    reward = series["reward_mean"]
+    assert (reward["lo"][1], reward["hi"][1]) == (0.25, 0.75)
+    assert reward["band"] == "quartiles of the samples"
+    assert series["response_length_mean"]["band"] == "10 % to 90 %"
+    assert not {"reward_min", "reward_p25", "response_length_p90"} & series.keys()
+    assert "band" not in series["loss"]
+
+
+def test_counts_and_shares_begin_at_zero_and_evaluations_are_joined(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", 4)
+    more = {"reward_errors": 0, "rewards_none": 2, "clip_fraction": 0.0, "eval_solved": 0.5}
+    write_lines(run / "metrics.jsonl", [{**metrics(step, 4), **more} for step in range(1, 5)])
+    data = page_of(run).data
+    assert set(data["zero"]) == {*more, "tokens"}
+    assert set(data["joined"]) == {"eval_reward_mean", "eval_solved"}
+
+
+@pytest.mark.parametrize(("ranks", "layout"), [(8, "tp=2,dp=4"), (2, "tp=2"), (None, "tp=2,dp=auto")])
+def test_the_layout_is_the_resolved_one(ranks: int | None, layout: str, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", 4)
+    (run / "config.yaml").write_text("layout: {tp: 2, dp: auto}\nrun_dir: run\n")
+    if ranks is not None:
+        (run / "logs").mkdir()
+        started = "2026-11-22T10:00:00+00:00: rank 0 of {} on host, pid 7\n"
+        (run / "logs/rank-0.log").write_text(started.format(3) + started.format(ranks))
+    assert page_of(run).data["runs"][0]["facts"]["layout"] == layout

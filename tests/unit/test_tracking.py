@@ -41,8 +41,11 @@ def test_lengths_have_percentiles_as_numpy_has_them() -> None:
     made = {"prompt_length": [3 + i % 5 for i in range(64)], "response_length": [1 + i % 7 for i in range(64)]}
     for name, lengths in made.items():
         assert row[f"{name}_mean"] == pytest.approx(np.mean(lengths))
-        for percent in (10, 50, 90):
+        for percent in (10, 25, 50, 75, 90):
             assert row[f"{name}_p{percent}"] == np.percentile(lengths, percent)
+    rewards = [float(i % 3) for i in range(64)]
+    quartiles = (row["reward_p25"], row["reward_p75"])
+    assert quartiles == tuple(np.percentile(rewards, (25, 75)))
     assert row["truncated_fraction"] == 0.25 and row["stop_fraction"] == 0.75
     assert np.isnan(length_metrics("x", [])["x_p50"])
 

@@ -33,7 +33,17 @@ GROUPS = (  # title, pattern of names; the first match counts
     ("Other", ""),
 )
 ORDER = ("Reward", "Evaluation", "Learning", "Lengths", "Speed", "Memory", "Experts", "Other")
-BANDS = (("mean", "min", "max"), ("mean", "p10", "p90"), ("p50", "p10", "p90"), ("p50", "p5", "p95"))
+BANDS = (  # the middle, the ends, and the legend; the first that is there counts
+    ("mean", "p25", "p75", "quartiles of the samples"),
+    ("p50", "p25", "p75", "quartiles of the samples"),
+    ("mean", "min", "max", "least to most"),
+    ("mean", "p10", "p90", "10 % to 90 %"),
+    ("p50", "p10", "p90", "10 % to 90 %"),
+    ("p50", "p5", "p95", "5 % to 95 %"),
+)
+FROM_ZERO = re.compile(  # counts and shares
+    r"fraction|share|errors|rewards_none|solved|equal_groups|mfu|utilization|pass@|^tokens$|^samples$"
+)
 UNITS = (("days", 86400), ("hours", 3600), ("minutes", 60), ("seconds", 0))
 HELP: Mapping[str, str] = {
     "reward_mean": "mean reward of the step's samples",
@@ -103,6 +113,8 @@ def page_data(runs: Sequence[Run], reload: float = 0) -> dict[str, Any]:
         "reload": reload,
         "runs": shown,
         "groups": [[title, members] for title, members in groups.items() if members],
+        "zero": [name for name in names if FROM_ZERO.search(name)],
+        "joined": groups["Evaluation"],
         "help": {name: text for name, text in HELP.items() if name in names},
         "samples": samples,
         "config": [
@@ -128,12 +140,14 @@ def _run_data(run: Run) -> dict[str, Any]:
         phases = {name: [None, *values] for name, values in phases.items()}
     seconds, tokens = (columns.get(name, []) for name in ("step_seconds", "tokens"))
     series: dict[str, Any] = {}
-    bands = _bands(columns)
-    hidden = {name for pair in bands.values() for name in pair}
-    for name in [name for name in columns if name not in hidden][:MOST_SERIES]:
-        low, high = bands.get(name, (name, name))
-        series[name] = _thin(columns[name], columns[low], columns[high])
     each = _bucket(len(steps))
+    bands, hidden = _bands(columns)
+    legend = f"least to most of {each} steps" if each > 1 else ""
+    for name in [name for name in columns if name not in hidden][:MOST_SERIES]:
+        low, high, text = bands.get(name, (name, name, legend))
+        series[name] = _thin(columns[name], columns[low], columns[high])
+        if text:
+            series[name]["band"] = text
     return {
         "name": run.name,
         "path": str(run.path.resolve()),
@@ -159,16 +173,18 @@ def _columns(rows: Sequence[Row]) -> dict[str, list[float | None]]:
     return {name: values for name, values in columns.items() if any(value is not None for value in values)}
 
 
-def _bands(columns: Mapping[str, object]) -> dict[str, tuple[str, str]]:
-    """A mean's minimum and maximum, a median's percentiles."""
-    bands = {}
+def _bands(columns: Mapping[str, object]) -> tuple[dict[str, tuple[str, str, str]], set[str]]:
+    """Low end, high end and legend of each name with a band; all names that are such ends."""
+    bands: dict[str, tuple[str, str, str]] = {}
+    ends: set[str] = set()
     for name in columns:
         middle = re.split(r"[_/]", name)[-1]
         stem = name[: len(name) - len(middle)]
-        for centre, low, high in BANDS:
+        for centre, low, high, legend in BANDS:
             if middle == centre and stem + low in columns and stem + high in columns:
-                bands[name] = (stem + low, stem + high)
-    return bands
+                bands.setdefault(name, (stem + low, stem + high, legend))
+                ends |= {stem + low, stem + high}
+    return bands, ends
 
 
 def _bucket(count: int) -> int:
@@ -210,6 +226,8 @@ def _facts(run: Run, columns: Mapping[str, Sequence[float | None]]) -> dict[str,
     config, last = run.config, run.rows[-1]["step"] if run.rows else 0
     facts = {"algorithm": config.get("algorithm.name"), "model": config.get("model.path")}
     degrees = {axis: config.get(f"layout.{axis}", 1) for axis in ("tp", "pp", "cp", "dp", "ep")}
+    if degrees["dp"] == "auto" and run.ranks is not None:
+        degrees["dp"] = run.ranks // (degrees["tp"] * degrees["pp"] * degrees["cp"])
     layout = ",".join(f"{axis}={degree}" for axis, degree in degrees.items() if degree != 1)
     facts |= {"layout": layout or "one rank", "steps": f"{last} of {config.get('trainer.steps', '?')}"}
     facts["ended early"] = _ended_early(run, last)

@@ -16,6 +16,8 @@ from dovetail.recipe.yaml import flat, read_mapping
 
 Row = dict[str, Any]
 CONFIG, METRICS, EVENTS, LOG = "config.yaml", "metrics.jsonl", "events.jsonl", "console.log"
+RANK_LOG = "logs/rank-0.log"
+STARTED = re.compile(r"^\S+: rank 0 of (\d+) on ", re.MULTILINE)
 STEP = re.compile(r"step_(\d+)")
 REQUIRED: Mapping[str, Any] = {"model": {"path": "M"}, "data": {"train": "D"}, "run_dir": "R"}  # keys without default
 ROLLOUT = "rollout"  # kind of training samples
@@ -25,7 +27,7 @@ LOG_BYTES = 16_000
 
 @dataclass(frozen=True)
 class Run:
-    """config, defaults: by dotted key. problems: unreadable files."""
+    """config, defaults: by dotted key. ranks: of the last start. problems: unreadable files."""
 
     path: Path
     name: str
@@ -34,6 +36,7 @@ class Run:
     config: Mapping[str, Any]
     defaults: Mapping[str, Any]
     log: str
+    ranks: int | None
     problems: Sequence[str]
 
     @property
@@ -80,7 +83,16 @@ def _read_run(path: Path, name: str) -> Run:
         problems.append(str(error))
     rows = [row for row in read_rows(path / METRICS) if isinstance(row.get("step"), int)]
     log = _tail(path / LOG)
-    return Run(path, name, rows, list(read_rows(path / EVENTS)), config, defaults, log, problems)
+    events = list(read_rows(path / EVENTS))
+    ranks = _ranks(path / RANK_LOG)
+    return Run(path, name, rows, events, config, defaults, log, ranks, problems)
+
+
+def _ranks(path: Path) -> int | None:
+    """How many ranks the last start had, by the log of the first; None: unknown."""
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    starts = STARTED.findall(text)
+    return int(starts[-1]) if starts else None
 
 
 def read_rows(path: Path) -> Iterator[Row]:

@@ -66,7 +66,10 @@ function smoothed(values) {
 function frame(box, xs, ys, label, zero) {
   const width = box.clientWidth || 360, height = 210, left = 64, right = 8, top = 8, bottom = 34;
   let [x0, x1] = extent(xs), [y0, y1] = extent(ys);
-  if (zero) y0 = 0;
+  if (zero) {
+    y0 = 0;
+    y1 = 1.05 * Math.max(0, ...ys.filter((v) => v != null)) || 1;
+  }
   else if (!state.log) { const pad = (y1 - y0) * 0.05; y0 -= pad; y1 += pad; }
   const x = (v) => left + ((v - x0) / (x1 - x0)) * (width - left - right);
   const y = (v) => height - bottom - ((v - y0) / (y1 - y0)) * (height - top - bottom);
@@ -108,12 +111,12 @@ function lines(box, name) {
     if (state.hidden.has(i) || !run.series[name]) return [];
     const s = run.series[name];
     const at = [...s.v.keys()].filter((k) => s.v[k] != null && run.x[state.x][k] != null); // metrics of few steps are joined
-    const sparse = at.length < s.v.length / 3;
+    const sparse = data.joined.includes(name) || at.length < s.v.length / 3;
     const pick = (values) => values && scale(sparse ? at.map((k) => values[k]) : values);
     const xs = sparse ? at.map((k) => run.x[state.x][k]) : run.x[state.x];
     return [{ i, xs, v: pick(s.v), lo: pick(s.lo), hi: pick(s.hi), raw: sparse ? at.map((k) => s.v[k]) : s.v }];
   });
-  const f = frame(box, drawn.flatMap((d) => d.xs), drawn.flatMap((d) => [...d.v, ...(d.lo || []), ...(d.hi || [])]), unit(name));
+  const f = frame(box, drawn.flatMap((d) => d.xs), drawn.flatMap((d) => [...d.v, ...(d.lo || []), ...(d.hi || [])]), unit(name), data.zero.includes(name) && !state.log);
   for (const i of drawn.map((d) => d.i)) for (const event of runs[i].events) {
     const at = runs[i].x.step.indexOf(+event.step);
     const x = at < 0 || !event.step ? null : f.x(runs[i].x[state.x][at]);
@@ -357,7 +360,9 @@ function curves([title, names]) {
   const cards = names.map((name) => {
     const box = el("div", { className: "chart" });
     charts.push(() => lines(box, name));
-    return el("div", { className: "card plot" }, el("div", {}, el("h3", {}, name), el("div", { className: "soft" }, data.help[name] || "")), box);
+    const band = runs.map((run) => run.series[name]?.band).find(Boolean);
+    const legend = band && el("div", { className: "soft band" }, el("span", { className: "key" }), `band: ${band}`);
+    return el("div", { className: "card plot" }, el("div", {}, el("h3", {}, name), el("div", { className: "soft" }, data.help[name] || "")), box, legend);
   });
   return section(title, "", el("div", { className: "grid" }, ...cards));
 }

@@ -13,7 +13,7 @@ from dovetail.rl.experience import Sample, equal_groups
 Row = dict[str, Any]
 Work = Mapping[str, tuple[int, int]]  # tokens and samples by phase
 
-PERCENTILES = (10, 50, 90)
+PERCENTILES = (10, 25, 50, 75, 90)
 EMPTY_UPDATE: Mapping[str, Any] = {  # None: not measured
     "loss": None, "grad_norm": 0.0, "lr": 0.0, "tokens": 0,
     "entropy_mean": None, "kl_mean": None, "clip_fraction": None,
@@ -42,6 +42,8 @@ def sample_metrics(samples: Seq[Sample], *, compared: bool) -> Row:
         "reward_std": statistics.pstdev(rewards) if rewards else math.nan,
         "reward_min": min(rewards, default=math.nan),
         "reward_max": max(rewards, default=math.nan),
+        "reward_p25": _percentile(rewards, 25),
+        "reward_p75": _percentile(rewards, 75),
         "truncated_fraction": mean([float(sample.completion.finish == "length") for sample in samples]),
         **length_metrics("prompt_length", [len(sample.prompt.ids) for sample in samples]),
         **length_metrics("response_length", [len(sample.completion.ids) for sample in samples]),
@@ -51,10 +53,15 @@ def sample_metrics(samples: Seq[Sample], *, compared: bool) -> Row:
     return {**row, "equal_groups": mean([*map(float, equal_groups(samples).values())])} if compared else row
 
 
+def _percentile(values: Seq[float], percent: int) -> float:
+    """NaN of none."""
+    return float(np.percentile(values, percent)) if values else math.nan
+
+
 def length_metrics(name: str, lengths: Seq[int]) -> Row:
-    percentiles = np.percentile(lengths, PERCENTILES).tolist() if lengths else [math.nan] * len(PERCENTILES)
-    row = {f"{name}_mean": mean([*map(float, lengths)])}
-    return row | {f"{name}_p{percent}": value for percent, value in zip(PERCENTILES, percentiles, strict=True)}
+    values = [float(length) for length in lengths]
+    row = {f"{name}_mean": mean(values)}
+    return row | {f"{name}_p{percent}": _percentile(values, percent) for percent in PERCENTILES}
 
 
 def mean(values: Seq[float]) -> float:
