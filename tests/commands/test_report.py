@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from tests.commands.program import here, refusal, write_recipe, write_rows
+from tests.commands.program import here, read_rows, refusal, write_recipe, write_rows
 from tests.unit.report_runs import HOSTILE, Page, make_run
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
@@ -59,6 +59,22 @@ def test_a_real_run(model: Path, tmp_path: Path) -> None:
     steps = [line.split("  ")[0] for line in ended.out.splitlines() if line.startswith("step ")]
     assert steps == ["step 0", *["step 1"] * 2, *["step 2"] * 3]
     assert here("train", recipe).code == 0  # the report is no obstacle
+
+
+def test_a_run_that_ends_by_its_time_budget_says_so(model: Path, tmp_path: Path) -> None:
+    rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": "a", "completion": "b"}] * 4)
+    recipe = write_recipe(tmp_path / "r.yaml", model, rows)
+    budget = ["trainer.steps=99", "trainer.time_budget_seconds=0.001"]
+    ended = here("train", recipe, *budget)
+    cause = "trainer.time_budget_seconds=0.001 is spent"
+    assert ended.code == 0, ended
+    assert f"ended early        after 1 of 99 steps: {cause}" in ended.out
+    (event,) = read_rows(tmp_path / "run/events.jsonl")
+    assert (event["kind"], event["step"], event["cause"]) == ("ended_early", 1, cause)
+    assert here("report", tmp_path / "run").code == 0
+    (shown,) = Page((tmp_path / "run/report.html").read_bytes()).data["runs"]
+    assert shown["facts"]["ended early"] == cause
+    assert shown["facts"]["layout"] == "one rank"
 
 
 def test_watching_ends_with_the_run(tmp_path: Path) -> None:

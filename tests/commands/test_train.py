@@ -328,17 +328,6 @@ def test_stop_at_reward_and_evaluation(model: Path, rl_rows: Path, tmp_path: Pat
     assert_same_tensors(tensors_of(tmp_path / "run/hf"), tensors_of(model))
 
 
-def test_a_run_that_ends_by_its_time_budget_says_so(model: Path, sft_rows: Path, tmp_path: Path) -> None:
-    recipe = write_recipe(tmp_path / "r.yaml", model, sft_rows)
-    budget = ["trainer.steps=99", "trainer.time_budget_seconds=0.001"]
-    ended = here("train", recipe, *budget)
-    cause = "trainer.time_budget_seconds=0.001 is spent"
-    assert ended.code == 0, ended
-    assert f"ended early        after 1 of 99 steps: {cause}" in ended.out
-    (event,) = read_rows(tmp_path / "run/events.jsonl")
-    assert (event["kind"], event["step"], event["cause"]) == ("ended_early", 1, cause)
-
-
 def test_a_run_that_is_finished_is_left_alone(model: Path, sft_rows: Path, tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path / "r.yaml", model, sft_rows)
     (tmp_path / "run").mkdir()
