@@ -24,10 +24,6 @@ def kernel_state(pid: int) -> str:
     return next(iter(_stat(pid)), "")
 
 
-def parent_of(pid: int) -> int | None:
-    return int(fields[1]) if (fields := _stat(pid)) else None
-
-
 def children_of(roots: Iterable[int]) -> set[int]:
     below: dict[int, list[int]] = defaultdict(list)
     for entry in _PROC.glob("[0-9]*"):

@@ -80,7 +80,6 @@ def test_a_rank_that_fails_second_ends_with_an_error_and_in_silence(fails: str, 
 def test_a_lost_host_is_named_and_ends_the_job(rank: int, number: str, told: str, tmp_path: Path) -> None:
     body = f"""
     dist.barrier()
-    time.sleep({3 * (number == "SIGKILL")})  # until the monitors of a busy machine have met
     if rank == {rank}:
         os.kill(os.getpid(), signal.{number})
     dist.barrier()
@@ -96,7 +95,6 @@ def test_a_lost_host_is_named_and_ends_the_job(rank: int, number: str, told: str
 
 
 def test_a_rank_that_is_killed_at_once_is_no_defect_of_the_other(tmp_path: Path) -> None:
-    """Before their monitors have met."""
     body = """
     hosts.SILENT_SECONDS = hosts.GONE_SECONDS = 60.0
     dist.barrier()

@@ -24,12 +24,13 @@ from dovetail.cli.consistency import KEY, job_inputs, refuse_differences
 from dovetail.errors import ConfigError
 from dovetail.launch import hosts
 from dovetail.launch.hosts import Heartbeats, _Monitor
+from dovetail.launch.process import start_worker
 from dovetail.parallel.consensus import refuse_different
 from dovetail.parallel.layout import Layout
 from dovetail.parallel.mesh import Mesh
 from dovetail.run import lock
 from tests.commands.program import Ended, _as_rank, here, make_model, refusal, write_recipe, write_rows
-from tests.fault.processes import all_gone, waited
+from tests.fault.processes import SECONDS, all_gone, waited
 from tests.harness import run
 
 HOST = socket.gethostname()
@@ -71,6 +72,16 @@ def test_a_monitor_that_ends_while_a_host_connects_is_silent() -> None:
     for turns in range(8):  # of the event loop
         asyncio.run(connect(turns))
     assert reported == []
+
+
+def test_a_monitor_ends_with_a_rank_that_ends_at_once() -> None:
+    """Before it has reached the first rank's monitor, which is gone as well."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        hub = {"address": "127.0.0.1", "port": listener.getsockname()[1], "token": "t", "host": "h"}
+    setup = {"rank": 1, "host": "h", "parent": os.getpid(), "beat": 9.0, "limit": 3600.0, "gone": 9.0, "hub": hub}
+    with start_worker("dovetail.launch.hosts") as monitor:
+        said, _ = monitor.communicate(f"{json.dumps(setup)}\n".encode(), timeout=SECONDS)
+    assert said == b""
 
 
 RANK = """
@@ -134,7 +145,7 @@ def test_all_ranks_end_when_one_is_stopped_and_none_for_being_busy(begin: Begin,
 )
 def test_a_rank_may_leave_and_must_not_vanish(ends: str, told: str, begin: Begin) -> None:
     waits = "time.sleep(2.5) or watch.leave()" if not told else ""
-    ranks = [begin(0, waits), begin(1, f"time.sleep(0.5)\n{ends}")]
+    ranks = [begin(0, waits), begin(1, ends)]
     assert told in ranks[0].communicate(timeout=30)[0]
     assert ranks[0].returncode == 0
     assert ranks[1].wait(30) == bool(told)
@@ -193,7 +204,7 @@ def test_a_command_compares_what_it_was_given_before_ranks_do_anything_together(
     score = ["score", "--model", "m", "--data", "d", "--out", "o", "--device", "cpu"]
     store, theirs = HashStore(), job_inputs(parse([*score, "--temperature", "2"]))
     store.set(f"{KEY}/1", json.dumps(["other", theirs]))
-    monkeypatch.setattr("dovetail.parallel.process_group._meet", lambda: (store, 0, 2))
+    monkeypatch.setattr("dovetail.parallel.process_group._meet", lambda *_: (store, 0, 2))
     monkeypatch.setattr("dovetail.parallel.process_group._initialize", lambda *_: pytest.fail("it began"))
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)

@@ -28,7 +28,14 @@ from dovetail.errors import (
     short_lines,
 )
 from dovetail.launch.hosts import Store
-from dovetail.launch.process import MAX_CAUSE, limit_behind, open_closed_streams, python_module, tell
+from dovetail.launch.process import (
+    MAX_CAUSE,
+    end_with_launcher,
+    limit_behind,
+    open_closed_streams,
+    python_module,
+    tell,
+)
 from dovetail.launch.progress import collective_timeout
 from dovetail.launch.rank import DEFECT, INTERRUPTED, USER_ERROR, RankProcess, StopHandler, is_first_rank, ranks_given
 from dovetail.launch.supervisor import run_ranks
@@ -41,6 +48,7 @@ TOKENIZERS = ("transformers.tokenization_utils_tokenizers", "transformers.tokeni
 
 def main() -> NoReturn:
     """Ends by `os._exit`: gloo's threads may abort a normal exit."""
+    end_with_launcher()
     open_closed_streams()
     rank = RankProcess.from_environment()
     stop = StopHandler(rank)
@@ -93,9 +101,12 @@ def _run_as_rank(args: argparse.Namespace, rank: RankProcess, timeout: timedelta
         if world > 1:
             consistency = importlib.import_module("dovetail.cli.consistency")
             consistency.refuse_differences(store, me, world, consistency.job_inputs(args))
+        rank.progress.phase("init")
 
     with _ExitCode(rank.report) as exit_code:
-        with rank.among_hosts(), process_group.process_group(device, timeout, on_rendezvous):
+        rank.begin_meeting()
+        group = process_group.process_group(device, timeout, on_rendezvous, rank.note_missing)
+        with rank.among_hosts(), group:
             rank.progress.phase("load")
             run = importlib.import_module(f"dovetail.cli.{args.command}").run
             try:

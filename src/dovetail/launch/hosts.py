@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
 from dovetail import system
@@ -36,10 +37,10 @@ class Store(Protocol):
 
 
 class HostWatch:
-    """master: where ranks meet. launcher: its end ends the rank."""
+    """master: where ranks meet."""
 
-    def __init__(self, store: Store, rank: int, master: str, launcher: int | None = None) -> None:
-        setup = {"rank": rank, "host": socket.gethostname(), "parent": os.getpid(), "launcher": launcher}
+    def __init__(self, store: Store, rank: int, master: str) -> None:
+        setup: dict[str, Any] = {"rank": rank, "host": socket.gethostname(), "parent": os.getpid()}
         setup |= {"beat": BEAT_SECONDS, "limit": SILENT_SECONDS, "gone": GONE_SECONDS}
         if rank == 0:
             dual = socket.has_dualstack_ipv6()
@@ -56,17 +57,20 @@ class HostWatch:
             self._process = start_worker(__name__)
         self._lost: list[str] = []
         self._send(json.dumps(setup))
+        assert self._process.stdout is not None
+        # Wait until rank 0's process knows this rank, or a warning that it cannot.
+        self._first_line = b"" if rank == 0 else self._process.stdout.readline()
 
     def wait(self, warn: Callable[[str], object]) -> str:
         """Why this rank must end; "": it need not."""
         assert self._process.stdout is not None
-        for line in self._process.stdout:
+        for line in chain([self._first_line], self._process.stdout):
             kind, _, text = line.decode().rstrip("\n").partition(" ")
             if kind == "end":
                 return text
             if kind == "lost":
                 self._lost.append(text)
-            else:
+            elif kind == "warn":
                 warn(text)
         return ""
 
@@ -151,6 +155,7 @@ class _Monitor:
         return reason
 
     def _leave(self) -> None:
+        asyncio.get_running_loop().remove_reader(0)
         if os.read(0, MAX_LINE):  # the rank ends well
             self._send("bye")
         self._stop("")
@@ -160,20 +165,19 @@ class _Monitor:
             self.end.set_result(reason)
 
     async def _beat(self) -> str:
-        parent, launcher = self.setup["parent"], self.setup["launcher"]
+        parent = self.setup["parent"]
         while os.getppid() == parent:
             if system.kernel_state(parent) not in STOPPED_STATES:
                 self._send("beat")
             if reason := self.heartbeats.verdict(time.monotonic()):
                 return reason
-            if launcher is not None and system.parent_of(parent) not in (launcher, None):
-                return f"host {self.setup['host']} (rank {self.setup['rank']}): its launcher, process {launcher}, ended"
             await asyncio.sleep(self.setup["beat"])
         return ""
 
     async def _join(self, hub: Mapping[str, Any]) -> None:
         rank, deadline, problem = self.setup["rank"], time.monotonic() + self.setup["limit"], ""
-        while time.monotonic() < deadline:
+        # A wait_for that is cancelled may raise the OSError of the connection all the same.
+        while not self.end.done() and time.monotonic() < deadline:
             try:
                 connecting = asyncio.open_connection(hub["address"], hub["port"], limit=MAX_LINE)
                 reader, writer = await asyncio.wait_for(connecting, self.setup["limit"])
@@ -182,10 +186,13 @@ class _Monitor:
                 await asyncio.sleep(1.0)
                 continue
             writer.write(f"hello {hub['token']} {rank} {self.setup['host']}\n".encode())
+            tell("joined\n")
             await self._follow(reader, writer, 0, hub["host"])
             writer.close()
             return
-        tell(f"warn rank {rank} cannot reach {problem}: the loss of a host will be noticed late\n")
+        if not self.end.done():
+            late = "the loss of a host will be noticed late"
+            tell(f"warn rank {rank} cannot reach {problem}: {late}\n")
 
     def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Creates the task here: if asyncio creates it, Python 3.11 prints a traceback when it is cancelled."""

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
+from dovetail import system
 from dovetail.errors import MachineError, one_line
 
 CLOSED = ((0, os.O_RDONLY), (1, os.O_RDONLY), (2, os.O_WRONLY))  # writing to 1 fails, as it did
@@ -37,6 +38,20 @@ def open_closed_streams() -> None:
             opened = True
     if opened:
         os.execv(sys.executable, sys.orig_argv)
+
+
+def end_with_launcher() -> None:
+    """Under torchrun the kernel kills this process when torchrun's agent ends.
+
+    The kernel watches the thread that started the process: the agent's main thread, which starts
+    ranks and waits for them (`LocalElasticAgent._invoke_run`).
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    launcher = os.getppid()
+    system.die_with_parent()
+    if os.getppid() != launcher:  # it ended before the kernel was asked
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def put(text: str) -> None:

@@ -12,15 +12,16 @@ from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
 Phase = Literal[
-    "init", "load", "run", "push", "rollout", "reward", "score", "update", "optimizer", "save", "eval", "wait", "exit",
-    "profile",
+    "init", "meet", "load", "run", "push", "rollout", "reward", "score", "update", "optimizer",
+    "save", "eval", "wait", "exit", "profile",
 ]  # fmt: skip
 PHASES: tuple[Phase, ...] = get_args(Phase)
-# Seconds until a phase counts as hung. `run`: score or generate.
+# Seconds until a phase counts as hung.
+# `meet`: ranks of another launcher wait for each other. `run`: score or generate.
 LIMITS: Mapping[Phase, float] = {
-    "init": 600.0, "load": 1800.0, "run": float("inf"), "push": 900.0, "rollout": 3600.0, "reward": 1800.0,
-    "score": 1200.0, "update": 1200.0, "optimizer": 600.0, "save": 1800.0, "eval": 3600.0, "wait": 1800.0,
-    "exit": 600.0, "profile": 1800.0,
+    "init": 600.0, "meet": 120.0, "load": 1800.0, "run": float("inf"), "push": 900.0,
+    "rollout": 3600.0, "reward": 1800.0, "score": 1200.0, "update": 1200.0, "optimizer": 600.0,
+    "save": 1800.0, "eval": 3600.0, "wait": 1800.0, "exit": 600.0, "profile": 1800.0,
 }  # fmt: skip
 
 COLLECTIVE_SLACK, MAX_COLLECTIVE_SECONDS = 120.0, 30 * 86400.0

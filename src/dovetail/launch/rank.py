@@ -8,7 +8,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from traceback import walk_tb
@@ -20,12 +20,13 @@ from dovetail.jsonl import ODD_LETTERS
 from dovetail.launch.hang import PROFILE_SIGNAL, WAITING_IN, dump_stacks_to
 from dovetail.launch.hosts import HostWatch, Store
 from dovetail.launch.process import complain
-from dovetail.launch.progress import Phase, Progress, calling_every
+from dovetail.launch.progress import Phase, Progress, State, calling_every
 
 PIPE, FOLDER = "DOVETAIL_PARENT_PIPE", "DOVETAIL_WATCH"  # environment of a supervised rank
 DEFECT, USER_ERROR, INTERRUPTED, STOPPED = 1, 2, 130, 143  # exit codes
 STOP_CODES: Mapping[int, int] = {signal.SIGTERM: STOPPED, signal.SIGINT: INTERRUPTED}
 UNWINDING_SECONDS, SECOND_UNWINDING_SECONDS = 30.0, 1.5  # after the first and the second signal
+STARTING: Sequence[Phase] = ("init", "meet", "load")
 SAME_SIGNAL_SECONDS = 1.0  # the launcher may repeat a signal
 BEAT_SECONDS = LOOK_SECONDS = 0.5
 
@@ -40,6 +41,7 @@ class RankProcess:
         self.files = RankFiles(folder, os.environ["RANK"]) if folder is not None else None
         self.silent = False  # after a signal
         self.progress = Progress(self.files.state if self.files else None)
+        self._missing = ""  # who has not come to the meeting of the ranks
         self._hosts: HostWatch | None = None
         self._stacks: IO[str] | None = dump_stacks_to(self.files.stacks) if self.files else None
         if pipe is not None:
@@ -61,13 +63,21 @@ class RankProcess:
         """Heartbeats for the supervisor; without one, end a phase that lasts too long."""
         if self.files is not None:
             return calling_every(BEAT_SECONDS, self.progress.beat)
-        return calling_every(LOOK_SECONDS, lambda: _end_if_hung(self.progress, limits))
+        return calling_every(LOOK_SECONDS, lambda: self._end_if_late(limits))
+
+    def begin_meeting(self) -> None:
+        """Enter phase `meet`, which a supervised rank needs not: the supervisor sees all ends."""
+        if self.files is None:
+            self.progress.phase("meet")
+
+    def note_missing(self, missing: str) -> None:
+        self._missing = missing
 
     def watch_hosts(self, store: Store, rank: int, world: int) -> None:
+        self._missing = "a rank came and fell silent"
         if self.files is not None or world == 1 or os.environ.get("LOCAL_WORLD_SIZE") == str(world):
             return
-        launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
-        self._hosts = HostWatch(store, rank, os.environ["MASTER_ADDR"], launcher)
+        self._hosts = HostWatch(store, rank, os.environ["MASTER_ADDR"])
         threading.Thread(target=self._end_with_hosts, args=(self._hosts,), daemon=True).start()
 
     @contextmanager
@@ -87,13 +97,24 @@ class RankProcess:
         return f"rank {os.environ['RANK']} on {socket.gethostname()} was in {self.progress.state.where()}"
 
     def _end_with_hosts(self, hosts: HostWatch) -> None:
-        def say(text: str) -> None:
-            if is_first_rank() or "LOCAL_RANK" not in os.environ:  # one rank of a host speaks
-                complain(f"dovetail: {text}\n")
-
-        if reason := hosts.wait(say):
-            say(f"{reason}; the job ends ({self._place()})")
+        if reason := hosts.wait(_say_once):
+            _say_once(f"{reason}; the job ends ({self._place()})")
             os._exit(DEFECT)
+
+    def _end_if_late(self, limits: Mapping[Phase, float]) -> None:
+        state = self.progress.state
+        limit = limits[state.phase]
+        seconds = time.monotonic() - state.since
+        if seconds <= limit:
+            return
+        if state.phase == "meet":
+            why = "a host is down, cut off from the network or slow to start"
+            which = f"the limit is trainer.timeouts.meet={limit:g}"
+            problem = f"{self._missing} within {seconds:.0f} s: {why}; {which}"
+            _say_once(f"{problem}; the job ends ({self._place()})")
+        else:
+            _tell_where_it_hangs(state, seconds, limit)
+        os._exit(DEFECT)
 
 
 class StopHandler:
@@ -118,6 +139,11 @@ class StopHandler:
         signal.signal(number, _ignore)
         sys.exit(self.code)
 
+    def _seconds_to_unwind(self) -> float:
+        """A rank that starts has nothing to save, and may wait for long inside torch."""
+        starts = "RANK" in os.environ and self.rank.progress.state.phase in STARTING
+        return SECOND_UNWINDING_SECONDS if starts else UNWINDING_SECONDS
+
     def _count(self, reader: int) -> None:
         first = None
         while True:
@@ -127,7 +153,7 @@ class StopHandler:
             if first is None:
                 first = time.monotonic()
                 if signal.getsignal(number) in (self.unwind, _ignore):
-                    end = threading.Timer(UNWINDING_SECONDS, os._exit, [STOP_CODES[number]])
+                    end = threading.Timer(self._seconds_to_unwind(), os._exit, [STOP_CODES[number]])
                     end.daemon = True
                     end.start()
             elif "RANK" not in os.environ or time.monotonic() - first > SAME_SIGNAL_SECONDS:
@@ -166,15 +192,19 @@ def _may_be_lost(error: RuntimeError) -> bool:
     return collective and (type(error) is RuntimeError or type(error).__name__.startswith("Dist"))
 
 
-def _end_if_hung(progress: Progress, limits: Mapping[Phase, float]) -> None:
-    state = progress.state
-    seconds = time.monotonic() - state.since
-    if seconds > limits[state.phase]:
-        rank = f"rank {os.environ['RANK']} ({socket.gethostname()})" if "RANK" in os.environ else "this process"
-        where = f"in {state.where()} (limit {limits[state.phase]:g} s); where it is:\n"
-        complain(f"dovetail: {rank} made no progress for {seconds:.0f} s {where}")
-        faulthandler.dump_traceback(sys.stderr, all_threads=True)
-        os._exit(DEFECT)
+def _say_once(text: str) -> None:
+    """One rank of each host speaks."""
+    if is_first_rank() or "LOCAL_RANK" not in os.environ:
+        complain(f"dovetail: {text}\n")
+
+
+def _tell_where_it_hangs(state: State, seconds: float, limit: float) -> None:
+    rank = "this process"
+    if "RANK" in os.environ:
+        rank = f"rank {os.environ['RANK']} ({socket.gethostname()})"
+    where = f"in {state.where()} (limit {limit:g} s); where it is:\n"
+    complain(f"dovetail: {rank} made no progress for {seconds:.0f} s {where}")
+    faulthandler.dump_traceback(sys.stderr, all_threads=True)
 
 
 def _end_with_parent(pipe: int, folder: str | None) -> None:

@@ -15,9 +15,10 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore, PrefixStore, Store, rendezvous  # type: ignore[attr-defined]  # they are public
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # they are public
 
 from dovetail.errors import ConfigError, LayoutError, LostStore, MachineError, SecondaryFailure
+from dovetail.parallel.meeting import Meeting
 from dovetail.parallel.mesh import TIMEOUT
 from dovetail.system import allow_open_files
 
@@ -101,13 +102,21 @@ def deterministic(enabled: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def process_group(
-    device: torch.device, timeout: timedelta = TIMEOUT, met: Callable[..., None] = lambda *_: None
+    device: torch.device,
+    timeout: timedelta = TIMEOUT,
+    met: Callable[..., None] = lambda *_: None,
+    tell: Callable[[str], object] = lambda _: None,
 ) -> Iterator[None]:
-    """The default one, unless there is one. Only the first failing rank raises its own error. met: gets store, rank, world."""
+    """Make the default group, unless there is one.
+
+    Only the first rank that fails raises its own error.
+    tell: gets a sentence about who is missing while ranks wait for others to come.
+    met: gets store, rank and world when all ranks have come.
+    """
     if dist.is_initialized():
         yield
         return
-    store, rank, world = _meet()
+    store, rank, world = _meet(timeout, tell)
     with _one_report(store):
         met(store, rank, world)
         _initialize(device, store, rank, world, timeout)
@@ -198,7 +207,11 @@ class StopSignal:
             signal.raise_signal(number)
 
 
-def _meet() -> tuple[Store, int, int]:
+def _meet(
+    timeout: timedelta = TIMEOUT,
+    tell: Callable[[str], object] = lambda _: None,
+) -> tuple[Store, int, int]:
+    """Return this start's part of the ranks' store, this rank, and the number of ranks."""
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return HashStore(), 0, 1
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
@@ -210,15 +223,32 @@ def _meet() -> tuple[Store, int, int]:
     place, port = (os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT"))
     if not (port.isdecimal() and int(port) < 1 << 16):
         raise ConfigError(f"MASTER_PORT={port}: expected a whole number below 65536, a port of MASTER_ADDR={place}")
+    rank = int(os.environ["RANK"])
+    world = int(os.environ["WORLD_SIZE"])
+    tell(f"the store at MASTER_ADDR={place}, MASTER_PORT={port} did not answer")
     try:
-        store, rank, world = next(rendezvous("env://", timeout=TIMEOUT))
+        store = TCPStore(
+            place,
+            int(port),
+            world,
+            is_master=rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+            timeout=timeout,
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
     except dist.DistError as error:
         reason = str(error).partition("\n")[0]
         raise MachineError(
             f"the ranks could not meet at MASTER_ADDR={place}, MASTER_PORT={port}: {reason}\nstart all of them again, with a "
             "port that nobody listens at and an address that all machines reach"
         ) from error
-    return store, rank, world
+    meeting = Meeting(store, rank, world, tell)
+    try:
+        name = meeting.gather(timeout.total_seconds())
+    except dist.DistError as error:
+        problem = f"{meeting.missing}, and the store of the ranks is gone"
+        raise MachineError(f"{problem}; start all ranks again") from error
+    return PrefixStore(f"dovetail/{name}", store), rank, world
 
 
 def _initialize(device: torch.device, store: Store, rank: int, world: int, timeout: timedelta = TIMEOUT) -> None:
