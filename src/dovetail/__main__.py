@@ -2,7 +2,9 @@
 
 import signal
 
-signal.signal(signal.SIGINT, signal.SIG_DFL)  # or a Ctrl-C would show a traceback of half-done imports
+signal.signal(
+    signal.SIGINT, signal.SIG_DFL
+)  # or a Ctrl-C would show a traceback of half-done imports
 
 from dovetail.cli.main import main  # noqa: E402
 

@@ -57,7 +57,11 @@ def free_memory() -> int | None:
     bounds = [] if available is None else [available << 10]
     for top, inside in _memory_groups():
         above = (top / parent for parent in Path(inside).parents)
-        bounds += [left for folder in (top / inside, *above) if (left := _left_of_group(folder)) is not None]
+        bounds += [
+            left
+            for folder in (top / inside, *above)
+            if (left := _left_of_group(folder)) is not None
+        ]
     return max(min(bounds), 0) if bounds else None
 
 
@@ -112,7 +116,9 @@ def allow_open_files() -> None:
 def end_children(spared: Iterable[int] = (), seconds: float = math.inf) -> set[int]:
     """Kill all descendants except `spared` and theirs; returns those left after `seconds`."""
     kept, until = set(spared) | children_of(spared), time.monotonic() + seconds
-    while left := {pid for pid in children_of([os.getpid()]) - kept if kernel_state(pid) not in ("Z", "X")}:
+    while left := {
+        pid for pid in children_of([os.getpid()]) - kept if kernel_state(pid) not in ("Z", "X")
+    }:
         for pid in left:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
@@ -139,11 +145,17 @@ def _memory_groups() -> Iterator[tuple[Path, str]]:
 
 
 def _left_of_group(folder: Path) -> int | None:
-    names = (("memory.max", "memory.current", ""), ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"))
+    names = (
+        ("memory.max", "memory.current", ""),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+    )
     for limit, used, prefix in names:
         with contextlib.suppress(OSError, ValueError):  # no such file; or "max"
             left = int((folder / limit).read_text()) - int((folder / used).read_text())
-            files = (_counter(folder / "memory.stat", f"{prefix}{kind}_file") or 0 for kind in ("active", "inactive"))
+            files = (
+                _counter(folder / "memory.stat", f"{prefix}{kind}_file") or 0
+                for kind in ("active", "inactive")
+            )
             return left + sum(files)
     return None
 

@@ -19,10 +19,16 @@ DEFAULTS: Mapping[str, Any] = {
 
 
 def apertus_spec(config: Config) -> ArchSpec:
-    if config.get("rope_parameters") is None and not config.get("rope_scaling"):  # an empty set means no scaling
+    if config.get("rope_parameters") is None and not config.get(
+        "rope_scaling"
+    ):  # an empty set means no scaling
         config = {**config, "rope_parameters": ROPE}
     c = family_fields("apertus", {"rope_theta": THETA, **config}, DEFAULTS)
     bias = c.flag("attention_bias")
     windows = layer_windows(c, used=False, per_layer=False)
-    spec = dense_spec(c, windows=windows, qkv_bias=bias, o_bias=bias, qk_norm=True, activations=("xielu",))
-    return replace(spec, activation="xielu", norm_names=("attention_layernorm", "feedforward_layernorm"))
+    spec = dense_spec(
+        c, windows=windows, qkv_bias=bias, o_bias=bias, qk_norm=True, activations=("xielu",)
+    )
+    return replace(
+        spec, activation="xielu", norm_names=("attention_layernorm", "feedforward_layernorm")
+    )

@@ -11,7 +11,8 @@ from dovetail.errors import ModelError, OptionError, quoted
 Config = Mapping[str, Any]  # config.json
 SILU = ("silu", "swish")  # one function
 SCALED_FROM_ORIGINAL = ("llama3", "yarn", "longrope")
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL = "full_attention"
+SLIDING = "sliding_attention"
 FULL_NAMES = (FULL, "attention")  # older configs have the second
 DEFAULT_THETA = 10000.0
 MAX_INTEGER = 1 << 62  # of torch's sizes
@@ -44,14 +45,24 @@ class Fields:
 
     def integer(self, key: str, least: int = 1) -> int:
         value = self.get(key)
-        if not isinstance(value, int) or isinstance(value, bool) or not least <= value < MAX_INTEGER:
+        if (
+            not isinstance(value, int)
+            or isinstance(value, bool)
+            or not least <= value < MAX_INTEGER
+        ):
             too_large = isinstance(value, int) and value >= MAX_INTEGER
-            raise self.refusal(key, f"a whole number of {least} or more{', below 2^62' if too_large else ''}")
+            raise self.refusal(
+                key, f"a whole number of {least} or more{', below 2^62' if too_large else ''}"
+            )
         return value
 
     def number(self, key: str, least: float = 0.0) -> float:
         value = self.get(key)
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not least <= value < math.inf:
+        if (
+            not isinstance(value, (int, float))
+            or isinstance(value, bool)
+            or not least <= value < math.inf
+        ):
             raise self.refusal(key, f"a number of {least:g} or more")
         return float(value)
 
@@ -78,10 +89,13 @@ def renamed(config: Config, name: str, to: str) -> Config:
     return {**config, to: config[name]} if name in config else config
 
 
-def dense_spec(c: Fields, *, mlp_bias: bool = False, activations: tuple[str, ...] = SILU, **attention: Any) -> ArchSpec:
+def dense_spec(
+    c: Fields, *, mlp_bias: bool = False, activations: tuple[str, ...] = SILU, **attention: Any
+) -> ArchSpec:
     """attention: more of AttentionSpec. ModelError: no model; OptionError: an unsupported option."""
     _refuse_unsupported(c, activations)
-    width, heads = c.integer("hidden_size"), c.integer("num_attention_heads")
+    width = c.integer("hidden_size")
+    heads = c.integer("num_attention_heads")
     kv_heads = heads if c.get("num_key_value_heads") is None else c.integer("num_key_value_heads")
     if heads % kv_heads:
         raise c.refusal("num_key_value_heads", f"a divisor of num_attention_heads={heads}")
@@ -94,7 +108,9 @@ def dense_spec(c: Fields, *, mlp_bias: bool = False, activations: tuple[str, ...
         depth=c.integer("num_hidden_layers"),
         ffn_width=c.integer("intermediate_size"),
         norm_eps=c.number("rms_norm_eps"),
-        attention=AttentionSpec(num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, **attention),
+        attention=AttentionSpec(
+            num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, **attention
+        ),
         rope=rope_spec(c, head_dim),
         mlp_bias=mlp_bias,
         tie_embeddings=c.flag("tie_word_embeddings"),
@@ -104,7 +120,8 @@ def dense_spec(c: Fields, *, mlp_bias: bool = False, activations: tuple[str, ...
 
 def _pad_id(c: Fields) -> int | None:
     """The row that transformers does not train."""
-    pad, rows = c.get("pad_token_id"), c.integer("vocab_size")
+    pad = c.get("pad_token_id")
+    rows = c.integer("vocab_size")
     if pad is not None and (not isinstance(pad, int) or isinstance(pad, bool)):
         raise c.refusal("pad_token_id", "a token id or null")
     return pad % rows if pad is not None and -rows <= pad < rows else None
@@ -113,11 +130,15 @@ def _pad_id(c: Fields) -> int | None:
 def with_experts(spec: ArchSpec, c: Fields, moe: MoeSpec) -> ArchSpec:
     choice = moe.num_experts // moe.groups * moe.kept_groups
     if moe.top_k > choice:
-        raise c.refusal("num_experts_per_tok", f"at most {choice}, the experts that a token may choose from")
+        raise c.refusal(
+            "num_experts_per_tok", f"at most {choice}, the experts that a token may choose from"
+        )
     return replace(spec, moe=moe if any(moe.layers) else None)
 
 
-def layer_windows(c: Fields, *, used: bool = True, first: int = 0, per_layer: bool = True) -> tuple[int | None, ...]:
+def layer_windows(
+    c: Fields, *, used: bool = True, first: int = 0, per_layer: bool = True
+) -> tuple[int | None, ...]:
     """Windows from layer `first` on, or by `layer_types`, which must agree without `per_layer`."""
     window = c.integer("sliding_window") if used and c.get("sliding_window") is not None else None
     depth = c.integer("num_hidden_layers")
@@ -133,9 +154,13 @@ def layer_windows(c: Fields, *, used: bool = True, first: int = 0, per_layer: bo
     if not set(types) <= {FULL, SLIDING}:
         raise c.refusal("layer_types", f"{FULL} and {SLIDING}")
     if not per_layer and types != implied:
-        raise c.lack("layer_types", f"only {implied[0]} in every layer, which is all that this family runs")
+        raise c.lack(
+            "layer_types", f"only {implied[0]} in every layer, which is all that this family runs"
+        )
     if SLIDING in types and window is None:
-        raise c.refusal("layer_types", f"{SLIDING} only together with a sliding_window that is in use")
+        raise c.refusal(
+            "layer_types", f"{SLIDING} only together with a sliding_window that is in use"
+        )
     return tuple(window if name == SLIDING else None for name in types)
 
 
@@ -143,8 +168,15 @@ def rope_fields(c: Fields, **defaults: Any) -> Fields:
     """The older `rope_scaling` wins."""
     rope = c.get("rope_scaling") or c.get("rope_parameters") or {}
     if not isinstance(rope, Mapping) or any(isinstance(value, Mapping) for value in rope.values()):
-        raise c.refusal("rope_scaling" if c.get("rope_scaling") else "rope_parameters", "one flat set for all layers")
-    return Fields(f"the rotary embedding in {c.where}", rope, {"rope_type": rope.get("type", "default"), **defaults})
+        raise c.refusal(
+            "rope_scaling" if c.get("rope_scaling") else "rope_parameters",
+            "one flat set for all layers",
+        )
+    return Fields(
+        f"the rotary embedding in {c.where}",
+        rope,
+        {"rope_type": rope.get("type", "default"), **defaults},
+    )
 
 
 def rope_spec(c: Fields, head_dim: int) -> RopeSpec:
@@ -165,7 +197,11 @@ def rope_spec(c: Fields, head_dim: int) -> RopeSpec:
     if kind in SCALED_FROM_ORIGINAL:
         top_level = c.get("original_max_position_embeddings") is not None
         max_positions = (c if top_level else r).integer("original_max_position_embeddings")
-    scaling = {} if kind == "default" else _scaling(kind, r, c.integer("max_position_embeddings") / max_positions)
+    scaling = (
+        {}
+        if kind == "default"
+        else _scaling(kind, r, c.integer("max_position_embeddings") / max_positions)
+    )
     rotary_dim = _rotary_dim(r, kind, head_dim)
     if kind == "longrope":
         scaling |= _longrope(r, rotary_dim // 2, scaling["factor"], max_positions)
@@ -195,9 +231,12 @@ def _scaling(kind: str, r: Fields, stretch: float) -> dict[str, Any]:
     implied = kind in ("yarn", "longrope") and r.get("factor") is None
     factor = stretch if implied else r.number("factor", least=1.0)
     if kind == "llama3":
-        low, high = r.number("low_freq_factor"), r.number("high_freq_factor")
+        low = r.number("low_freq_factor")
+        high = r.number("high_freq_factor")
         if not 0 < low < high:
-            raise r.refusal("low_freq_factor", f"a number above 0 and below high_freq_factor={high:g}")
+            raise r.refusal(
+                "low_freq_factor", f"a number above 0 and below high_freq_factor={high:g}"
+            )
         return {"factor": factor, "low_freq_factor": low, "high_freq_factor": high}
     if kind == "yarn":
         return {
@@ -215,9 +254,13 @@ def _longrope(r: Fields, count: int, factor: float, original: int) -> dict[str, 
     factors: dict[str, Any] = {}
     for key in ("short_factor", "long_factor"):
         values = r.get(key)
-        numbers = isinstance(values, list) and all(type(x) in (int, float) and x > 0 for x in values)
+        numbers = isinstance(values, list) and all(
+            type(x) in (int, float) and x > 0 for x in values
+        )
         if not numbers or len(values) != count:
-            raise r.refusal(key, f"a list of {count} numbers above 0, one for each pair of rotated channels")
+            raise r.refusal(
+                key, f"a list of {count} numbers above 0, one for each pair of rotated channels"
+            )
         factors[key] = tuple(map(float, values))
     if r.get("attention_factor") is not None:
         return {**factors, "attention_factor": r.number("attention_factor")}
@@ -233,7 +276,9 @@ def _yarn_attention_factor(r: Fields, factor: float) -> float:
     if r.get("attention_factor") is not None:
         return r.number("attention_factor")
     if r.get("mscale") and r.get("mscale_all_dim"):
-        return yarn_mscale(r.number("mscale"), factor) / yarn_mscale(r.number("mscale_all_dim"), factor)
+        return yarn_mscale(r.number("mscale"), factor) / yarn_mscale(
+            r.number("mscale_all_dim"), factor
+        )
     return yarn_mscale(1.0, factor)
 
 
@@ -250,6 +295,8 @@ def _refuse_unsupported(c: Fields, activations: tuple[str, ...]) -> None:
         raise c.refusal("is_causal", "true")
     for key in ("quantization_config", "compression_config"):
         if c.get(key):
-            raise c.refusal(key, "none; convert the checkpoint to float32 or bfloat16 weights first")
+            raise c.refusal(
+                key, "none; convert the checkpoint to float32 or bfloat16 weights first"
+            )
     if c.get("per_layer_config"):
         raise c.refusal("per_layer_config", "none: all layers alike, up to layer_types")

@@ -41,7 +41,9 @@ MAX_PREDICTORS = 64  # layers of multi-token prediction, after the last one
 def deepseek_v2_spec(config: Config) -> ArchSpec:
     c = family_fields("deepseek_v2", renamed(config, "num_experts", "n_routed_experts"), V2)
     if c.get("norm_topk_prob"):
-        raise c.lack("norm_topk_prob", "false, which is all that transformers computes for this family")
+        raise c.lack(
+            "norm_topk_prob", "false, which is all that transformers computes for this family"
+        )
     _only(c, "scoring_func", "softmax")
     if c.get("topk_method") not in ("greedy", "group_limited_greedy"):
         raise c.refusal("topk_method", "greedy and group_limited_greedy")
@@ -51,24 +53,33 @@ def deepseek_v2_spec(config: Config) -> ArchSpec:
 
 def deepseek_v3_spec(config: Config) -> ArchSpec:
     config = renamed(config, "num_local_experts", "n_routed_experts")
-    c = family_fields("deepseek_v3", renamed(config, "num_nextn_predict_layers", "num_mtp_layers"), V3)
+    c = family_fields(
+        "deepseek_v3", renamed(config, "num_nextn_predict_layers", "num_mtp_layers"), V3
+    )
     _only(c, "scoring_func", "sigmoid")
     _only(c, "topk_method", "noaux_tc")
     if c.get("head_dim") not in (None, c.get("qk_rope_head_dim")):
-        raise c.refusal("head_dim", f"qk_rope_head_dim={c.get('qk_rope_head_dim')}, whose rotary table it is, or none")
+        raise c.refusal(
+            "head_dim",
+            f"qk_rope_head_dim={c.get('qk_rope_head_dim')}, whose rotary table it is, or none",
+        )
     moe = replace(_moe(c, grouped=True), scores="sigmoid", bias=True, group_score="top2")
     if moe.num_experts < 2 * moe.groups:
         raise c.refusal("n_group", "groups of two experts or more: a group is worth its best two")
     moe = replace(moe, normalize=c.flag("norm_topk_prob"))
     spec = with_experts(_latent(c, interleaved=c.flag("rope_interleave")), c, moe)
     count = min(c.integer("num_mtp_layers"), MAX_PREDICTORS) if c.get("num_mtp_layers") else 1
-    return replace(spec, ignored=tuple(f"model.layers.{spec.depth + module}.*" for module in range(count)))
+    return replace(
+        spec, ignored=tuple(f"model.layers.{spec.depth + module}.*" for module in range(count))
+    )
 
 
 def _moe(c: Fields, *, grouped: bool) -> MoeSpec:
     _only(c, "moe_layer_freq", 1)
-    depth, first = c.integer("num_hidden_layers"), c.integer("first_k_dense_replace", least=0)
-    experts, width = c.integer("n_routed_experts"), c.integer("moe_intermediate_size")
+    depth = c.integer("num_hidden_layers")
+    first = c.integer("first_k_dense_replace", least=0)
+    experts = c.integer("n_routed_experts")
+    width = c.integer("moe_intermediate_size")
     groups = c.integer("n_group") if grouped else 1
     if experts % groups:
         raise c.refusal("n_group", f"a divisor of n_routed_experts={experts}")
@@ -88,9 +99,13 @@ def _moe(c: Fields, *, grouped: bool) -> MoeSpec:
 
 
 def _latent(c: Fields, *, interleaved: bool = True, mlp_bias: bool = False) -> ArchSpec:
-    heads, bias = c.integer("num_attention_heads"), c.flag("attention_bias")
+    heads = c.integer("num_attention_heads")
+    bias = c.flag("attention_bias")
     if c.get("num_key_value_heads") not in (None, heads):
-        raise c.refusal("num_key_value_heads", f"num_attention_heads={heads}: every head has its own key and value")
+        raise c.refusal(
+            "num_key_value_heads",
+            f"num_attention_heads={heads}: every head has its own key and value",
+        )
     latent = LatentSpec(
         q_rank=None if c.get("q_lora_rank") is None else c.integer("q_lora_rank"),
         kv_rank=c.integer("kv_lora_rank"),
@@ -102,9 +117,12 @@ def _latent(c: Fields, *, interleaved: bool = True, mlp_bias: bool = False) -> A
         bias=bias,
     )
     c = replace(c, config={**c.config, "head_dim": latent.rope_dim, "num_key_value_heads": heads})
-    spec = dense_spec(c, windows=layer_windows(c, used=False, per_layer=False), o_bias=bias, mlp_bias=mlp_bias)
+    spec = dense_spec(
+        c, windows=layer_windows(c, used=False, per_layer=False), o_bias=bias, mlp_bias=mlp_bias
+    )
     if spec.rope.rotary_dim != latent.rope_dim:
-        r, key = rope_fields(c), "partial_rotary_factor"
+        r = rope_fields(c)
+        key = "partial_rotary_factor"
         raise (r if key in r else c).refusal(key, "1.0: all qk_rope_head_dim channels turn")
     attention = replace(spec.attention, head_dim=max(latent.key_dim, latent.v_dim), latent=latent)
     return replace(spec, attention=attention)

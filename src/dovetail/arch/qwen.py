@@ -44,7 +44,8 @@ def qwen2_moe_spec(config: Config) -> ArchSpec:
     c = family_fields("qwen2_moe", config, QWEN2_MOE)
     windowed = c.flag("use_sliding_window")
     if windowed and c.get("layer_types") is None:  # older configs mean every other layer
-        last, depth = c.integer("max_window_layers", least=0), c.integer("num_hidden_layers")
+        last = c.integer("max_window_layers", least=0)
+        depth = c.integer("num_hidden_layers")
         types = [SLIDING if layer % 2 == 0 and layer < last else FULL for layer in range(depth)]
         c = replace(c, config={**config, "layer_types": types})
     spec = dense_spec(c, windows=layer_windows(c, used=windowed), qkv_bias=c.flag("qkv_bias"))
@@ -54,25 +55,33 @@ def qwen2_moe_spec(config: Config) -> ArchSpec:
 
 
 def qwen3_spec(config: Config) -> ArchSpec:
-    c = family_fields("qwen3", config, QWEN, intermediate_size=22016, num_key_value_heads=32, head_dim=128)
+    c = family_fields(
+        "qwen3", config, QWEN, intermediate_size=22016, num_key_value_heads=32, head_dim=128
+    )
     bias = c.flag("attention_bias")
     return dense_spec(c, windows=_windows(c), qkv_bias=bias, o_bias=bias, qk_norm=True)
 
 
 def qwen3_moe_spec(config: Config) -> ArchSpec:
     c = family_fields("qwen3_moe", renamed(config, "num_local_experts", "num_experts"), QWEN3_MOE)
-    bias, windows = c.flag("attention_bias"), layer_windows(c, used=c.flag("use_sliding_window"), per_layer=False)
-    return with_experts(dense_spec(c, windows=windows, qkv_bias=bias, o_bias=bias, qk_norm=True), c, _moe(c))
+    bias = c.flag("attention_bias")
+    windows = layer_windows(c, used=c.flag("use_sliding_window"), per_layer=False)
+    return with_experts(
+        dense_spec(c, windows=windows, qkv_bias=bias, o_bias=bias, qk_norm=True), c, _moe(c)
+    )
 
 
 def _windows(c: Fields) -> tuple[int | None, ...]:
     """Windows from `max_window_layers` on, if `use_sliding_window`."""
-    return layer_windows(c, used=c.flag("use_sliding_window"), first=c.integer("max_window_layers", least=0))
+    return layer_windows(
+        c, used=c.flag("use_sliding_window"), first=c.integer("max_window_layers", least=0)
+    )
 
 
 def _moe(c: Fields) -> MoeSpec:
     """Experts in every `decoder_sparse_step`-th layer outside of `mlp_only_layers`."""
-    step, dense = c.integer("decoder_sparse_step"), c.get("mlp_only_layers") or []
+    step = c.integer("decoder_sparse_step")
+    dense = c.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
         raise c.refusal("mlp_only_layers", "a list of layer numbers")
     depth = c.integer("num_hidden_layers")

@@ -34,23 +34,31 @@ def spec_from_config(config: Mapping[str, Any]) -> ArchSpec:
     """ModelError; OptionError for an option."""
     family = config.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
-        raise ModelError(f"config.json: model_type is {quoted(family)}; known families: {', '.join(FAMILIES)}")
+        raise ModelError(
+            f"config.json: model_type is {quoted(family)}; known families: {', '.join(FAMILIES)}"
+        )
     depth = config.get("num_hidden_layers")
     if isinstance(depth, int) and depth > MAX_LAYERS:
-        raise ModelError(f"config.json: num_hidden_layers is {depth}; supported: at most {MAX_LAYERS}")
+        raise ModelError(
+            f"config.json: num_hidden_layers is {depth}; supported: at most {MAX_LAYERS}"
+        )
     return FAMILIES[family](config)
 
 
 def choose_spec(config: Mapping[str, Any], engine: str) -> AnySpec:
     """auto: native if it knows family and options, else transformers."""
     named = config.get("model_type")
-    if engine == "transformers" or (engine == "auto" and isinstance(named, str) and named not in FAMILIES):
+    if engine == "transformers" or (
+        engine == "auto" and isinstance(named, str) and named not in FAMILIES
+    ):
         return transformers_spec(config)
     try:
         return spec_from_config(config)
     except OptionError as error:
         if engine == "native":
-            raise ModelError(f"{error}; --engine transformers may run it, cut by cp and dp alone") from error
+            raise ModelError(
+                f"{error}; --engine transformers may run it, cut by cp and dp alone"
+            ) from error
         return replace(transformers_spec(config), lacking=str(error))
 
 
@@ -58,7 +66,11 @@ def validate_layout(spec: ArchSpec, layout: Layout) -> None:
     """LayoutError for a tp or ep that does not divide the model; vocabulary and gated widths are padded."""
     _validate_ep(spec, layout)
     if reasons := _misfits(spec, layout.tp):
-        fitting = [str(tp) for tp in range(1, min(spec.attention.num_heads, MAX_DEGREE) + 1) if not _misfits(spec, tp)]
+        fitting = [
+            str(tp)
+            for tp in range(1, min(spec.attention.num_heads, MAX_DEGREE) + 1)
+            if not _misfits(spec, tp)
+        ]
         raise LayoutError(
             f"layout {layout}: tp={layout.tp} does not fit this {spec.family} model: {'; '.join(reasons)}; "
             f"use one of tp={', '.join(fitting)}"
@@ -78,10 +90,14 @@ def ulysses_degree(spec: AnySpec, layout: Layout) -> int:
         "product": [d for d in possible if 1 < d < layout.cp],
     }
     if layout.cp_mode not in by_mode:
-        raise LayoutError(f"layout: cp_mode={layout.cp_mode!r} is not known; use one of {', '.join(by_mode)}")
+        raise LayoutError(
+            f"layout: cp_mode={layout.cp_mode!r} is not known; use one of {', '.join(by_mode)}"
+        )
     if degrees := by_mode[layout.cp_mode]:
         return degrees[-1]
-    heads = f"{spec.attention.num_heads} attention and {spec.attention.num_kv_heads} key-value heads"
+    heads = (
+        f"{spec.attention.num_heads} attention and {spec.attention.num_kv_heads} key-value heads"
+    )
     raise LayoutError(
         f"layout {layout}: cp_mode={layout.cp_mode} does not fit this {spec.family} model with {heads} at tp={layout.tp}; "
         f"heads can be exchanged over {', '.join(map(str, possible))} of cp={layout.cp} ranks; use cp_mode=auto or gather"
@@ -97,7 +113,8 @@ def _ulysses_degrees(spec: AnySpec, layout: Layout) -> list[int]:
 
 
 def _misfits(spec: ArchSpec, tp: int) -> list[str]:
-    heads, kv_heads = spec.attention.num_heads, spec.attention.num_kv_heads
+    heads = spec.attention.num_heads
+    kv_heads = spec.attention.num_kv_heads
     reasons = []
     if heads % tp:
         reasons.append(f"{heads} attention heads are not a multiple of {tp}")
@@ -112,9 +129,13 @@ def _validate_ep(spec: ArchSpec, layout: Layout) -> None:
     if (ep := layout.ep) == 1:
         return
     if spec.moe is None:
-        raise LayoutError(f"layout {layout}: ep={ep} cuts experts, and this {spec.family} model has none; set ep=1")
+        raise LayoutError(
+            f"layout {layout}: ep={ep} cuts experts, and this {spec.family} model has none; set ep=1"
+        )
     count = spec.moe.num_experts
     if count % ep:
         fitting = ", ".join(str(n) for n in range(1, min(count, MAX_DEGREE) + 1) if count % n == 0)
         experts = f"the {count} experts of this {spec.family} model"
-        raise LayoutError(f"layout {layout}: ep={ep} does not divide {experts}; use one of ep={fitting}")
+        raise LayoutError(
+            f"layout {layout}: ep={ep} does not divide {experts}; use one of ep={fitting}"
+        )

@@ -79,11 +79,15 @@ class AttentionSpec:
     latent: LatentSpec | None = None
 
     def params(self, width: int) -> int:
-        heads, latent = self.num_heads, self.latent
+        heads = self.num_heads
+        latent = self.latent
         if latent is None:
             return width * self.head_dim * (2 * heads + 2 * self.num_kv_heads)
         q = heads * latent.key_dim * (latent.q_rank or width) + width * (latent.q_rank or 0)
-        kv = width * (latent.kv_rank + latent.rope_dim) + heads * (latent.nope_dim + latent.v_dim) * latent.kv_rank
+        kv = (
+            width * (latent.kv_rank + latent.rope_dim)
+            + heads * (latent.nope_dim + latent.v_dim) * latent.kv_rank
+        )
         return q + kv + width * heads * latent.v_dim
 
 
@@ -101,7 +105,10 @@ class ArchSpec:
     rope: RopeSpec
     mlp_bias: bool = False
     activation: Literal["swiglu", "xielu"] = "swiglu"
-    norm_names: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")  # before attention, before the MLP
+    norm_names: tuple[str, str] = (
+        "input_layernorm",
+        "post_attention_layernorm",
+    )  # before attention, before the MLP
     tie_embeddings: bool = False
     pad_id: int | None = None  # this row has no gradient
     moe: MoeSpec | None = None
@@ -115,10 +122,15 @@ class ArchSpec:
         """Weights of products per token (active experts)."""
         attention = self.attention.params(self.width)
         dense = self.width * (3 if self.activation == "swiglu" else 2) * self.ffn_width
-        moe, routed = self.moe, 0
+        moe = self.moe
+        routed = 0
         if moe is not None:
-            routed = self.width * (3 * (moe.top_k * moe.ffn_width + moe.shared_width) + moe.num_experts)
-        return tuple(attention + (routed if self.is_moe(layer) else dense) for layer in range(self.depth))
+            routed = self.width * (
+                3 * (moe.top_k * moe.ffn_width + moe.shared_width) + moe.num_experts
+            )
+        return tuple(
+            attention + (routed if self.is_moe(layer) else dense) for layer in range(self.depth)
+        )
 
     @property
     def head_params(self) -> int:
@@ -131,6 +143,10 @@ class ArchSpec:
     def flops(self, length: int) -> float:
         """A forward pass: 2 per weight and token, and causal attention."""
         a = self.attention
-        seen = sum(min(length, window or length) for window in a.windows)  # keys of the last query, over the layers
-        channels = a.latent.key_dim + a.latent.v_dim if a.latent else 2 * a.head_dim  # scores, and the mean of values
+        seen = sum(
+            min(length, window or length) for window in a.windows
+        )  # keys of the last query, over the layers
+        channels = (
+            a.latent.key_dim + a.latent.v_dim if a.latent else 2 * a.head_dim
+        )  # scores, and the mean of values
         return 2.0 * self.linear_params * length + 1.0 * length * seen * a.num_heads * channels

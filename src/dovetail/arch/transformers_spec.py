@@ -32,7 +32,9 @@ class TransformersSpec:
     def layer_params(self) -> tuple[int, ...]:
         """An estimate."""
         shared = self.attention.num_kv_heads / self.attention.num_heads
-        return (int(self.width * self.width * (2 + 2 * shared)) + 3 * self.width * self.ffn_width,) * self.depth
+        return (
+            int(self.width * self.width * (2 + 2 * shared)) + 3 * self.width * self.ffn_width,
+        ) * self.depth
 
     @property
     def head_params(self) -> int:
@@ -44,7 +46,8 @@ class TransformersSpec:
 
 
 AnySpec = ArchSpec | TransformersSpec
-MAX_SIZE, MAX_LAYERS = 1 << 31, 1 << 16
+MAX_SIZE = 1 << 31
+MAX_LAYERS = 1 << 16
 
 
 def transformers_spec(config: Mapping[str, Any]) -> TransformersSpec:
@@ -56,22 +59,32 @@ def transformers_spec(config: Mapping[str, Any]) -> TransformersSpec:
     limits = {"num_hidden_layers": MAX_LAYERS}
     wrong = [name for name in sizes if not _is_size(text.get(name), limits.get(name, MAX_SIZE))]
     if not isinstance(family, str) or wrong:
-        values = [f"no {name}" if text.get(name) is None else f"{name} {text[name]!r:.40}" for name in wrong]
+        values = [
+            f"no {name}" if text.get(name) is None else f"{name} {text[name]!r:.40}"
+            for name in wrong
+        ]
         lacks = f"its config has {', '.join(values)}" if wrong else "that is no name"
         raise ModelError(
             f"config.json: model_type is {quoted(family)}; the transformers engine runs causal language models, alone or "
             f"inside a vision-language model, but {lacks}"
         )
     heads: int = text["num_attention_heads"]
-    kv_heads, ffn_width = text.get("num_key_value_heads"), text.get("intermediate_size")
+    kv_heads = text.get("num_key_value_heads")
+    ffn_width = text.get("intermediate_size")
     return TransformersSpec(
         family=family,
         vocab_size=text["vocab_size"],
         width=text["hidden_size"],
         depth=text["num_hidden_layers"],
-        ffn_width=ffn_width if _is_size(ffn_width) else 4 * text["hidden_size"],  # some families have a list
-        attention=TransformersHeads(num_heads=heads, num_kv_heads=kv_heads if _is_size(kv_heads) else heads),
-        tie_embeddings=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
+        ffn_width=ffn_width
+        if _is_size(ffn_width)
+        else 4 * text["hidden_size"],  # some families have a list
+        attention=TransformersHeads(
+            num_heads=heads, num_kv_heads=kv_heads if _is_size(kv_heads) else heads
+        ),
+        tie_embeddings=bool(
+            config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
+        ),
     )
 
 

@@ -13,7 +13,9 @@ from dovetail.errors import DataError
 
 IGNORED = -100  # a label that is not counted
 
-Media = Mapping[str, Tensor]  # a processor's output for one sequence: pixel_values, image_grid_thw, ...
+Media = Mapping[
+    str, Tensor
+]  # a processor's output for one sequence: pixel_values, image_grid_thw, ...
 
 
 class LazyMedia(Mapping[str, Tensor]):
@@ -39,7 +41,9 @@ class Sequence:
     group: int | None = None
 
 
-def columns_of(sequences: Iterable[Sequence | Seq[int] | Tensor], dtype: torch.dtype) -> dict[str, Any]:
+def columns_of(
+    sequences: Iterable[Sequence | Seq[int] | Tensor], dtype: torch.dtype
+) -> dict[str, Any]:
     """The fields of `PackedBatch` but `cu_seqlens`."""
     if hasattr(sequences, "ndim") or isinstance(sequences, Mapping):  # they may be padded
         raise DataError(
@@ -61,7 +65,9 @@ def columns_of(sequences: Iterable[Sequence | Seq[int] | Tensor], dtype: torch.d
     for index, (row, n) in enumerate(zip(rows, lengths, strict=True)):
         kept = [True] * n if row.mask is None else list(row.mask)
         if len(kept) != n:
-            raise DataError(f"sequence {index} has {n} tokens but a mask of {len(kept)}; give one a token")
+            raise DataError(
+                f"sequence {index} has {n} tokens but a mask of {len(kept)}; give one a token"
+            )
         mask += [bool(m) for m in kept[1:]] + [False]
         for name in names:
             if name not in row.fields:
@@ -101,13 +107,18 @@ class Padding:
 def padding_of(input_ids: Tensor, attention_mask: Tensor) -> tuple[Padding, list[slice]]:
     """And where the tokens of each row are. DataError for a mask with a hole, or of padding alone."""
     if not isinstance(input_ids, Tensor) or input_ids.dim() != 2 or input_ids.is_floating_point():
-        raise DataError(f"input_ids is {kind_of(input_ids)}; expected whole ids [sequences, tokens], with padding")
+        raise DataError(
+            f"input_ids is {kind_of(input_ids)}; expected whole ids [sequences, tokens], with padding"
+        )
     _check_shape("attention_mask", attention_mask, input_ids)
     spans = []
     for i, row in enumerate(attention_mask.tolist()):
         if any(value not in (0, 1) for value in row):
-            raise DataError(f"attention_mask[{i}] has other values than 0 and 1; give 1 for tokens, 0 for padding")
-        start, n = row.index(1) if 1 in row else 0, int(sum(row))
+            raise DataError(
+                f"attention_mask[{i}] has other values than 0 and 1; give 1 for tokens, 0 for padding"
+            )
+        start = row.index(1) if 1 in row else 0
+        n = int(sum(row))
         if not n:
             raise DataError(f"attention_mask[{i}] is all 0; leave out rows that are padding alone")
         if 0 in row[start : start + n]:
@@ -126,14 +137,20 @@ def unpadded(
     fields: Mapping[str, Tensor],
     groups: Seq[int | None] | None,
 ) -> list[Sequence]:
-    for name, x in {"labels": labels, **{f"field {name!r}": x for name, x in fields.items()}}.items():
+    for name, x in {
+        "labels": labels,
+        **{f"field {name!r}": x for name, x in fields.items()},
+    }.items():
         if x is not None:
             _check_shape(name, x, input_ids)
     if groups is not None and len(groups) != len(spans):
-        raise DataError(f"groups has {len(groups)} entries; expected one for each of {len(spans)} rows")
+        raise DataError(
+            f"groups has {len(groups)} entries; expected one for each of {len(spans)} rows"
+        )
     rows = []
     for i, span in enumerate(spans):
-        ids, mask = input_ids[i, span], None
+        ids = input_ids[i, span]
+        mask = None
         if labels is not None:
             mask = labels[i, span] != IGNORED
             if not torch.equal(labels[i, span][mask], ids[mask]):
@@ -143,20 +160,26 @@ def unpadded(
                 )
         columns = {name: x[i, span].tolist() for name, x in fields.items()}
         counted = None if mask is None else mask.tolist()
-        rows.append(Sequence(ids.tolist(), counted, columns, group=None if groups is None else groups[i]))
+        rows.append(
+            Sequence(ids.tolist(), counted, columns, group=None if groups is None else groups[i])
+        )
     return rows
 
 
 def _check_shape(name: str, x: Any, like: Tensor) -> None:
     if not isinstance(x, Tensor) or x.shape != like.shape:
-        raise DataError(f"{name} is {kind_of(x)}; expected a tensor {list(like.shape)}, as input_ids")
+        raise DataError(
+            f"{name} is {kind_of(x)}; expected a tensor {list(like.shape)}, as input_ids"
+        )
 
 
 def _group(group: object, index: int) -> int | None:
     if group is None:
         return None
     if not isinstance(group, Integral) or not 0 <= int(group) < 1 << 63:
-        raise DataError(f"sequence {index} has the group {group!r}; give a whole number from 0 to 2**63 - 1, or None")
+        raise DataError(
+            f"sequence {index} has the group {group!r}; give a whole number from 0 to 2**63 - 1, or None"
+        )
     return int(group)
 
 
@@ -173,14 +196,19 @@ def _ids(row: Seq[int] | Tensor, index: int) -> list[int]:
 
 
 def kind_of(x: object) -> str:
-    return f"a tensor {list(x.shape)} of {x.dtype} on {x.device}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
+    return (
+        f"a tensor {list(x.shape)} of {x.dtype} on {x.device}"
+        if isinstance(x, Tensor)
+        else f"a {type(x).__name__}"
+    )
 
 
 def _shifted(values: float | Seq[float], n: int, name: str, index: int) -> list[float]:
     if isinstance(values, (int, float, Real)) or (isinstance(values, Tensor) and not values.dim()):
         return [float(values)] * n
     try:
-        count, shifted = len(values), [*map(float, values[1:])]
+        count = len(values)
+        shifted = [*map(float, values[1:])]
     except (TypeError, ValueError) as error:
         raise DataError(
             f"sequence {index}: field {name!r} is {kind_of(values)} ({error}); give a number, or one for each of {n} tokens"

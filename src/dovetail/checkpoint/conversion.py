@@ -47,14 +47,22 @@ def convert_to_sharded(
     for rank in range(world.rank, layout.num_ranks, world.size):
         imagined = Mesh.abstract(layout, rank)
         by_rank[rank] = checkpoint_params(model_on(imagined), imagined, as_wrapped=True)
-    present = compare([param for params in by_rank.values() for param in params], reader, mesh, **rules)
+    present = compare(
+        [param for params in by_rank.values() for param in params], reader, mesh, **rules
+    )
     specs = _specs(reader, dtype)
     shares = {rank: _share(params, present, reader, specs) for rank, params in by_rank.items()}
     asked = {name for names in present.values() for name in names}
-    extra = [name for name in reader.names if name not in asked and tolerated(name, rules.get("ignore", ()))]
+    extra = [
+        name
+        for name in reader.names
+        if name not in asked and tolerated(name, rules.get("ignore", ()))
+    ]
     for name in extra if 0 in shares else ():
         whole = tuple((0, length) for length in reader.shape(name))
-        shares[0][name] = [_piece(name, Region(name, reader.shape(name), whole, whole, True), reader, specs)]
+        shares[0][name] = [
+            _piece(name, Region(name, reader.shape(name), whole, whole, True), reader, specs)
+        ]
     sides = _sides(reader.path, mesh, dtype)
     return write_sharded(Path(target), mesh, list(specs.values()), shares, layout, sides=sides)
 
@@ -78,11 +86,16 @@ def convert_to_hf(
         return ((name, reader.read(name).to(specs[name].dtype)) for name in order if name in wanted)
 
     sides = _sides(reader.path, mesh, dtype)
-    write_hf(Path(target), mesh, list(specs.values()), produce, sides=sides, shard_bytes=shard_bytes)
+    write_hf(
+        Path(target), mesh, list(specs.values()), produce, sides=sides, shard_bytes=shard_bytes
+    )
 
 
 def _share(
-    params: list[LocalParam], present: Mapping[str, list[str]], reader: TensorSource, specs: Mapping[str, TensorSpec]
+    params: list[LocalParam],
+    present: Mapping[str, list[str]],
+    reader: TensorSource,
+    specs: Mapping[str, TensorSpec],
 ) -> dict[str, list[ParamShard]]:
     share: dict[str, list[ParamShard]] = {}
     for param in params:
@@ -92,14 +105,21 @@ def _share(
     return share
 
 
-def _piece(name: str, region: Region, reader: TensorSource, specs: Mapping[str, TensorSpec]) -> ParamShard:
+def _piece(
+    name: str, region: Region, reader: TensorSource, specs: Mapping[str, TensorSpec]
+) -> ParamShard:
     final = specs[name].dtype
     return ParamShard(region, final, lambda: reader.read(name, region.checkpoint_slice).to(final))
 
 
 def _specs(reader: TensorSource, dtype: torch.dtype | None) -> dict[str, TensorSpec]:
-    cast = {name: dtype for name in reader.names if dtype is not None and reader.dtype(name) in FLOATS}
-    return {name: TensorSpec(name, cast.get(name, reader.dtype(name)), reader.shape(name)) for name in reader.names}
+    cast = {
+        name: dtype for name in reader.names if dtype is not None and reader.dtype(name) in FLOATS
+    }
+    return {
+        name: TensorSpec(name, cast.get(name, reader.dtype(name)), reader.shape(name))
+        for name in reader.names
+    }
 
 
 def _sides(directory: Path, mesh: Mesh, dtype: torch.dtype | None) -> SideFiles:

@@ -50,13 +50,19 @@ class Manifest:
                     "dtype": CODES[tensor.dtype],
                     "shape": tensor.shape,
                     "regions": [
-                        {"file": r.file, "key": r.key, "slice": r.slices, "crc32": r.crc32} for r in tensor.regions
+                        {"file": r.file, "key": r.key, "slice": r.slices, "crc32": r.crc32}
+                        for r in tensor.regions
                     ],
                 }
                 for name, tensor in self.tensors.items()
             },
-            "pieces": {name: {"size": file.size, "header_crc32": file.crc32} for name, file in self.pieces.items()},
-            "files": {name: {"size": file.size, "crc32": file.crc32} for name, file in self.sides.items()},
+            "pieces": {
+                name: {"size": file.size, "header_crc32": file.crc32}
+                for name, file in self.pieces.items()
+            },
+            "files": {
+                name: {"size": file.size, "crc32": file.crc32} for name, file in self.sides.items()
+            },
         }
         return (json.dumps({**body, "crc32": _checksum(body)}) + "\n").encode()
 
@@ -64,24 +70,41 @@ class Manifest:
     def parse(cls, data: bytes, what: str) -> "Manifest":
         body = parse_json(data, what)
         if body.get("format") != FORMAT:
-            raise CheckpointError(f"{what}: format {quoted(body.get('format'))}, expected {FORMAT!r}")
+            raise CheckpointError(
+                f"{what}: format {quoted(body.get('format'))}, expected {FORMAT!r}"
+            )
         if body.get("version") not in READABLE:
-            version, known = quoted(body.get("version")), f"{READABLE[0]} to {VERSION}"
-            raise CheckpointError(f"{what}: format version {version}, this dovetail reads {known}; update dovetail")
+            version = quoted(body.get("version"))
+            known = f"{READABLE[0]} to {VERSION}"
+            raise CheckpointError(
+                f"{what}: format version {version}, this dovetail reads {known}; update dovetail"
+            )
         crc = body.pop("crc32", None)
         if crc != _checksum(body):
-            raise CheckpointError(f"{what} does not match its own checksum; it was changed after it was written")
+            raise CheckpointError(
+                f"{what} does not match its own checksum; it was changed after it was written"
+            )
         try:
             manifest = cls(
                 layout={name: _whole(degree) for name, degree in body["layout"].items()},
                 step=None if body["step"] is None else _whole(body["step"]),
                 tensors={name: _tensor(value) for name, value in body["tensors"].items()},
-                pieces={n: StoredFile(_whole(f["size"]), _whole(f["header_crc32"])) for n, f in body["pieces"].items()},
-                sides={n: StoredFile(_whole(f["size"]), _whole(f["crc32"])) for n, f in body["files"].items()},
-                state=None if body["version"] == 1 or body["state"] is None else dict(body["state"]),
+                pieces={
+                    n: StoredFile(_whole(f["size"]), _whole(f["header_crc32"]))
+                    for n, f in body["pieces"].items()
+                },
+                sides={
+                    n: StoredFile(_whole(f["size"]), _whole(f["crc32"]))
+                    for n, f in body["files"].items()
+                },
+                state=None
+                if body["version"] == 1 or body["state"] is None
+                else dict(body["state"]),
             )
         except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise CheckpointError(f"{what} is not a manifest of version {body['version']}: {quoted(error)}") from error
+            raise CheckpointError(
+                f"{what} is not a manifest of version {body['version']}: {quoted(error)}"
+            ) from error
         for name, tensor in manifest.tensors.items():
             _check_tiling(name, tensor, manifest.pieces, what)
         return manifest
@@ -101,28 +124,43 @@ def _tensor(value: Any) -> StoredTensor:
     regions = []
     for region in value["regions"]:
         slices = tuple((_whole(start), _whole(stop)) for start, stop in region["slice"])
-        regions.append(StoredRegion(str(region["file"]), str(region["key"]), slices, _whole(region["crc32"])))
-    return StoredTensor(DTYPES[value["dtype"]], tuple(_whole(n) for n in value["shape"]), tuple(regions))
+        regions.append(
+            StoredRegion(str(region["file"]), str(region["key"]), slices, _whole(region["crc32"]))
+        )
+    return StoredTensor(
+        DTYPES[value["dtype"]], tuple(_whole(n) for n in value["shape"]), tuple(regions)
+    )
 
 
-def _check_tiling(name: str, tensor: StoredTensor, pieces: Mapping[str, StoredFile], what: str) -> None:
+def _check_tiling(
+    name: str, tensor: StoredTensor, pieces: Mapping[str, StoredFile], what: str
+) -> None:
     covered = 0
     if max(Counter(region.file for region in tensor.regions).values(), default=0) > MOST_IN_A_FILE:
         raise CheckpointError(f"{what}: {name} has more than {MOST_IN_A_FILE} regions in a file")
     for region in tensor.regions:
         if region.file not in pieces:
-            raise CheckpointError(f"{what}: {name} lies in {quoted(region.file)}, which is not among its pieces")
+            raise CheckpointError(
+                f"{what}: {name} lies in {quoted(region.file)}, which is not among its pieces"
+            )
         if len(region.slices) != len(tensor.shape) or any(
-            not start <= stop <= length for (start, stop), length in zip(region.slices, tensor.shape, strict=True)
+            not start <= stop <= length
+            for (start, stop), length in zip(region.slices, tensor.shape, strict=True)
         ):
-            raise CheckpointError(f"{what}: {name} {list(tensor.shape)} has a region {region.slices} outside of it")
+            raise CheckpointError(
+                f"{what}: {name} {list(tensor.shape)} has a region {region.slices} outside of it"
+            )
         covered += prod(region.shape)
     if covered != prod(tensor.shape):
-        raise CheckpointError(f"{what}: the regions of {name} hold {covered} of its {prod(tensor.shape)} elements")
+        raise CheckpointError(
+            f"{what}: the regions of {name} hold {covered} of its {prod(tensor.shape)} elements"
+        )
     by_row = sorted(tensor.regions, key=lambda region: region.slices)
     for i, first in enumerate(by_row):
         for other in by_row[i + 1 :]:
             if first.slices and other.slices[0][0] >= first.slices[0][1]:
                 break
             if overlap(first.slices, other.slices) is not None:
-                raise CheckpointError(f"{what}: two regions of {name} overlap: {first.slices} and {other.slices}")
+                raise CheckpointError(
+                    f"{what}: two regions of {name} overlap: {first.slices} and {other.slices}"
+                )

@@ -31,7 +31,8 @@ class ShardedReader(TensorSource):
 
     def __init__(self, path: Path | str) -> None:
         path = Path(path)
-        self.path, what = path, str(path / MANIFEST)
+        self.path = path
+        what = str(path / MANIFEST)
         self.manifest = Manifest.parse(contained(path, MANIFEST).read_bytes(), what)
         files = {name: self._open(name, stored) for name, stored in self.manifest.pieces.items()}
         super().__init__(path, files, self.manifest.tensors)
@@ -43,19 +44,31 @@ class ShardedReader(TensorSource):
             for region in tensor.regions:
                 entry = files[region.file].entries.get(region.key)
                 if entry is None or (entry.dtype, entry.shape) != (tensor.dtype, region.shape):
-                    raise CheckpointError(f"{path / region.file} does not hold {name} as {what} says: {region.slices}")
+                    raise CheckpointError(
+                        f"{path / region.file} does not hold {name} as {what} says: {region.slices}"
+                    )
 
     def _open(self, name: str, stored: StoredFile) -> TensorFile:
         try:
             path = contained(self.path, name)
             if path.stat().st_size != stored.size:
-                raise CheckpointError(f"{path} has {path.stat().st_size} bytes, but the manifest says {stored.size}")
+                raise CheckpointError(
+                    f"{path} has {path.stat().st_size} bytes, but the manifest says {stored.size}"
+                )
             file = TensorFile(path)
             if zlib.crc32(file.header) != stored.crc32:
-                raise CheckpointError(f"{path}: its header does not match its checksum; it was changed since")
+                raise CheckpointError(
+                    f"{path}: its header does not match its checksum; it was changed since"
+                )
         except (CheckpointError, OSError) as error:
-            lost = [tensor for tensor, t in self.manifest.tensors.items() if any(r.file == name for r in t.regions)]
-            raise CheckpointError(f"{error}; lost with it are parts of:\n{listing(lost)}") from error
+            lost = [
+                tensor
+                for tensor, t in self.manifest.tensors.items()
+                if any(r.file == name for r in t.regions)
+            ]
+            raise CheckpointError(
+                f"{error}; lost with it are parts of:\n{listing(lost)}"
+            ) from error
         return file
 
     def training_state(self, start: str, others: Collection[str] = ()) -> "ShardedReader":
@@ -63,7 +76,9 @@ class ShardedReader(TensorSource):
         view = copy(self)
         view.path = self.path / start
         view.tensors = {name: self.tensors[name] for name in others}
-        view.tensors |= {n.removeprefix(start): t for n, t in self.tensors.items() if n.startswith(start)}
+        view.tensors |= {
+            n.removeprefix(start): t for n, t in self.tensors.items() if n.startswith(start)
+        }
         view.names = view.tensors.keys()
         return view
 
@@ -76,26 +91,38 @@ class ShardedReader(TensorSource):
 
     def verify_checksums(self, mesh: Mesh, *, training: bool = False) -> None:
         """Compare the model's checksums, or all, reading what no rank has read. DamagedError on every rank. Collective."""
-        world, names = mesh["world"], self.manifest.tensors if training else self.names
-        pieces = [(name, region) for name in names for region in self.manifest.tensors[name].regions]
+        world = mesh["world"]
+        names = self.manifest.tensors if training else self.names
+        pieces = [
+            (name, region) for name in names for region in self.manifest.tensors[name].regions
+        ]
         pieces = [piece for piece in pieces if piece[1] not in self._verified]
         marks = "".join("01"[region in self._crcs] for _, region in pieces)
-        unread = [region for (_, region), *read in zip(pieces, *of_all(marks, mesh), strict=True) if "1" not in read]
+        unread = [
+            region
+            for (_, region), *read in zip(pieces, *of_all(marks, mesh), strict=True)
+            if "1" not in read
+        ]
         sides = list(self.manifest.sides) if pieces else []
         try:
             with agreed(mesh):
-                run_jobs([partial(self._sum, region) for region in unread[world.rank :: world.size]], CPU)
+                run_jobs(
+                    [partial(self._sum, region) for region in unread[world.rank :: world.size]], CPU
+                )
                 problems = list(self._problems.values())
                 problems += [
                     f"{region.file}: {name} {region.slices} does not match its checksum"
                     for name, region in pieces
-                    if region not in self._problems and self._crcs.get(region, region.crc32) != region.crc32
+                    if region not in self._problems
+                    and self._crcs.get(region, region.crc32) != region.crc32
                 ]
                 damaged = filter(self._is_damaged, sides[world.rank :: world.size])
                 problems += [f"{name} does not match its checksum" for name in damaged]
                 if problems:
                     text = listing(list(dict.fromkeys(problems)))
-                    raise CheckpointError(f"{self.path} is damaged; use an older checkpoint or another copy:\n{text}")
+                    raise CheckpointError(
+                        f"{self.path} is damaged; use an older checkpoint or another copy:\n{text}"
+                    )
         except CheckpointError as error:
             raise DamagedError(str(error), self.path) from error
         self._verified |= {region for _, region in pieces}
@@ -116,9 +143,12 @@ class ShardedReader(TensorSource):
             self._problems[region] = f"{region.file}: {region.key} {region.slices}: {error}"
 
     def _is_damaged(self, side: str) -> bool:
-        stored, size, crc = self.manifest.sides[side], 0, 0
+        stored = self.manifest.sides[side]
+        size = 0
+        crc = 0
         for block in file_blocks(contained(self.path, side)):
-            size, crc = size + len(block), zlib.crc32(block, crc)
+            size = size + len(block)
+            crc = zlib.crc32(block, crc)
         return (size, crc) != (stored.size, stored.crc32)
 
 

@@ -22,7 +22,8 @@ T = TypeVar("T")
 NONE: Mapping[str, str] = {}
 NAME = re.compile(r"step_(\d{6,})\.\w+")
 LINK = re.compile(r"step_\d{6,}")
-ORDER, SCORE = "order", "score"
+ORDER = "order"
+SCORE = "score"
 LATEST = "latest"  # for people
 
 
@@ -60,17 +61,24 @@ class Retention:
 
 def saved_steps(folder: Path) -> tuple[list[SavedStep], list[str]]:
     """Complete ones, the newest first; problems of others."""
-    sound, problems = [], []
+    sound = []
+    problems = []
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if NAME.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
             try:
-                manifest = Manifest.parse(contained(path, MANIFEST).read_bytes(), str(path / MANIFEST))
+                manifest = Manifest.parse(
+                    contained(path, MANIFEST).read_bytes(), str(path / MANIFEST)
+                )
             except (CheckpointError, OSError) as error:
                 problems.append(str(error))
                 continue
-            order, score = (-1, None) if manifest.state is None else map(manifest.state.get, (ORDER, SCORE))
+            order, score = (
+                (-1, None) if manifest.state is None else map(manifest.state.get, (ORDER, SCORE))
+            )
             if type(order) is not int or not isinstance(score, (int, float, type(None))):
-                problems.append(f"{path}: its state has the order {quoted(order)} and the score {quoted(score)}")
+                problems.append(
+                    f"{path}: its state has the order {quoted(order)} and the score {quoted(score)}"
+                )
                 continue
             known = score is not None and math.isfinite(score)
             sound.append(SavedStep(path, manifest.step or 0, order, score if known else None))
@@ -88,8 +96,16 @@ def open_newest(
         if mesh["world"].rank == 0:
             steps, problems = saved_steps(folder)
             others = sorted({saved.step for saved in steps if saved.order >= 0})
-            named = [saved.path.name for saved in steps if step in (None, saved.step) and saved.order >= 0]
-            problems += [f"{saved.path} holds weights without training state" for saved in steps if saved.order < 0]
+            named = [
+                saved.path.name
+                for saved in steps
+                if step in (None, saved.step) and saved.order >= 0
+            ]
+            problems += [
+                f"{saved.path} holds weights without training state"
+                for saved in steps
+                if saved.order < 0
+            ]
     named, others, problems = of_first([named, others, problems], mesh)
     for name in named:
         try:
@@ -100,11 +116,15 @@ def open_newest(
         except CheckpointError as error:
             problems.append(str(error))
     if step is not None:
-        known = f"; it has step {', '.join(map(str, others))}" if others and step not in others else ""
+        known = (
+            f"; it has step {', '.join(map(str, others))}" if others and step not in others else ""
+        )
         lacks = f"{folder} has no whole training state of step {step}{known}"
         raise CheckpointError(f"{lacks}\n{listing(problems)}".rstrip())
     if problems:
-        raise CheckpointError(f"no checkpoint in {folder} can be read; move it away to start anew\n{listing(problems)}")
+        raise CheckpointError(
+            f"no checkpoint in {folder} can be read; move it away to start anew\n{listing(problems)}"
+        )
     return None, []
 
 
@@ -147,7 +167,11 @@ def set_aside(folder: Path, order: int, aside: Path) -> None:
     steps, _ = saved_steps(folder)
     readable = {saved.path: saved.order for saved in steps}
     kept = [saved.path for saved in steps if saved.order <= order]
-    directories = [path for path in folder.glob("step_*") if NAME.fullmatch(path.name) and not path.is_symlink()]
+    directories = [
+        path
+        for path in folder.glob("step_*")
+        if NAME.fullmatch(path.name) and not path.is_symlink()
+    ]
     for path in sorted(directories, key=lambda path: readable.get(path, math.inf), reverse=True):
         if readable.get(path, math.inf) > order:
             move(path)
@@ -161,8 +185,12 @@ def set_aside(folder: Path, order: int, aside: Path) -> None:
     misplaced = latest.is_dir() and not latest.is_symlink()
     if misplaced:
         move(latest)
-    if misplaced or (latest.is_file() and not (folder / latest.read_text(errors="replace").strip()).is_dir()):
-        replace_file(latest, f"{kept[0].name}\n".encode()) if kept else latest.unlink(missing_ok=True)
+    if misplaced or (
+        latest.is_file() and not (folder / latest.read_text(errors="replace").strip()).is_dir()
+    ):
+        replace_file(latest, f"{kept[0].name}\n".encode()) if kept else latest.unlink(
+            missing_ok=True
+        )
 
 
 def _unlink(path: Path) -> None:

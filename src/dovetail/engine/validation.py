@@ -29,10 +29,14 @@ def check_same(batch: PackedBatch, mesh: Mesh) -> None:
         differ = [name for name, a, b in zip(COMPARED, prints[0], values, strict=True) if a != b]
         if differ:
             at = f"rank {rank} differs from rank 0 in {', '.join(differ)}"
-            raise DataError(f"ranks were given different batches: {at}; every rank takes the same whole global batch")
+            raise DataError(
+                f"ranks were given different batches: {at}; every rank takes the same whole global batch"
+            )
     if not isinstance(batch, PackedBatch):
         kind = type(batch).__name__
-        raise DataError(f"the batch is a {kind}; pack the sequences: dt.PackedBatch.pack([[1, 5, 7], [1, 9]])")
+        raise DataError(
+            f"the batch is a {kind}; pack the sequences: dt.PackedBatch.pack([[1, 5, 7], [1, 9]])"
+        )
 
 
 def fingerprint(batch: Any) -> list[int]:
@@ -40,9 +44,17 @@ def fingerprint(batch: Any) -> list[int]:
     if not isinstance(batch, PackedBatch):
         return [-1] * len(COMPARED)
     names = sorted((name, str(x.dtype)) for name, x in batch.fields.items())
-    known = [zlib.crc32(json.dumps(value).encode()) for value in (batch.lengths, batch.groups, names)]
+    known = [
+        zlib.crc32(json.dumps(value).encode()) for value in (batch.lengths, batch.groups, names)
+    ]
     columns = (batch.tokens, batch.targets, batch.mask)
-    return [*known, *(zlib.crc32(x.contiguous().numpy().data) if x.device.type == "cpu" else 0 for x in columns)]
+    return [
+        *known,
+        *(
+            zlib.crc32(x.contiguous().numpy().data) if x.device.type == "cpu" else 0
+            for x in columns
+        ),
+    ]
 
 
 @dataclass(frozen=True)
@@ -78,9 +90,12 @@ class ValidatedLoss:
                 f"the loss returned a {type(result).__name__}; return dt.Loss(total, count, metrics): sums over the batch's "
                 "tokens, and how many they are, as in dt.Loss(-stats.logprob.sum(), batch.mask.sum(), {})"
             )
-        total, count = _scalar("total", result.total, first), _scalar("count", result.count, first)
+        total = _scalar("total", result.total, first)
+        count = _scalar("count", result.count, first)
         if not isinstance(result.metrics, Mapping):
-            raise ConfigError(f"the loss's metrics are a {type(result.metrics).__name__}; give dt.Sum by name")
+            raise ConfigError(
+                f"the loss's metrics are a {type(result.metrics).__name__}; give dt.Sum by name"
+            )
         if torch.is_grad_enabled() and not total.requires_grad:
             if bool(total != 0):
                 named = "values" if isinstance(stats, Tensor) else "stats.logprob or stats.entropy"
@@ -89,14 +104,22 @@ class ValidatedLoss:
                     "loss is given; look for detach(), item() or no_grad()"
                 )
             total = total + first[:0].sum()  # backward needs a graph
-        return Loss(total, count, {name: _metric(name, value, first) for name, value in result.metrics.items()})
+        return Loss(
+            total,
+            count,
+            {name: _metric(name, value, first) for name, value in result.metrics.items()},
+        )
 
 
 def _metric(name: Any, value: Any, like: Tensor) -> Sum:
     if not (isinstance(name, str) and name):  # "" is the loss itself
-        raise ConfigError(f"the loss names a metric {name!r}; give it a name that is a string and not empty")
+        raise ConfigError(
+            f"the loss names a metric {name!r}; give it a name that is a string and not empty"
+        )
     if not isinstance(value, Sum):
-        raise ConfigError(f"the loss's metric {name!r} is a {type(value).__name__}; give dt.Sum(total, count)")
+        raise ConfigError(
+            f"the loss's metric {name!r} is a {type(value).__name__}; give dt.Sum(total, count)"
+        )
     return Sum(*(_scalar(f"metric {name!r}", x, like) for x in value))
 
 
@@ -105,5 +128,9 @@ def _scalar(name: str, x: Any, like: Tensor) -> Tensor:
         return x.to(like.device)
     if isinstance(x, Real):
         return torch.full((), float(x), dtype=torch.float64, device=like.device)
-    given = f"is a tensor {list(x.shape)}; take its sum()" if isinstance(x, Tensor) else f"is a {type(x).__name__}"
+    given = (
+        f"is a tensor {list(x.shape)}; take its sum()"
+        if isinstance(x, Tensor)
+        else f"is a {type(x).__name__}"
+    )
     raise ConfigError(f"the loss's {name} {given}; expected a number or a tensor of one")

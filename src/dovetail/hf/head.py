@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from dovetail.errors import ModelError
 
-TOKENS, WORDS = 5, 7
+TOKENS = 5
+WORDS = 7
 LARGEST_LOGIT = 30.0  # soft caps bend there
 SAME = 1e-6
 
@@ -46,18 +47,30 @@ def logit_scale(model: "transformers.PreTrainedModel", width: int) -> float:
         model.add_module("model", _Base(hidden))
         model.add_module("lm_head", head)
         try:
-            logits = model(input_ids=torch.zeros(1, TOKENS, dtype=torch.int64), use_cache=False).logits
+            logits = model(
+                input_ids=torch.zeros(1, TOKENS, dtype=torch.int64), use_cache=False
+            ).logits
         except (AttributeError, TypeError, KeyError, RuntimeError, ValueError) as error:
             name = type(model).__name__
-            raise ModelError(f"{name} computes its logits from more than hidden states: {error}") from error
+            raise ModelError(
+                f"{name} computes its logits from more than hidden states: {error}"
+            ) from error
         finally:
             for name, part in parts.items():
                 model.add_module(name, part)
     logits = logits.to(product.dtype)
-    scale = float((logits * product).sum() / product.square().sum()) if logits.shape == product.shape else 0.0
+    scale = (
+        float((logits * product).sum() / product.square().sum())
+        if logits.shape == product.shape
+        else 0.0
+    )
     if not scale or float((logits / scale - product).abs().max()) > SAME * LARGEST_LOGIT:
         options = vars(model.config.get_text_config()).items()
-        named = [f"{name}={x}" for name, x in options if x is not None and "logit" in name and "attn" not in name]
+        named = [
+            f"{name}={x}"
+            for name, x in options
+            if x is not None and "logit" in name and "attn" not in name
+        ]
         raise ModelError(
             f"{type(model).__name__}: {', '.join(named) or 'its own code'} changes the logits by more than a constant factor, "
             "which the fused head does not compute"

@@ -15,7 +15,8 @@ from dovetail.errors import ModelError
 from dovetail.kernels.reference import wide, widened
 from dovetail.nn.activation_checkpoint import Recompute, runner
 
-TEXT, VISION = "deepseek_v3", "kimi_k25"  # transformers' names
+TEXT = "deepseek_v3"
+VISION = "kimi_k25"  # transformers' names
 THETA = 10000.0
 BICUBIC = 3  # pillow's number
 MAX_SIDE = 512
@@ -26,7 +27,11 @@ TOWER_ONLY: Mapping[str, Any] = {
     "merge_type": "sd2_tpool", "mm_projector_type": "patchmerger", "pos_emb_type": "divided_fixed",
     "projector_hidden_act": "gelu", "hidden_act": "gelu_pytorch_tanh",
 }  # fmt: skip
-TEXT_ONLY: Mapping[str, Any] = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
+TEXT_ONLY: Mapping[str, Any] = {
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "moe_layer_freq": 1,
+}
 
 
 def translated(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -41,9 +46,14 @@ def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _vision(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    text, published = dict(config.get("text_config") or {}), dict(config.get("vision_config") or {})
+    text = dict(config.get("text_config") or {})
+    published = dict(config.get("vision_config") or {})
     _check(published, TOWER_ONLY)
-    tower = {n.removeprefix("vt_").removeprefix("init_"): x for n, x in published.items() if n != "model_type"}
+    tower = {
+        n.removeprefix("vt_").removeprefix("init_"): x
+        for n, x in published.items()
+        if n != "model_type"
+    }
     width = tower.get("hidden_size", 1152)
     _check(tower, {"mm_hidden_size": width})
     return {
@@ -80,8 +90,13 @@ class PositionTable(nn.Module):
         table = widened(self.weight)
         out = []
         for height, width in sizes:
-            rows, columns = _bicubic(table, 0, height), _bicubic(table, 1, width)
-            out.append(torch.einsum("xj,yjd->yxd", columns, torch.einsum("yi,ijd->yjd", rows, table)).flatten(0, 1))
+            rows = _bicubic(table, 0, height)
+            columns = _bicubic(table, 1, width)
+            out.append(
+                torch.einsum(
+                    "xj,yjd->yxd", columns, torch.einsum("yi,ijd->yjd", rows, table)
+                ).flatten(0, 1)
+            )
         return torch.cat(out)
 
 
@@ -95,7 +110,8 @@ def _bicubic(table: Tensor, dim: int, size: int) -> Tensor:
 class PatchEmbed(nn.Module):
     def __init__(self, config: "transformers.PreTrainedConfig") -> None:
         super().__init__()
-        size, dim = config.patch_size, config.hidden_size
+        size = config.patch_size
+        dim = config.hidden_size
         self.proj = nn.Conv2d(3, dim, kernel_size=size, stride=size)
         self.pos_emb = PositionTable(config.pos_emb_height, config.pos_emb_width, dim)
 
@@ -107,18 +123,30 @@ class PatchEmbed(nn.Module):
 class Block(nn.Module):
     def __init__(self, config: "transformers.PreTrainedConfig") -> None:
         super().__init__()
-        width, self.num_heads = config.hidden_size, config.num_attention_heads
-        self.norm0, self.norm1 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.wqkv, self.wo = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        width = config.hidden_size
+        self.num_heads = config.num_attention_heads
+        self.norm0 = nn.LayerNorm(width)
+        self.norm1 = nn.LayerNorm(width)
+        self.wqkv = nn.Linear(width, 3 * width)
+        self.wo = nn.Linear(width, width)
         layers = {"fc0": nn.Linear(width, config.intermediate_size), "act": nn.GELU("tanh")}
-        self.mlp = nn.Sequential(OrderedDict(layers, fc1=nn.Linear(config.intermediate_size, width)))
+        self.mlp = nn.Sequential(
+            OrderedDict(layers, fc1=nn.Linear(config.intermediate_size, width))
+        )
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, counts: list[int]) -> Tensor:
         """x [n, D]; cos and sin [n, 1, C / 2]; counts: patches by image."""
-        q, k, v = self.wqkv(self.norm0(x)).unflatten(1, (3, self.num_heads, -1)).unbind(1)  # [n, H, C]
-        q, k = _rope(q, cos, sin), _rope(k, cos, sin)
-        images = zip(*(y.transpose(0, 1)[None].split(counts, dim=2) for y in (q, k, v)), strict=True)
-        mixed = torch.cat([F.scaled_dot_product_attention(*image) for image in images], dim=2)  # [1, H, n, C]
+        q, k, v = (
+            self.wqkv(self.norm0(x)).unflatten(1, (3, self.num_heads, -1)).unbind(1)
+        )  # [n, H, C]
+        q = _rope(q, cos, sin)
+        k = _rope(k, cos, sin)
+        images = zip(
+            *(y.transpose(0, 1)[None].split(counts, dim=2) for y in (q, k, v)), strict=True
+        )
+        mixed = torch.cat(
+            [F.scaled_dot_product_attention(*image) for image in images], dim=2
+        )  # [1, H, n, C]
         x = x + self.wo(mixed[0].transpose(0, 1).flatten(1))
         return x + self.mlp(self.norm1(x))
 
@@ -139,8 +167,10 @@ class Encoder(nn.Module):
 
     def forward(self, x: Tensor, sizes: Sequence[tuple[int, int]]) -> Tensor:
         angles = torch.cat([self.angles(height, width, x) for height, width in sizes])[:, None]
-        cos, sin = angles.cos(), angles.sin()
-        run, counts = runner(self.recompute), [height * width for height, width in sizes]
+        cos = angles.cos()
+        sin = angles.sin()
+        run = runner(self.recompute)
+        counts = [height * width for height, width in sizes]
         for block in self.blocks:
             x = run(block, x, cos, sin, counts)
         return self.final_layernorm(x)
@@ -162,16 +192,25 @@ class MoonViT(nn.Module):
         super().__init__()
         self.merge_kernel_size: tuple[int, int] = tuple(config.merge_kernel_size)
         if len(set(self.merge_kernel_size)) > 1:
-            raise ModelError(f"config.json: merge_kernel_size is {self.merge_kernel_size}; supported: two equal sides")
-        self.patch_embed, self.encoder = PatchEmbed(config), Encoder(config)
+            raise ModelError(
+                f"config.json: merge_kernel_size is {self.merge_kernel_size}; supported: two equal sides"
+            )
+        self.patch_embed = PatchEmbed(config)
+        self.encoder = Encoder(config)
 
     def forward(self, pixel_values: Tensor, grid_thw: Tensor, **_: object) -> Any:
         """[n, 3, patch, patch], grids [images, 3] -> pooler_output [n / merged, merged, D]."""
         sizes = [(height, width) for _, height, width in grid_thw.tolist()]
         x = self.encoder(self.patch_embed(pixel_values, sizes), sizes)
-        (a, b), rows = self.merge_kernel_size, []
+        (a, b) = self.merge_kernel_size
+        rows = []
         for image, (height, width) in zip(x.split([h * w for h, w in sizes]), sizes, strict=True):
-            rows.append(image.view(height // a, a, width // b, b, -1).transpose(1, 2).flatten(0, 1).flatten(1, 2))
+            rows.append(
+                image.view(height // a, a, width // b, b, -1)
+                .transpose(1, 2)
+                .flatten(0, 1)
+                .flatten(1, 2)
+            )
         return transformers.modeling_outputs.BaseModelOutputWithPooling(x, torch.cat(rows))
 
 
@@ -180,7 +219,9 @@ TOWERS: Mapping[str, type[nn.Module]] = {VISION: MoonViT}
 
 def replace_tower(model: "transformers.PreTrainedModel") -> None:
     if (tower := TOWERS.get(model.config.model_type)) is not None:
-        model.get_submodule("model").add_module("vision_tower", tower(model.config.vision_config).to(model.dtype))
+        model.get_submodule("model").add_module(
+            "vision_tower", tower(model.config.vision_config).to(model.dtype)
+        )
 
 
 def published(settings: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -194,17 +235,22 @@ class KimiImages:
     def __init__(self, settings: Mapping[str, Any]) -> None:
         for name, value in (("pad_input", True), ("fixed_output_tokens", None)):
             if settings.get(name, value) != value:
-                raise ModelError(f"preprocessor_config.json: {name} is {settings[name]!r}; supported: {value!r}")
+                raise ModelError(
+                    f"preprocessor_config.json: {name} is {settings[name]!r}; supported: {value!r}"
+                )
         kernel = settings.get("merge_kernel_size", 2)
         self.merge_size, *others = kernel if isinstance(kernel, list) else [kernel]
         self.patch_size: int = settings.get("patch_size", 14)
         self.limit: int = next(settings[name] for name in LIMITS if name in settings)
         self.is_k25 = LIMITS[1] in settings
         self.max_side: int = settings.get("patch_limit_on_one_side", MAX_SIDE)
-        self.mean, self.std = settings.get("image_mean"), settings.get("image_std")
+        self.mean = settings.get("image_mean")
+        self.std = settings.get("image_std")
         counts = (self.merge_size, self.patch_size, self.limit, self.max_side)
         whole = all(type(n) is int and n > 0 for n in counts) and set(others) <= {self.merge_size}
-        if not whole or not all(isinstance(colors, list) and len(colors) == 3 for colors in (self.mean, self.std)):
+        if not whole or not all(
+            isinstance(colors, list) and len(colors) == 3 for colors in (self.mean, self.std)
+        ):
             raise ModelError(
                 "preprocessor_config.json: expected patch_size, one merge_kernel_size for both sides, limits above 0, and "
                 "image_mean and image_std of three colors; fetch it again"
@@ -212,13 +258,22 @@ class KimiImages:
 
     def __call__(self, images: Sequence[Any], **_: object) -> dict[str, Tensor]:
         """Pixels [n, 3, patch, patch], grids (1, height, width)."""
-        pixels, grids, p = [], [], self.patch_size
+        pixels = []
+        grids = []
+        p = self.patch_size
         for image in images:
             size, (height, width) = self._sizes(image.height, image.width)
             x = np.asarray(image.resize((size[1], size[0]), resample=BICUBIC))
-            x = np.pad(x, ((0, height * p - size[0]), (0, width * p - size[1]), (0, 0))).astype(np.float32)
+            x = np.pad(x, ((0, height * p - size[0]), (0, width * p - size[1]), (0, 0))).astype(
+                np.float32
+            )
             x = (x / np.float32(255) - np.float32(self.mean)) / np.float32(self.std)
-            pixels.append(torch.from_numpy(x).view(height, p, width, p, 3).permute(0, 2, 4, 1, 3).flatten(0, 1))
+            pixels.append(
+                torch.from_numpy(x)
+                .view(height, p, width, p, 3)
+                .permute(0, 2, 4, 1, 3)
+                .flatten(0, 1)
+            )
             grids.append((1, height, width))
         return {"pixel_values": torch.cat(pixels), "image_grid_thw": torch.tensor(grids)}
 
@@ -227,7 +282,8 @@ class KimiImages:
         return math.prod(self._sizes(height, width)[1])
 
     def _sizes(self, height: int, width: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        p, most = self.patch_size, self.max_side * self.patch_size
+        p = self.patch_size
+        most = self.max_side * self.patch_size
         patches = max(1, height // p) * max(1, width // p)
         scale = min(1.0, math.sqrt(self.limit / patches))
         if self.is_k25:
@@ -236,5 +292,7 @@ class KimiImages:
         h, w = (-(-n // (p * self.merge_size)) * self.merge_size for n in scaled)
         longest = self.max_side if self.is_k25 else self.max_side - 1
         if max(h, w) > longest:
-            raise ValueError(f"an image of {width} x {height} pixels is {w} x {h} patches; at most {longest} fit")
+            raise ValueError(
+                f"an image of {width} x {height} pixels is {w} x {h} patches; at most {longest} fit"
+            )
         return scaled, (h, w)

@@ -54,7 +54,9 @@ class Names:
     def _refuse_converted(self, name: str, own: str, source: TensorSource) -> None:
         for converter in self._converters:
             _, pattern = converter.rename_source_key(own)
-            if pattern is not None and not any(isinstance(step, MergeModulelist) for step in converter.operations):
+            if pattern is not None and not any(
+                isinstance(step, MergeModulelist) for step in converter.operations
+            ):
                 raise ModelError(
                     f"{source.path}: transformers computes {converter.target_patterns[0]} from {name} as it loads this "
                     "family; load the model with transformers and write its state_dict() with "

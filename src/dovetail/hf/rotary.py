@@ -17,7 +17,8 @@ def length_limit(config: "transformers.PreTrainedConfig") -> tuple[str, int] | N
     rope = text.rope_parameters if "rope_parameters" in vars(text) else None
     for options in (rope, *(rope or {}).values()):
         if isinstance(options, dict) and options.get("rope_type") in BY_LENGTH:
-            kind, longest = options["rope_type"], text.max_position_embeddings
+            kind = options["rope_type"]
+            longest = text.max_position_embeddings
             original = options.get("original_max_position_embeddings", longest)
             return kind, longest if kind == "dynamic" else original
     return None
@@ -33,7 +34,8 @@ def marked(batch: PackedBatch, limit: int) -> Tensor:
 class LongRope(nn.Module):
     def __init__(self, inner: nn.Module, limit: int) -> None:
         super().__init__()
-        self.inner, self.limit = inner, limit
+        self.inner = inner
+        self.limit = limit
 
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin of `marked` positions [1, t]; `inner` chooses by the largest one."""
@@ -41,7 +43,9 @@ class LongRope(nn.Module):
         positions = position_ids - BEYOND * beyond
         short = self.inner(x, positions.clamp(max=self.limit - 1))
         long = self.inner(x, torch.cat((positions, positions.new_full((1, 1), self.limit)), dim=1))
-        cos, sin = (torch.where(beyond[..., None], b[:, :-1], a) for a, b in zip(short, long, strict=True))
+        cos, sin = (
+            torch.where(beyond[..., None], b[:, :-1], a) for a, b in zip(short, long, strict=True)
+        )
         return cos, sin
 
 
@@ -66,7 +70,8 @@ def check_sections(text: nn.Module) -> None:
     sections = None if rotary is None else vars(rotary).get("mrope_section")
     if rotary is None or sections is None:
         return
-    half, listed = len(rotary.get_buffer("inv_freq")), isinstance(sections, (list, tuple)) and len(sections) == 3
+    half = len(rotary.get_buffer("inv_freq"))
+    listed = isinstance(sections, (list, tuple)) and len(sections) == 3
     if not listed or not all(type(n) is int and n > 0 for n in sections) or sum(sections) != half:
         raise ModelError(
             f"config.json: mrope_section is {sections!r}; expected three whole numbers that add up to {half}, half of the "

@@ -33,13 +33,31 @@ from dovetail.weights.shards import form_of
 NAME = "dovetail"  # in transformers' registries
 # computed, or without effect
 KNOWN = frozenset(
-    ("context", "sliding_window", "dropout", "is_causal", "position_ids", "cache_position", "use_cache", "return_dict")
+    (
+        "context",
+        "sliding_window",
+        "dropout",
+        "is_causal",
+        "position_ids",
+        "cache_position",
+        "use_cache",
+        "return_dict",
+    )
 )
 LAYERS = ("full_attention", "sliding_attention")
 SCORE_OPTIONS = ("attn_logit_softcapping", "attn_temperature_tuning")
 # raised by transformers for a config
 CONFIG_ERRORS = (
-    *(ValueError, TypeError, AttributeError, LookupError, ArithmeticError, AssertionError, RuntimeError, ImportError),
+    *(
+        ValueError,
+        TypeError,
+        AttributeError,
+        LookupError,
+        ArithmeticError,
+        AssertionError,
+        RuntimeError,
+        ImportError,
+    ),
     *(OSError, SyntaxError, StrictDataclassError),
 )
 # model_type -> (a field, the model_type that reads it)
@@ -53,7 +71,9 @@ class Window(int):
     """A window's width as a mask: some models pass it in no other way."""
 
     def __getattr__(self, name: str) -> Any:
-        raise ModelError(f"the model changes its attention masks ({name}), which packed attention does not compute")
+        raise ModelError(
+            f"the model changes its attention masks ({name}), which packed attention does not compute"
+        )
 
 
 def window_mask(*_: object, local_size: int | None = None, **__: object) -> Window | None:
@@ -73,12 +93,18 @@ def packed_attention(
     context: BatchAttention | None = options.get("context")
     name = type(module).__name__
     if context is None:
-        raise ModelError(f"{name} does not hand arguments on to attention, so packed sequences would mix")
+        raise ModelError(
+            f"{name} does not hand arguments on to attention, so packed sequences would mix"
+        )
     window = attention_mask if isinstance(attention_mask, Window) else None
     passed = {"attention_mask": None if window else attention_mask, **options}
-    unknown = [option for option, x in passed.items() if not (option in KNOWN or x is None or x is False)]
+    unknown = [
+        option for option, x in passed.items() if not (option in KNOWN or x is None or x is False)
+    ]
     if unknown:
-        raise ModelError(f"{name} calls attention with {', '.join(unknown)}, which packed attention does not compute")
+        raise ModelError(
+            f"{name} calls attention with {', '.join(unknown)}, which packed attention does not compute"
+        )
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     width = q.shape[-1]
     if scaling is not None and scaling != width**-0.5:
@@ -100,11 +126,14 @@ class TransformersModel(StagedModel):
     ) -> None:
         whole = make_model(config)
         base: Any = whole.get_submodule("model")
-        words, own_head = base.get_input_embeddings(), whole.get_submodule("lm_head")
+        words = base.get_input_embeddings()
+        own_head = whole.get_submodule("lm_head")
         tied = head == "lm" and own_head.weight is words.weight
         super().__init__(spec, mesh, StageRange.whole(spec), tied=tied)
         self.logit_scale = logit_scale(whole, spec.width) if head == "lm" else 1.0
-        self.kernels, self.is_critic, self.recompute = kernels, head != "lm", recompute
+        self.kernels = kernels
+        self.is_critic = head != "lm"
+        self.recompute = recompute
         self.model: transformers.PreTrainedModel = base
         self.vision = Vision(base, mesh["cp"]) if has_vision(base.config) else None
         self.length_limit = follow_lengths(base, base.config)
@@ -124,18 +153,30 @@ class TransformersModel(StagedModel):
             if self.vision is None:
                 own = {*dict(self.named_parameters()), *dict(self.named_buffers())}
                 self.renamed = Names(whole).in_checkpoint(source, own)
-            self.stems = [pair for pair in OLD_STEMS if _lists(source, pair[1]) and not _lists(source, pair[0])]
+            self.stems = [
+                pair
+                for pair in OLD_STEMS
+                if _lists(source, pair[1]) and not _lists(source, pair[0])
+            ]
             self.experts = form_of(self, source)
 
     def forward(
-        self, micro: MicroBatch | None, loss: LossFn | None = None, stage: int = 0, x: Tensor | None = None
+        self,
+        micro: MicroBatch | None,
+        loss: LossFn | None = None,
+        stage: int = 0,
+        x: Tensor | None = None,
     ) -> TokenStats | Loss | Tensor:
         assert micro is not None and stage == 0 and x is None
         context = attention_of(micro, self.mesh, self.kernels)
-        hidden = self.text(**self._inputs(micro), use_cache=False, context=context).last_hidden_state[0]
+        hidden = self.text(
+            **self._inputs(micro), use_cache=False, context=context
+        ).last_hidden_state[0]
         if self.logit_scale != 1.0:
             hidden = hidden * self.logit_scale
-        return self.head(hidden, micro, None if loss is None else shared(loss, micro, self.mesh["cp"]))
+        return self.head(
+            hidden, micro, None if loss is None else shared(loss, micro, self.mesh["cp"])
+        )
 
     @property
     def text(self) -> nn.Module:
@@ -143,7 +184,8 @@ class TransformersModel(StagedModel):
 
     def _inputs(self, micro: MicroBatch) -> dict[str, Any]:
         if self.vision is None:
-            batch, limit = micro.batch, self.length_limit
+            batch = micro.batch
+            limit = self.length_limit
             positions = batch.positions if limit is None else marked(batch, limit)
             return {"input_ids": micro.tokens[None], "position_ids": positions[micro.order][None]}
         placeholders = kinds_of(micro.tokens, self.model.config) > 0
@@ -196,7 +238,11 @@ def _lists(source: TensorSource, stem: str) -> bool:
 
 class _ParametersOnMeta(TorchFunctionMode):
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: Any = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         options = {**(kwargs or {}), "device": "meta"} if func is torch.empty else kwargs or {}
         return func(*args, **options)
@@ -212,7 +258,9 @@ def config_errors() -> Iterator[None]:
     except CONFIG_ERRORS as error:
         text = " ".join(str(error).split())
         text = text if len(text) < LONG else text.partition(". ")[0]
-        raise ModelError(f"transformers makes no model of this config: {type(error).__name__}: {text}") from error
+        raise ModelError(
+            f"transformers makes no model of this config: {type(error).__name__}: {text}"
+        ) from error
 
 
 def make_model(config: Mapping[str, Any]) -> "transformers.PreTrainedModel":
@@ -224,7 +272,9 @@ def make_model(config: Mapping[str, Any]) -> "transformers.PreTrainedModel":
     with config_errors():
         _refuse(_config_problems(known))
         with _ParametersOnMeta():
-            model: transformers.PreTrainedModel = auto_class(known).from_config(known, dtype=torch.float32)
+            model: transformers.PreTrainedModel = auto_class(known).from_config(
+                known, dtype=torch.float32
+            )
             replace_tower(model)
     _refuse(_model_problems(model))
     check_sections(model.get_decoder())
@@ -235,7 +285,11 @@ def make_model(config: Mapping[str, Any]) -> "transformers.PreTrainedModel":
 
 
 def auto_class(config: "transformers.PreTrainedConfig") -> Any:
-    return transformers.AutoModelForImageTextToText if has_vision(config) else transformers.AutoModelForCausalLM
+    return (
+        transformers.AutoModelForImageTextToText
+        if has_vision(config)
+        else transformers.AutoModelForCausalLM
+    )
 
 
 def group_even_experts(model: "transformers.PreTrainedModel") -> None:
@@ -250,7 +304,9 @@ def known_config(config: Mapping[str, Any]) -> "transformers.PreTrainedConfig":
         options = _floats(dict(translated(config)))
         kind = options.pop("model_type")
         if kind not in transformers.CONFIG_MAPPING and "auto_map" in options:
-            raise ModelError(f"model_type {kind!r} is code that comes with the model, which is not run")
+            raise ModelError(
+                f"model_type {kind!r} is code that comes with the model, which is not run"
+            )
         field, other = READ_AS.get(kind, ("", kind))
         return transformers.AutoConfig.for_model(other if field in options else kind, **options)
 
@@ -258,7 +314,11 @@ def known_config(config: Mapping[str, Any]) -> "transformers.PreTrainedConfig":
 def _floats(value: Any) -> Any:
     """Reads `{"__float__": "Infinity"}`."""
     if isinstance(value, dict):
-        return float(value[FLOAT]) if value.keys() == {FLOAT} else {name: _floats(x) for name, x in value.items()}
+        return (
+            float(value[FLOAT])
+            if value.keys() == {FLOAT}
+            else {name: _floats(x) for name, x in value.items()}
+        )
     return [_floats(x) for x in value] if isinstance(value, list) else value
 
 
@@ -289,7 +349,9 @@ def _config_problems(config: "transformers.PreTrainedConfig") -> Iterator[str]:
 
 
 def _model_problems(model: "transformers.PreTrainedModel") -> Iterator[str]:
-    name, head, sees = type(model).__name__, model.get_output_embeddings(), has_vision(model.config)
+    name = type(model).__name__
+    head = model.get_output_embeddings()
+    sees = has_vision(model.config)
     if not model._can_set_attn_implementation():
         yield f"{name} does not call attention through AttentionInterface, so its batches cannot be packed"
     if isinstance(head, nn.Linear) and head.bias is not None:
@@ -317,9 +379,13 @@ def _freeze(model: nn.Module) -> None:
 def _recompute(model: "transformers.PreTrainedModel", recompute: Recompute) -> None:
     """Blocks need training mode; their children do not."""
     if not model.supports_gradient_checkpointing:
-        raise ModelError(f"{type(model).__name__} recomputes nothing; set activation_checkpointing=none")
+        raise ModelError(
+            f"{type(model).__name__} recomputes nothing; set activation_checkpointing=none"
+        )
     is_new = hasattr(model, "activation_checkpointing_enable")  # the older name warns
-    (model.activation_checkpointing_enable if is_new else model.gradient_checkpointing_enable)(options(recompute))
+    (model.activation_checkpointing_enable if is_new else model.gradient_checkpointing_enable)(
+        options(recompute)
+    )
     for block in model.modules():
         if isinstance(block, Encoder):
             block.recompute = recompute

@@ -60,7 +60,8 @@ class VisionInputs(NamedTuple):
 
 class Vision:
     def __init__(self, model: "transformers.PreTrainedModel", axis: Axis) -> None:
-        self.model, self.axis = model, axis
+        self.model = model
+        self.axis = axis
         self.config: transformers.PreTrainedConfig = model.config
         self.family = family_of(model.config)
         patches = next(m for m in model.modules() if isinstance(m, (nn.Conv2d, nn.Conv3d)))
@@ -76,7 +77,9 @@ class Vision:
                 self._compare(number, tokens, media)
 
     def _compare(self, number: int, tokens: Tensor, media: Media | None) -> None:
-        runs = torch.stack(torch.unique_consecutive(kinds_of(tokens, self.config), return_counts=True), dim=1).tolist()
+        runs = torch.stack(
+            torch.unique_consecutive(kinds_of(tokens, self.config), return_counts=True), dim=1
+        ).tolist()
         for kind in KINDS:
             lengths = [length for code, length in runs if code == kind.code]
             expected = []
@@ -95,7 +98,8 @@ class Vision:
             return []
         grids = [tuple(grid) for grid in media[kind.grid].tolist()]
         patches = [t * h * w for t, h, w in grids]
-        shape, expected = tuple(media[kind.pixels].shape) if kind.pixels in media else (), (sum(patches), *self.patch)
+        shape = tuple(media[kind.pixels].shape) if kind.pixels in media else ()
+        expected = (sum(patches), *self.patch)
         if shape != expected or any(h % self.merge or w % self.merge for _, h, w in grids):
             raise DataError(
                 f"sequence {number} has {kind.pixels} of shape {shape}, but {kind.grid} {grids}, in multiples of "
@@ -103,9 +107,14 @@ class Vision:
             )
         if not self.family.clips and any(t > 1 for t, _, _ in grids):
             lacks = f"which transformers' {self.config.model_type} does not take"
-            raise DataError(f"sequence {number} has a video of several frames, {lacks}; give each frame as an image")
+            raise DataError(
+                f"sequence {number} has a video of several frames, {lacks}; give each frame as an image"
+            )
         rows = [n // self.merge**2 for n in patches]
-        return [VisionInputs(*x) for x in zip(media[kind.pixels].split(patches), grids, rows, strict=True)]
+        return [
+            VisionInputs(*x)
+            for x in zip(media[kind.pixels].split(patches), grids, rows, strict=True)
+        ]
 
     def positions(self, batch: PackedBatch) -> Tensor:
         """[R, T], by the model's own rule."""
@@ -124,9 +133,14 @@ class Vision:
 
     def encode(self, micro: MicroBatch, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
         """Places [n] here, ascending, and features [n, D], first and deep ones. Collective over cp."""
-        device, rank = micro.order.device, self.axis.rank
+        device = micro.order.device
+        rank = self.axis.rank
         inputs, places = self._collect(micro.batch)
-        owned = [*zip(inputs, balance_images([len(x.pixels) for x in inputs], self.axis.size), strict=True)]
+        owned = [
+            *zip(
+                inputs, balance_images([len(x.pixels) for x in inputs], self.axis.size), strict=True
+            )
+        ]
         rows_of = [sum(x.rows for x, owner in owned if owner == r) for r in range(self.axis.size)]
         rows, widths = self._run([x for x, owner in owned if owner == rank], dtype, device)
         height = max(*rows_of, 1)  # gradients flow on every rank
@@ -141,11 +155,14 @@ class Vision:
         order = micro.shard.order(len(micro.batch))
         at = torch.searchsorted(order, places).clamp(max=len(order) - 1)
         is_local = order[at] == places
-        features = gathered.index_select(0, torch.tensor(index, dtype=torch.int64)[by_place][is_local].to(device))
+        features = gathered.index_select(
+            0, torch.tensor(index, dtype=torch.int64)[by_place][is_local].to(device)
+        )
         return at[is_local].to(device), list(features.split(widths, dim=1))
 
     def _collect(self, batch: PackedBatch) -> tuple[list[VisionInputs], Tensor]:
-        inputs, places = list[VisionInputs](), [torch.empty(0, dtype=torch.int64)]
+        inputs = list[VisionInputs]()
+        places = [torch.empty(0, dtype=torch.int64)]
         starts = cumulative(batch.lengths).tolist()
         start_reading(batch.media)
         for number, (tokens, media) in enumerate(_sequences(batch)):
@@ -157,7 +174,9 @@ class Vision:
                     places.append(starts[number] + (kinds == kind.code).nonzero()[:, 0])
         return inputs, torch.cat(places)
 
-    def _run(self, inputs: list[VisionInputs], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, list[int]]:
+    def _run(
+        self, inputs: list[VisionInputs], dtype: torch.dtype, device: torch.device
+    ) -> tuple[Tensor, list[int]]:
         if not inputs:
             blank = torch.zeros((self.merge**2, *self.patch))
             inputs = [VisionInputs(blank, (1, self.merge, self.merge), 1)]
@@ -173,7 +192,8 @@ class Vision:
 
 def balance_images(patches: Sequence[int], ranks: int) -> list[int]:
     """Ranks: the largest first, to the least loaded."""
-    load, owners = [0] * ranks, [0] * len(patches)
+    load = [0] * ranks
+    owners = [0] * len(patches)
     for i in sorted(range(len(patches)), key=lambda i: (-patches[i], i)):
         owners[i] = min(range(ranks), key=lambda rank: (load[rank], rank))
         load[owners[i]] += patches[i]

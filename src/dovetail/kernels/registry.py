@@ -22,7 +22,17 @@ TRITON: Mapping[str, tuple[str, ...]] = {
     "sampling_triton": ("draw",),
     "divergence_triton": ("divergence_sums", "divergence_grad_"),
 }
-NPU = ("attention", "rms_norm", "add_norm", "heads", "rope", "swiglu", "grouped_mm", "permute", "unpermute")
+NPU = (
+    "attention",
+    "rms_norm",
+    "add_norm",
+    "heads",
+    "rope",
+    "swiglu",
+    "grouped_mm",
+    "permute",
+    "unpermute",
+)
 
 
 @dataclass(frozen=True)
@@ -60,7 +70,10 @@ class KernelSet:
 
     def describe(self) -> dict[str, str]:
         ops = {f.name: getattr(self, f.name) for f in fields(self)}
-        ops |= {"gated": self.gated and self.gated.gated, "head": self.head and self.head.logit_stats}
+        ops |= {
+            "gated": self.gated and self.gated.gated,
+            "head": self.head and self.head.logit_stats,
+        }
         return {name: op.__module__.rpartition(".")[2] for name, op in ops.items() if callable(op)}
 
 

@@ -23,7 +23,13 @@ from dovetail.memory import PinnedArena, host_room
 Recompute = Literal["none", "light", "selective", "full"]
 ATTENTION = ("attention", "varlen_attn")  # in the names of kernels
 PRODUCTS = (
-    *("aten.mm.default", "aten.mm.dtype", "aten.addmm.default", "aten.bmm.default", "aten._grouped_mm.default"),
+    *(
+        "aten.mm.default",
+        "aten.mm.dtype",
+        "aten.addmm.default",
+        "aten.bmm.default",
+        "aten._grouped_mm.default",
+    ),
     *(f"dovetail.{name}.default" for name in ("gated_product_into", "grouped_product")),
 )
 
@@ -46,11 +52,15 @@ def runner(recompute: Recompute, host: "PinnedPool | None" = None) -> Callable[.
 
 def options(recompute: Recompute) -> dict[str, Any]:
     out: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-    return out if recompute == "full" else out | {"context_fn": partial(selective_contexts, recompute)}
+    return (
+        out if recompute == "full" else out | {"context_fn": partial(selective_contexts, recompute)}
+    )
 
 
 def selective_contexts(
-    recompute: Recompute, put: Callable[[Tensor], Any] = lambda x: x, get: Callable[[Any], Tensor] = lambda x: x
+    recompute: Recompute,
+    put: Callable[[Tensor], Any] = lambda x: x,
+    get: Callable[[Any], Tensor] = lambda x: x,
 ) -> tuple["_Keep", "_Reuse"]:
     """Modes of a forward pass and its repetition. put, get: move results of attention."""
     kept: deque[tuple[str, Any]] = deque()
@@ -58,9 +68,13 @@ def selective_contexts(
 
 
 class _Mode(TorchDispatchMode):
-    def __init__(self, recompute: Recompute, kept: deque[tuple[str, Any]], transfer: Callable[[Any], Any]) -> None:
+    def __init__(
+        self, recompute: Recompute, kept: deque[tuple[str, Any]], transfer: Callable[[Any], Any]
+    ) -> None:
         super().__init__()
-        self.recompute, self.kept, self.transfer = recompute, kept, transfer
+        self.recompute = recompute
+        self.kept = kept
+        self.transfer = transfer
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -69,7 +83,11 @@ class _Mode(TorchDispatchMode):
 
 class _Keep(_Mode):
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         if is_kept(self.recompute, name := str(func)):
@@ -85,7 +103,11 @@ class _Keep(_Mode):
 
 class _Reuse(_Mode):
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if not is_kept(self.recompute, name := str(func)):
             return func(*args, **(kwargs or {}))
@@ -107,7 +129,9 @@ class _Product:
 def _written_storages(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> set[int]:
     arguments = func._schema.arguments
     values = {**{argument.name: x for argument, x in zip(arguments, args, strict=False)}, **kwargs}
-    written = [values.get(a.name) for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+    written = [
+        values.get(a.name) for a in arguments if a.alias_info is not None and a.alias_info.is_write
+    ]
     return {x.untyped_storage()._cdata for x in tree_leaves(written) if isinstance(x, Tensor)}
 
 
@@ -146,7 +170,8 @@ class OffloadedTensor:
 
     def __init__(self, x: Tensor, host: Tensor | None, block: int) -> None:
         self.device_tensor: Tensor | None = x
-        self.host, self.block = host, block
+        self.host = host
+        self.block = block
         self.copied: Any = None
 
 
@@ -154,7 +179,11 @@ class PinnedPool:
     """Pinned host memory and a stream for copies. available: bytes left. ranks: that share them."""
 
     def __init__(
-        self, device: torch.device, *, available: Callable[[], int | None] | None = None, ranks: int = 1
+        self,
+        device: torch.device,
+        *,
+        available: Callable[[], int | None] | None = None,
+        ranks: int = 1,
     ) -> None:
         self.device = device
         self.module = torch.get_device_module(device)
@@ -196,7 +225,8 @@ class ActivationOffload:
     """Offloads inputs of blocks and results of attention; fetches them one block ahead."""
 
     def __init__(self, host: PinnedPool, recompute: Recompute) -> None:
-        self.host, self.recompute = host, recompute
+        self.host = host
+        self.recompute = recompute
         self.arena = host.arena()
         self.blocks: list[list[OffloadedTensor]] = []
         self.unread = 0
@@ -236,7 +266,8 @@ class ActivationOffload:
                     other.copied = self.host.copy(other.device_tensor, other.host)
             self.blocks[block] = []
         self.host.wait(tensor.copied)
-        x, tensor.device_tensor = tensor.device_tensor, None
+        x = tensor.device_tensor
+        tensor.device_tensor = None
         assert x is not None
         self.unread -= 1
         if not self.unread:

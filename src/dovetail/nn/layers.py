@@ -24,7 +24,13 @@ from dovetail.kernels.reference import wide
 from dovetail.kernels.registry import KernelSet
 from dovetail.parallel.collectives import reduce_scatter
 from dovetail.parallel.mesh import Mesh
-from dovetail.parallel.overlap import AsyncCollective, AsyncForward, reduce_scatter_async, run_sync, start_all_gather
+from dovetail.parallel.overlap import (
+    AsyncCollective,
+    AsyncForward,
+    reduce_scatter_async,
+    run_sync,
+    start_all_gather,
+)
 from dovetail.parallel.placement import Part, Placement, Split
 
 AddWeightGrad = Callable[..., None]  # `kernels.reference.add_weight_grad_`
@@ -84,7 +90,9 @@ class GradAccumulator(nn.Module):
     def defer_wgrad(self, name: str, dz: Tensor, x: Tensor, add: AddWeightGrad) -> None:
         """dz.T @ x, when backward reaches the `accumulated` call."""
         assert self.wgrad_queue is not None
-        self.wgrad_queue.defer(self, partial(accumulate_product, self.get_parameter(name), dz, x, add))
+        self.wgrad_queue.defer(
+            self, partial(accumulate_product, self.get_parameter(name), dz, x, add)
+        )
 
 
 class _AccumulateGrad(torch.autograd.Function):
@@ -92,7 +100,8 @@ class _AccumulateGrad(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, owner: GradAccumulator, name: str) -> Tensor:
-        ctx.owner, ctx.name = owner, name
+        ctx.owner = owner
+        ctx.name = name
         ctx.set_materialize_grads(False)
         return weight.view_as(weight)
 
@@ -125,7 +134,9 @@ def grad_buffer(weight: Tensor) -> tuple[Tensor, bool]:
     """The gradient, and whether it is new, uninitialized memory."""
     if weight.grad is not None:
         return weight.grad, False
-    weight.grad = torch.empty_like(weight, dtype=weight.grad_dtype or weight.dtype, requires_grad=False)
+    weight.grad = torch.empty_like(
+        weight, dtype=weight.grad_dtype or weight.dtype, requires_grad=False
+    )
     return weight.grad, True
 
 
@@ -134,7 +145,8 @@ class RMSNorm(nn.Module):
 
     def __init__(self, width: int, eps: float, kernels: KernelSet) -> None:
         super().__init__()
-        self.eps, self.kernels = eps, kernels
+        self.eps = eps
+        self.kernels = kernels
         self.weight = nn.Parameter(torch.empty(width))
         self.placements = {"weight": Placement(partial_over=("tp",))}
 
@@ -161,11 +173,17 @@ class Linear(GradAccumulator):
         self.kernels = kernels
 
     def product(
-        self, x: Tensor, bias: Tensor | None, gather: AsyncCollective | None = None, ops: LinearProducts | None = None
+        self,
+        x: Tensor,
+        bias: Tensor | None,
+        gather: AsyncCollective | None = None,
+        ops: LinearProducts | None = None,
     ) -> Tensor:
         """x w.T + bias. With a gather: of its result; x is what `start` returned."""
         if ops is None:
-            ops = LinearProducts(self.kernels.linear, self.kernels.linear_input_grad, self.kernels.add_weight_grad_)
+            ops = LinearProducts(
+                self.kernels.linear, self.kernels.linear_input_grad, self.kernels.add_weight_grad_
+            )
         y: Tensor = _Linear.apply(x, self.weight, bias, self, gather, ops)
         return y
 
@@ -183,15 +201,21 @@ class _Linear(torch.autograd.Function):
         collective: AsyncCollective | None,
         products: LinearProducts,
     ) -> Tensor:
-        ctx.layer, ctx.collective, ctx.shape = layer, collective, x.shape
+        ctx.layer = layer
+        ctx.collective = collective
+        ctx.shape = x.shape
         _, ctx.input_grad, ctx.add_weight_grad_ = products
         x = x if collective is None else collective.wait()
         ctx.save_for_backward(x if weight.requires_grad else None)  # FSDP2 gathers the weight again
         return products.forward(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
-        dy, (x,), layer = grads[0], ctx.saved_tensors, ctx.layer
+    def backward(
+        ctx: Any, *grads: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
+        dy = grads[0]
+        (x,) = ctx.saved_tensors
+        layer = ctx.layer
         for_x, for_weight, for_bias, *_ = ctx.needs_input_grad
         dx = dw = None
         if for_x:
@@ -208,7 +232,13 @@ class ColumnLinear(Linear):
     """parts: name -> (units, unit length). Fewer heads than ranks are copied; features (length 1) are padded."""
 
     def __init__(
-        self, width: int, parts: dict[str, tuple[int, int]], mesh: Mesh, kernels: KernelSet, *, bias: bool = False
+        self,
+        width: int,
+        parts: dict[str, tuple[int, int]],
+        mesh: Mesh,
+        kernels: KernelSet,
+        *,
+        bias: bool = False,
     ) -> None:
         super().__init__(kernels)
         self.axis = mesh["tp"]
@@ -218,12 +248,16 @@ class ColumnLinear(Linear):
             if length == 1:
                 sharded.append(Part.padded(name, units, tp))
                 continue
-            assert units % tp == 0 or tp % units == 0, f"{name}: {units} units over tp={tp}; arch refuses this"
+            assert units % tp == 0 or tp % units == 0, (
+                f"{name}: {units} units over tp={tp}; arch refuses this"
+            )
             sharded.append(Part(name, units * length, copies=max(1, tp // units)))
         self.lengths = [part.local_length(tp) for part in sharded]
         self.weight = nn.Parameter(torch.empty(sum(self.lengths), width))
         self.bias = nn.Parameter(torch.empty(sum(self.lengths))) if bias else None
-        self.placements = dict.fromkeys(("weight", "bias"), Placement((Split(0, "tp", tuple(sharded)),)))
+        self.placements = dict.fromkeys(
+            ("weight", "bias"), Placement((Split(0, "tp", tuple(sharded)),))
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return run_sync(self.forward_async(x))
@@ -236,13 +270,18 @@ class ColumnLinear(Linear):
 class RowLinear(Linear):
     """Padded inputs. The bias is added to this rank's tokens: its gradient is partial."""
 
-    def __init__(self, in_features: int, width: int, mesh: Mesh, kernels: KernelSet, *, bias: bool = False) -> None:
+    def __init__(
+        self, in_features: int, width: int, mesh: Mesh, kernels: KernelSet, *, bias: bool = False
+    ) -> None:
         super().__init__(kernels)
         self.axis = mesh["tp"]
         part = Part.padded("", in_features, self.axis.size)
         self.weight = nn.Parameter(torch.empty(width, part.local_length(self.axis.size)))
         self.bias = nn.Parameter(torch.empty(width)) if bias else None
-        self.placements = {"weight": Placement((Split(1, "tp", (part,)),)), "bias": Placement(partial_over=("tp",))}
+        self.placements = {
+            "weight": Placement((Split(1, "tp", (part,)),)),
+            "bias": Placement(partial_over=("tp",)),
+        }
 
     def forward(self, x: Tensor) -> Tensor:
         return run_sync(self.forward_async(x))
@@ -255,7 +294,9 @@ class RowLinear(Linear):
 class ReplicatedLinear(Linear):
     """Gradients are partial."""
 
-    def __init__(self, in_features: int, out_features: int, kernels: KernelSet, *, bias: bool = False) -> None:
+    def __init__(
+        self, in_features: int, out_features: int, kernels: KernelSet, *, bias: bool = False
+    ) -> None:
         super().__init__(kernels)
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
@@ -268,13 +309,17 @@ class ReplicatedLinear(Linear):
 def vocab_placement(vocab_size: int, tp: int, *, tied: bool) -> tuple[int, Placement]:
     """Rows a rank of a padded [V, D] table."""
     part = Part.padded("", vocab_size, tp)
-    return part.local_length(tp), Placement((Split(0, "tp", (part,)),), partial_over=("ends",) if tied else ())
+    return part.local_length(tp), Placement(
+        (Split(0, "tp", (part,)),), partial_over=("ends",) if tied else ()
+    )
 
 
 class VocabEmbedding(GradAccumulator):
     """[T] -> [t, D]. `pad` gets no gradient. forward reduce_scatter, backward all_gather."""
 
-    def __init__(self, vocab_size: int, width: int, mesh: Mesh, *, tied: bool = False, pad: int | None = None) -> None:
+    def __init__(
+        self, vocab_size: int, width: int, mesh: Mesh, *, tied: bool = False, pad: int | None = None
+    ) -> None:
         super().__init__()
         self.axis = mesh["tp"]
         rows, placement = vocab_placement(vocab_size, self.axis.size, tied=tied)
@@ -291,7 +336,9 @@ class VocabEmbedding(GradAccumulator):
         own = (local >= 0) & (local < rows)
         # spread out: adding many zeros to one row would be slow
         anywhere = torch.arange(len(tokens), device=tokens.device) % rows
-        return reduce_scatter(self._lookup(torch.where(own, local, anywhere)) * own[:, None], self.axis)
+        return reduce_scatter(
+            self._lookup(torch.where(own, local, anywhere)) * own[:, None], self.axis
+        )
 
     def _lookup(self, ids: Tensor) -> Tensor:
         if self.wgrad_queue is None or not (self.weight.requires_grad and torch.is_grad_enabled()):
@@ -311,7 +358,9 @@ class _Lookup(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
-        (ids,), rows, pad = ctx.saved_tensors, grads[0], ctx.table.pad
+        (ids,) = ctx.saved_tensors
+        rows = grads[0]
+        pad = ctx.table.pad
         rows = rows if pad is None else rows.masked_fill((ids == pad)[:, None], 0.0)
         accumulate_rows(ctx.table.weight, rows, ids)
         return None, None, None

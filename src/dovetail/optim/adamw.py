@@ -37,7 +37,9 @@ class UpdateRule:
         for group in self.param_groups:
             for parameter in group["params"]:
                 if not self.state.get(parameter):
-                    self._set_state(parameter, steps, [torch.zeros_like(parameter) for _ in self.state_names])
+                    self._set_state(
+                        parameter, steps, [torch.zeros_like(parameter) for _ in self.state_names]
+                    )
 
     def resume(self, steps: int) -> None:
         """Continue as after so many steps; the caller fills the rest."""
@@ -81,8 +83,14 @@ class Bucket:
         return len(MOMENTS) * sum(aligned(parameter.nbytes) for parameter in self.params)
 
     def views(self, data: Tensor) -> list[list[Tensor]]:
-        starts = iter(accumulate((aligned(parameter.nbytes) for _ in MOMENTS for parameter in self.params), initial=0))
-        return [[view_at(data, next(starts), p.dtype, p.shape) for p in self.params] for _ in MOMENTS]
+        starts = iter(
+            accumulate(
+                (aligned(parameter.nbytes) for _ in MOMENTS for parameter in self.params), initial=0
+            )
+        )
+        return [
+            [view_at(data, next(starts), p.dtype, p.shape) for p in self.params] for _ in MOMENTS
+        ]
 
 
 class CPUOffloadAdamW(SkippableAdamW):
@@ -95,13 +103,16 @@ class CPUOffloadAdamW(SkippableAdamW):
         self.hosts: list[Tensor] = []
         self.device = self.buckets[0].params[0].device
         # a link carries both directions at once
-        self._coming, self._leaving = PinnedPool(self.device), PinnedPool(self.device)
+        self._coming = PinnedPool(self.device)
+        self._leaving = PinnedPool(self.device)
 
     def reserve(self) -> None:
         if not self.hosts:
             arena = PinnedArena(pinned=self.device.type != "cpu")
             arena.reserve(sum(bucket.num_bytes for bucket in self.buckets))
-            self.hosts = [arena.allocate(torch.uint8, (bucket.num_bytes,)) for bucket in self.buckets]
+            self.hosts = [
+                arena.allocate(torch.uint8, (bucket.num_bytes,)) for bucket in self.buckets
+            ]
 
     def begin(self, steps: int = 0) -> None:
         if all(self.state.get(parameter) for bucket in self.buckets for parameter in bucket.params):
@@ -116,9 +127,12 @@ class CPUOffloadAdamW(SkippableAdamW):
         """The host does not wait."""
         self.begin()
         size = max(bucket.num_bytes for bucket in self.buckets)
-        buffers = [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in self.buckets[:2]]
+        buffers = [
+            torch.empty(size, dtype=torch.uint8, device=self.device) for _ in self.buckets[:2]
+        ]
         here = [buffers[i % 2][: bucket.num_bytes] for i, bucket in enumerate(self.buckets)]
-        coming, left = self._coming.copy(here[0], self.hosts[0]), None
+        coming = self._coming.copy(here[0], self.hosts[0])
+        left = None
         for i, bucket in enumerate(self.buckets):
             came = coming
             if i + 1 < len(self.buckets):
@@ -130,10 +144,13 @@ class CPUOffloadAdamW(SkippableAdamW):
         self._leaving.wait(left)
 
     def _update(self, bucket: Bucket, data: Tensor) -> None:
-        group, (averages, squares) = bucket.group, bucket.views(data)
+        group = bucket.group
+        (averages, squares) = bucket.views(data)
         grads = [parameter.grad for parameter in bucket.params if parameter.grad is not None]
         steps = [self.state[parameter]["step"] for parameter in bucket.params]
-        options = {key: group[key] for key in ("lr", "weight_decay", "eps", "amsgrad", "maximize", "fused")}
+        options = {
+            key: group[key] for key in ("lr", "weight_decay", "eps", "amsgrad", "maximize", "fused")
+        }
         beta1, beta2 = group["betas"]
         assert len(grads) == len(steps), "a parameter without a gradient"
         options |= {"beta1": beta1, "beta2": beta2, "found_inf": self.found_inf}

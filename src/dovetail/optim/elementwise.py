@@ -11,7 +11,8 @@ from dovetail.errors import CheckpointError
 from dovetail.optim.adamw import Groups, Stored, UpdateRule
 
 STEP = "step"
-TRIAL_SHAPE, TRIAL_STEPS = (6, 8), 3
+TRIAL_SHAPE = (6, 8)
+TRIAL_STEPS = 3
 TRIAL_ERROR = 1e-4  # of the largest change; mixing elements gives far more
 Make = Callable[..., torch.optim.Optimizer]  # of parameter groups
 
@@ -27,7 +28,10 @@ class Elementwise(UpdateRule):
     """make: of torch's parameter groups. keys: that a group has."""
 
     def __init__(self, groups: Groups, make: Make, keys: Sequence[str], layout: Layout) -> None:
-        self.param_groups, self._make, self._keys, self._layout = groups, make, keys, layout
+        self.param_groups = groups
+        self._make = make
+        self._keys = keys
+        self._layout = layout
         self.state_names = tuple(layout.shaped)
         self._filled = [group for group in groups if group["params"]]
         self.inner = self._fresh()
@@ -57,10 +61,15 @@ class Elementwise(UpdateRule):
         for group in self._filled if steps else ():
             for parameter in group["params"]:
                 if not self.stored(parameter).keys() >= {*self.state_names}:
-                    self.state[parameter] = copy.deepcopy({**self._layout.scalars}) | self._zeros(parameter)
+                    self.state[parameter] = copy.deepcopy({**self._layout.scalars}) | self._zeros(
+                        parameter
+                    )
 
     def _zeros(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        return {name: torch.zeros_like(parameter, dtype=dtype) for name, dtype in self._layout.shaped.items()}
+        return {
+            name: torch.zeros_like(parameter, dtype=dtype)
+            for name, dtype in self._layout.shaped.items()
+        }
 
     def resume(self, steps: int) -> None:
         self.inner = self._fresh()
@@ -73,14 +82,20 @@ class Elementwise(UpdateRule):
         """Equal for all parameters of a group."""
         if not self._scalars():
             return None
-        found = ((_key(n, group), states[0][n]) for group, states in self._states() for n in self._scalars())
+        found = (
+            (_key(n, group), states[0][n])
+            for group, states in self._states()
+            for n in self._scalars()
+        )
         return {key: torch.as_tensor(value).detach().reshape(1).to("cpu") for key, value in found}
 
     def restored(self, stored: Stored, others: Mapping[str, Tensor]) -> None:
         for group, states in self._states():
             for name in self._scalars():
                 if (value := others.get(_key(name, group))) is None:
-                    raise CheckpointError(f"the checkpoint has no {name} for the parameter group {group['number']}")
+                    raise CheckpointError(
+                        f"the checkpoint has no {name} for the parameter group {group['number']}"
+                    )
                 for state in states:
                     state[name] = _like(value.item(), state[name])
 
@@ -102,7 +117,9 @@ def _like(value: float, old: Any) -> Any:
     return torch.full_like(old, value) if isinstance(old, Tensor) else type(old)(value)
 
 
-def try_out(make: Make, keys: Sequence[str], device: torch.device | str, dtype: torch.dtype) -> Layout:
+def try_out(
+    make: Make, keys: Sequence[str], device: torch.device | str, dtype: torch.dtype
+) -> Layout:
     """State after a step. ValueError unless a shard's update is the update's shard."""
     draw = torch.Generator().manual_seed(0)
     rows, columns = TRIAL_SHAPE
@@ -112,8 +129,15 @@ def try_out(make: Make, keys: Sequence[str], device: torch.device | str, dtype: 
     largest = (whole - start.to(whole)).abs().max()
     if not largest > 0:
         raise ValueError("it changes nothing in its first steps")
-    for cut in ((slice(0, 2),), (slice(2, rows),), (slice(None), slice(0, 3)), (slice(None), slice(3, columns))):
-        part, _ = _trained(make, keys, start[cut], [(grad * scale)[cut] for grad in grads], device, dtype)
+    for cut in (
+        (slice(0, 2),),
+        (slice(2, rows),),
+        (slice(None), slice(0, 3)),
+        (slice(None), slice(3, columns)),
+    ):
+        part, _ = _trained(
+            make, keys, start[cut], [(grad * scale)[cut] for grad in grads], device, dtype
+        )
         error = (part - whole[cut]).abs().max() / largest
         if not error <= TRIAL_ERROR:
             raise ValueError(
@@ -124,18 +148,31 @@ def try_out(make: Make, keys: Sequence[str], device: torch.device | str, dtype: 
 
 
 def _trained(
-    make: Make, keys: Sequence[str], start: Tensor, grads: list[Tensor], device: torch.device | str, dtype: torch.dtype
+    make: Make,
+    keys: Sequence[str],
+    start: Tensor,
+    grads: list[Tensor],
+    device: torch.device | str,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Layout]:
     parameter = nn.Parameter(start.to(device, dtype, copy=True))
-    optimizer = make([{"params": [parameter], **{key: {"lr": 0.01, "weight_decay": 0.1}[key] for key in keys}}])
+    optimizer = make(
+        [{"params": [parameter], **{key: {"lr": 0.01, "weight_decay": 0.1}[key] for key in keys}}]
+    )
     for grad in grads:
         parameter.grad = grad.to(device, dtype, copy=True)
         optimizer.step()
     state = {name: value for name, value in optimizer.state[parameter].items() if value is not None}
-    shaped = {n: x.dtype for n, x in state.items() if isinstance(x, Tensor) and x.shape == parameter.shape}
+    shaped = {
+        n: x.dtype for n, x in state.items() if isinstance(x, Tensor) and x.shape == parameter.shape
+    }
     scalars = {n: x for n, x in state.items() if n not in shaped}
     if odd := [
-        n for n, x in scalars.items() if not isinstance(x, int | float | Tensor) or torch.as_tensor(x).numel() != 1
+        n
+        for n, x in scalars.items()
+        if not isinstance(x, int | float | Tensor) or torch.as_tensor(x).numel() != 1
     ]:
-        raise ValueError(f"its state {odd[0]} is neither of the parameter's shape nor a number, as checkpoints need")
+        raise ValueError(
+            f"its state {odd[0]} is neither of the parameter's shape nor a number, as checkpoints need"
+        )
     return parameter.detach(), Layout(shaped, scalars)

@@ -58,25 +58,37 @@ def match(model: nn.Module, mesh: Mesh, patterns: Sequence[str], what: str) -> d
             continue
         names = _names(model, param)
         for number, pattern in enumerate(patterns):
-            missed = [tied[0] for tied in names if not any(fnmatchcase(name, pattern) for name in tied)]
+            missed = [
+                tied[0] for tied in names if not any(fnmatchcase(name, pattern) for name in tied)
+            ]
             if len(missed) == len(names):
                 continue
             used.add(pattern)
             if missed:
-                problems.append(f"{pattern!r} leaves out {missed[0]}, which is one parameter with what it matches")
+                problems.append(
+                    f"{pattern!r} leaves out {missed[0]}, which is one parameter with what it matches"
+                )
             else:
                 chosen.setdefault(param.name, number)
     if patterns:
         everyone = of_all([problems, sorted(used)], mesh)
         problems = list(dict.fromkeys(problem for theirs, _ in everyone for problem in theirs))
         used = {pattern for _, theirs in everyone for pattern in theirs}
-        problems += [f"{pattern!r} matches no parameter of the model" for pattern in patterns if pattern not in used]
+        problems += [
+            f"{pattern!r} matches no parameter of the model"
+            for pattern in patterns
+            if pattern not in used
+        ]
     if problems:
-        raise ConfigError(f"{what}: give patterns of checkpoint names, as 'model.layers.0.*':\n{listing(problems)}")
+        raise ConfigError(
+            f"{what}: give patterns of checkpoint names, as 'model.layers.0.*':\n{listing(problems)}"
+        )
     return chosen
 
 
 def _names(model: nn.Module, param: LocalParam) -> list[tuple[str, ...]]:
     """Names of its checkpoint tensors, each with its tied names."""
     stored = in_checkpoint_form(model, [param])
-    return [(n, *param.tied) for p in stored for n in checkpoint_shapes(p.name, p.placement, p.shape)]
+    return [
+        (n, *param.tied) for p in stored for n in checkpoint_shapes(p.name, p.placement, p.shape)
+    ]

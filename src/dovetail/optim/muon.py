@@ -73,32 +73,61 @@ class Move(NamedTuple):
 def pieces_of(held: Held) -> Iterator[Piece]:
     """HF's matrices: q, k and v apart, and of each expert gate and up, in every form of a checkpoint."""
     for region in held.regions:
-        name, shape, there = region.checkpoint_name, region.checkpoint_shape, region.checkpoint_slice
+        name = region.checkpoint_name
+        shape = region.checkpoint_shape
+        there = region.checkpoint_slice
         if len(shape) == 2:
-            yield Piece(name, (shape[0], shape[1]), there, region.owned, held.local, as_index(region.local_slice))
+            yield Piece(
+                name,
+                (shape[0], shape[1]),
+                there,
+                region.owned,
+                held.local,
+                as_index(region.local_slice),
+            )
             continue
         parts = next(len(parts) for ending, parts in FUSED if name.endswith(ending))
-        size, starts = shape[1] // parts, [start for start, _ in region.local_slice]
+        size = shape[1] // parts
+        starts = [start for start, _ in region.local_slice]
         for expert in range(*there[0]):
             for number in range(parts):
                 matrix = ((expert, expert + 1), (number * size, (number + 1) * size), (0, shape[2]))
                 if (shared := overlap(there, matrix)) is not None:
                     rows, columns = within(shared, matrix)[1:]
-                    inside = [slice(a + at, b + at) for (a, b), at in zip(within(shared, there), starts, strict=True)]
-                    index, sizes = (inside[0].start, *inside[1:]), (size, shape[2])
-                    yield Piece(f"{name}.{expert}.{number}", sizes, (rows, columns), region.owned, held.local, index)
+                    inside = [
+                        slice(a + at, b + at)
+                        for (a, b), at in zip(within(shared, there), starts, strict=True)
+                    ]
+                    index = (inside[0].start, *inside[1:])
+                    sizes = (size, shape[2])
+                    yield Piece(
+                        f"{name}.{expert}.{number}",
+                        sizes,
+                        (rows, columns),
+                        region.owned,
+                        held.local,
+                        index,
+                    )
 
 
-def muon_names(model: nn.Module, mesh: Mesh, held: Sequence[Held], patterns: Sequence[str]) -> set[str]:
+def muon_names(
+    model: nn.Module, mesh: Mesh, held: Sequence[Held], patterns: Sequence[str]
+) -> set[str]:
     """The names that match, or every matrix of the blocks. held: without norms and biases. Collective."""
     stacked = isinstance(model, StagedModel) and model.moe is not None
-    names = {each.name for each in held if each.local.dim() == 2 or (stacked and each.name.endswith(STACKED))}
+    names = {
+        each.name
+        for each in held
+        if each.local.dim() == 2 or (stacked and each.name.endswith(STACKED))
+    }
     if not patterns:
         return {name for name in names if IN_A_BLOCK.search(name)}
     chosen = match(model, mesh, patterns, "optim.options.matrices")
     with agreed(mesh):
         if wrong := [name for name in chosen if name not in names]:
-            raise ConfigError(f"optim.options.matrices: {wrong[0]} is no matrix; give patterns of matrices alone")
+            raise ConfigError(
+                f"optim.options.matrices: {wrong[0]} is no matrix; give patterns of matrices alone"
+            )
     return {*chosen}
 
 
@@ -110,9 +139,12 @@ def share_out(pieces: Sequence[Sequence[tuple[str, tuple[int, int], Slices, bool
         for matrix, (rows, columns), part, owned in own:
             shapes[matrix] = (rows, columns)
             parts[matrix].append(Part(rank, tuple((start, stop) for start, stop in part), owned))
-    work, jobs = [0] * len(pieces), list[Job]()
+    work = [0] * len(pieces)
+    jobs = list[Job]()
     holders = {matrix: sorted({part.rank for part in held}) for matrix, held in parts.items()}
-    for matrix in sorted(parts, key=lambda m: (len(holders[m]), -_work(shapes[m]), m)):  # least choice, then longest
+    for matrix in sorted(
+        parts, key=lambda m: (len(holders[m]), -_work(shapes[m]), m)
+    ):  # least choice, then longest
         owner = min(holders[matrix], key=lambda rank: work[rank])
         work[owner] += _work(shapes[matrix])
         jobs.append(Job(matrix, shapes[matrix], owner, tuple(parts[matrix])))
@@ -148,7 +180,11 @@ class MuonOptions:
     adamw_lr: float | None = None
 
     def check(self) -> None:
-        keys = {name: value for name, value in vars(self).items() if name not in ("matrices", "adamw_lr")}
+        keys = {
+            name: value
+            for name, value in vars(self).items()
+            if name not in ("matrices", "adamw_lr")
+        }
         torch.optim.Muon([nn.Parameter(torch.zeros(1, 1))], **keys)
         if len(self.ns_coefficients) != 3:
             raise ValueError(f"ns_coefficients={self.ns_coefficients!r}; expected three numbers")
@@ -172,10 +208,18 @@ class Muon(UpdateRule):
     state_names = (MOMENTUM, *MOMENTS)
 
     def __init__(
-        self, groups: Groups, held: Sequence[Held], mesh: Mesh, options: MuonOptions, lr: float, **adamw: Any
+        self,
+        groups: Groups,
+        held: Sequence[Held],
+        mesh: Mesh,
+        options: MuonOptions,
+        lr: float,
+        **adamw: Any,
     ) -> None:
         self.share = 1.0 if options.adamw_lr is None else options.adamw_lr / lr
-        self.options, self.world, self.device = options, mesh["world"], mesh.device
+        self.options = options
+        self.world = mesh["world"]
+        self.device = mesh.device
         self.groups = [group for group in groups if group["muon"]]
         others = [group for group in groups if not group["muon"]]
         self.adamw = SkippableAdamW(others or [{"params": []}], **adamw, fused=True)
@@ -189,7 +233,10 @@ class Muon(UpdateRule):
         # as in torch
         self.dtype = torch.float64 if any(each[0] for each in everyone) else torch.bfloat16
         rounds = _rounds(share_out([each[1] for each in everyone]), self.world.size)
-        self.rounds = [[job for job in jobs if any(p.rank == self.world.rank for p in job.parts)] for jobs in rounds]
+        self.rounds = [
+            [job for job in jobs if any(p.rank == self.world.rank for p in job.parts)]
+            for jobs in rounds
+        ]
 
     def begin(self, steps: int = 0) -> None:
         for group in self.groups:
@@ -213,7 +260,8 @@ class Muon(UpdateRule):
             params = group["params"]
             if not params:
                 continue
-            grads, buffers = [p.grad for p in params], [self.state[p][MOMENTUM] for p in params]
+            grads = [p.grad for p in params]
+            buffers = [self.state[p][MOMENTUM] for p in params]
             torch._foreach_lerp_(buffers, grads, 1 - self.options.momentum)
             if self.options.nesterov:
                 torch._foreach_lerp_(grads, buffers, self.options.momentum)  # they are freed after
@@ -223,12 +271,17 @@ class Muon(UpdateRule):
 
     def _update(self, rates: Mapping[nn.Parameter, float]) -> None:
         """A round is orthogonalized while the next comes and the last leaves."""
-        coming, leaving = (self._gather(self.rounds[0]) if self.rounds else None), list[tuple[list[Job], Handle]]()
+        coming = self._gather(self.rounds[0]) if self.rounds else None
+        leaving = list[tuple[list[Job], Handle]]()
         for number, jobs in enumerate(self.rounds):
             assert coming is not None
             came = coming.wait()
-            coming = self._gather(self.rounds[number + 1]) if number + 1 < len(self.rounds) else None
-            updates = self._orthogonalized([job for job in jobs if job.owner == self.world.rank], came)
+            coming = (
+                self._gather(self.rounds[number + 1]) if number + 1 < len(self.rounds) else None
+            )
+            updates = self._orthogonalized(
+                [job for job in jobs if job.owner == self.world.rank], came
+            )
             leaving.append((jobs, self._scatter(jobs, updates)))
             if number:
                 self._apply(*leaving.pop(0), rates)
@@ -236,7 +289,12 @@ class Muon(UpdateRule):
             self._apply(*last, rates)
 
     def _gather(self, jobs: Sequence[Job]) -> Handle:
-        moves = [Move(part.rank, job.owner, job.matrix, part.part) for job in jobs for part in job.parts if part.owned]
+        moves = [
+            Move(part.rank, job.owner, job.matrix, part.part)
+            for job in jobs
+            for part in job.parts
+            if part.owned
+        ]
         return self._exchange(moves, self._source)
 
     def _source(self, move: "Move") -> Tensor:
@@ -257,7 +315,8 @@ class Muon(UpdateRule):
             if len(owned) > 1:
                 whole = came.new_empty(rows, columns)
                 for part in owned:
-                    start, target = starts[job.matrix, part.rank, part.part], whole[as_index(part.part)]
+                    start = starts[job.matrix, part.rank, part.part]
+                    target = whole[as_index(part.part)]
                     target.copy_(came[start : start + target.numel()].view(target.shape))
             turned = rows > columns
             short = (columns, rows) if turned else (rows, columns)
@@ -265,29 +324,45 @@ class Muon(UpdateRule):
         done: dict[str, Tensor] = {}
         o = self.options
         for batch in batches.values():
-            result = newton_schulz(torch.stack([x for _, x, _ in batch]), o.ns_coefficients, o.ns_steps, o.eps)
-            done |= {name: x.mT if turned else x for (name, _, turned), x in zip(batch, result.unbind(), strict=True)}
+            result = newton_schulz(
+                torch.stack([x for _, x, _ in batch]), o.ns_coefficients, o.ns_steps, o.eps
+            )
+            done |= {
+                name: x.mT if turned else x
+                for (name, _, turned), x in zip(batch, result.unbind(), strict=True)
+            }
         return done
 
     def _scatter(self, jobs: Sequence[Job], updates: Mapping[str, Tensor]) -> Handle:
-        moves = [Move(job.owner, part.rank, job.matrix, part.part) for job in jobs for part in job.parts]
+        moves = [
+            Move(job.owner, part.rank, job.matrix, part.part) for job in jobs for part in job.parts
+        ]
         return self._exchange(moves, lambda move: updates[move.matrix][as_index(move.part)])
 
     def _exchange(self, moves: Sequence["Move"], source: Callable[["Move"], Tensor]) -> Handle:
-        to, by = [0] * self.world.size, [0] * self.world.size
+        to = [0] * self.world.size
+        by = [0] * self.world.size
         for move in moves:
             to[move.receiver] += _elements(move.part) * (move.sender == self.world.rank)
             by[move.sender] += _elements(move.part) * (move.receiver == self.world.rank)
         own = sorted((m for m in moves if m.sender == self.world.rank), key=lambda m: m.receiver)
-        flat, sent = torch.empty(sum(to), dtype=self.dtype, device=self.device), [*map(source, own)]
+        flat = torch.empty(sum(to), dtype=self.dtype, device=self.device)
+        sent = [*map(source, own)]
         if sent:
-            views = [row.view(x.shape) for row, x in zip(flat.split([x.numel() for x in sent]), sent, strict=True)]
+            views = [
+                row.view(x.shape)
+                for row, x in zip(flat.split([x.numel() for x in sent]), sent, strict=True)
+            ]
             torch._foreach_copy_(views, sent)
         return Handle(flat) if self.world.size == 1 else begin_all_to_all(flat, to, by, self.world)
 
-    def _apply(self, jobs: Sequence[Job], left: Handle, rates: Mapping[nn.Parameter, float]) -> None:
+    def _apply(
+        self, jobs: Sequence[Job], left: Handle, rates: Mapping[nn.Parameter, float]
+    ) -> None:
         updates: dict[float, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
-        rest, came, at = sorted(jobs, key=lambda job: job.owner), left.wait(), 0
+        rest = sorted(jobs, key=lambda job: job.owner)
+        came = left.wait()
+        at = 0
         for job in rest:
             for part in job.parts:
                 if part.rank == self.world.rank:
@@ -303,7 +378,8 @@ class Muon(UpdateRule):
 
 def _rounds(jobs: Sequence[Job], world: int) -> list[list[Job]]:
     rounds: list[list[Job]] = []
-    number, filled = [0] * world, [0] * world
+    number = [0] * world
+    filled = [0] * world
     for job in sorted(jobs, key=lambda job: (sorted(job.shape), job.matrix)):
         elements = job.shape[0] * job.shape[1]
         if filled[job.owner] and filled[job.owner] + elements > ROUND_ELEMENTS:
@@ -316,7 +392,8 @@ def _rounds(jobs: Sequence[Job], world: int) -> list[list[Job]]:
 
 
 def _starts(jobs: Collection[Job], world: int) -> dict[tuple[str, int, Slices], int]:
-    starts, at = dict[tuple[str, int, Slices], int](), 0
+    starts = dict[tuple[str, int, Slices], int]()
+    at = 0
     for rank in range(world):
         for job in jobs:
             for part in job.parts:

@@ -34,7 +34,9 @@ class Shard(Held):
         return self.local.dim() > 1 and "norm" not in module and not leaf.endswith("bias")
 
     def collect_grad(self) -> Tensor:
-        assert self.source.grad is not None, f"{self.name} has no gradient: a path of the model left it out"
+        assert self.source.grad is not None, (
+            f"{self.name} has no gradient: a path of the model left it out"
+        )
         grad = self.source.grad
         self.local.grad = grad.to_local() if isinstance(grad, DTensor) else grad
         return self.local.grad
@@ -59,21 +61,36 @@ def shards_of(model: nn.Module, mesh: Mesh) -> list[Shard]:
 
 
 def param_groups(
-    shards: list[Shard], groups: Sequence[ParamGroup], chosen: Mapping[str, int], muon: Collection[str] = ()
+    shards: list[Shard],
+    groups: Sequence[ParamGroup],
+    chosen: Mapping[str, int],
+    muon: Collection[str] = (),
 ) -> Groups:
     """torch's groups; the first has what is not `chosen`. Empty ones only if all are."""
     by_kind: dict[tuple[int, bool, bool], list[nn.Parameter]] = defaultdict(list)
     for shard in shards:
-        by_kind[chosen.get(shard.name, -1) + 1, shard.is_decayed, shard.name in muon].append(shard.local)
+        by_kind[chosen.get(shard.name, -1) + 1, shard.is_decayed, shard.name in muon].append(
+            shard.local
+        )
     kinds = sorted(by_kind, key=lambda kind: (kind[0], not kind[1])) or [(0, True, False)]
     own = {n: {"number": n, "own_lr": n > 0 and groups[n].lr is not None} for n, _, _ in kinds}
-    return [{"params": by_kind[k], **rates(groups, *k[:2]), **own[k[0]], "decayed": k[1], "muon": k[2]} for k in kinds]
+    return [
+        {"params": by_kind[k], **rates(groups, *k[:2]), **own[k[0]], "decayed": k[1], "muon": k[2]}
+        for k in kinds
+    ]
 
 
 def rates(groups: Sequence[ParamGroup], number: int, decayed: bool) -> dict[str, float]:
     """Peaks; vectors, norms and biases decay only where a group says so."""
-    first, own = groups[0], groups[number]
-    decay = own.weight_decay if number and own.weight_decay is not None else first.weight_decay if decayed else 0.0
+    first = groups[0]
+    own = groups[number]
+    decay = (
+        own.weight_decay
+        if number and own.weight_decay is not None
+        else first.weight_decay
+        if decayed
+        else 0.0
+    )
     return {"lr": first.lr if own.lr is None else own.lr, "weight_decay": decay}  # type: ignore[dict-item]  # not None
 
 
@@ -93,7 +110,9 @@ def reduce_partial(shards: Iterable[Shard], mesh: Mesh) -> None:
         all_reduce_(copied[copies], mesh.copies[copies])
 
 
-def global_norm(shards: Iterable[Shard], mesh: Mesh, nonfinite_candidates: Sequence[Tensor] = ()) -> Tensor:
+def global_norm(
+    shards: Iterable[Shard], mesh: Mesh, nonfinite_candidates: Sequence[Tensor] = ()
+) -> Tensor:
     """float64 []; NaN where a candidate is not finite on any rank."""
     parts: list[Tensor] = []
     for shard in shards:
@@ -103,7 +122,10 @@ def global_norm(shards: Iterable[Shard], mesh: Mesh, nonfinite_candidates: Seque
     norms = torch._foreach_norm(parts, dtype=wide(parts[0].dtype)) if parts else ()
     groups = [group for group in (norms, _nan_where_nonfinite(nonfinite_candidates)) if group]
     squares = [torch.stack(scalars).square().sum() for scalars in groups]
-    total = sum((x.to(torch.float64) for x in squares), torch.zeros((), dtype=torch.float64, device=mesh.device))
+    total = sum(
+        (x.to(torch.float64) for x in squares),
+        torch.zeros((), dtype=torch.float64, device=mesh.device),
+    )
     return sum_over(total, mesh["world"]).sqrt()
 
 
@@ -145,7 +167,9 @@ class OptimSettings:
     frozen: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name, value in checked(vars(self), {each.name: each.default for each in fields(self)}).items():
+        for name, value in checked(
+            vars(self), {each.name: each.default for each in fields(self)}
+        ).items():
             object.__setattr__(self, name, value)
 
     def factor_at(self, step: int) -> float:
@@ -154,20 +178,27 @@ class OptimSettings:
         linear, cosine: to the floor in `decay_steps` (default: to the end). wsd: 1, then linearly to the floor in the last
         `decay_steps` (default: a tenth of all, at least 2).
         """
-        start, total, decay, floor = self.warmup_steps, self.total_steps, self.decay_steps, self.min_lr_ratio
+        start = self.warmup_steps
+        total = self.total_steps
+        decay = self.decay_steps
+        floor = self.min_lr_ratio
         if step < start:
             return (step + 1) / (start + 1)
         if self.schedule == "constant":
             return 1.0
         last = total - 1
         if self.schedule == "wsd":
-            start = max(start, total - max(2, total // 10 if decay is None else decay))  # the first has factor 1
+            start = max(
+                start, total - max(2, total // 10 if decay is None else decay)
+            )  # the first has factor 1
             if step < start:
                 return 1.0
         elif decay is not None:
             last = min(last, start + decay - 1)
         progress = min(1.0, (step - start) / max(1, last - start))
-        shape = 0.5 * (1 + math.cos(math.pi * progress)) if self.schedule == "cosine" else 1 - progress
+        shape = (
+            0.5 * (1 + math.cos(math.pi * progress)) if self.schedule == "cosine" else 1 - progress
+        )
         return floor + (1 - floor) * shape
 
 
@@ -183,13 +214,23 @@ class Optimizer:
     """An update rule over this rank's trainable shards. groups: may change between steps."""
 
     def __init__(self, model: nn.Module, mesh: Mesh, settings: OptimSettings) -> None:
-        self.mesh, self.settings = mesh, settings
+        self.mesh = mesh
+        self.settings = settings
         self.shards = shards_of(model, mesh)
-        self.groups = [ParamGroup("*", settings.lr, settings.weight_decay), *map(replace, settings.groups)]
+        self.groups = [
+            ParamGroup("*", settings.lr, settings.weight_decay),
+            *map(replace, settings.groups),
+        ]
         chosen = match(model, mesh, [group.pattern for group in settings.groups], "groups")
         decayed = [shard for shard in self.shards if shard.is_decayed]
-        muon = muon_names(model, mesh, decayed, settings.options["matrices"]) if settings.name == "muon" else ()
-        self.rule = make_rule(settings, param_groups(self.shards, self.groups, chosen, muon), self.shards, mesh)
+        muon = (
+            muon_names(model, mesh, decayed, settings.options["matrices"])
+            if settings.name == "muon"
+            else ()
+        )
+        self.rule = make_rule(
+            settings, param_groups(self.shards, self.groups, chosen, muon), self.shards, mesh
+        )
         self.steps = 0
 
     def reserve(self) -> None:
@@ -208,14 +249,19 @@ class Optimizer:
         reduce_partial(self.shards, self.mesh)
         norm = global_norm(self.shards, self.mesh, [*watched, *self._unseen_by_norm()]) / divisor
         finite = norm.isfinite() & (count > 0)
-        clip = torch.ones_like(norm) if s.clip_norm is None else (s.clip_norm / (norm + 1e-6)).clamp(max=1.0)
+        clip = (
+            torch.ones_like(norm)
+            if s.clip_norm is None
+            else (s.clip_norm / (norm + 1e-6)).clamp(max=1.0)
+        )
         scale_(self.shards, torch.where(finite, clip / divisor, 1.0))
         factor = s.factor_at(self.steps)
         for group in self.rule.param_groups:
             group.update(rates(self.groups, group["number"], group["decayed"]))
             group["lr"] *= factor
         self.rule.found_inf = (~finite).to(torch.float32)
-        fresh, numbers = not self.rule.state, torch.stack([norm, ~finite])
+        fresh = not self.rule.state
+        numbers = torch.stack([norm, ~finite])
         early = None if s.on_host else AsyncHostCopy(numbers)
         self.rule.step()
         grad_norm, skipped = (early or AsyncHostCopy(numbers)).wait()
@@ -236,20 +282,31 @@ class Optimizer:
 
     def _faults(self) -> Iterator[str]:
         for kind in ("parameter", "gradient"):
-            pairs = [(s.name, s.local if kind == "parameter" else s.local.grad) for s in self.shards]
+            pairs = [
+                (s.name, s.local if kind == "parameter" else s.local.grad) for s in self.shards
+            ]
             names = [name for name, x in pairs if x is not None and not bool(x.isfinite().all())]
             if names:
-                yield f"{kind} {names[0]}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+                yield f"{kind} {names[0]}" + (
+                    f" and {len(names) - 1} more" if len(names) > 1 else ""
+                )
 
     def state_tensors(self) -> dict[str, dict[str, Tensor]]:
         """Kind -> name -> state; AdamW's are zeros before the first step."""
         self.rule.begin(self.steps)
         stored = {shard.name: self.rule.stored(shard.local) for shard in self.shards}
-        return {k: {name: x[k] for name, x in stored.items() if k in x} for k in self.rule.state_names}
+        return {
+            k: {name: x[k] for name, x in stored.items() if k in x} for k in self.rule.state_names
+        }
 
-    def restore(self, states: Mapping[str, Mapping[str, Tensor]], others: Mapping[str, Tensor]) -> None:
+    def restore(
+        self, states: Mapping[str, Mapping[str, Tensor]], others: Mapping[str, Tensor]
+    ) -> None:
         """Call it after a load into `state_tensors` and `rule.others`."""
-        stored = {s.local: {k: named[s.name] for k, named in states.items() if s.name in named} for s in self.shards}
+        stored = {
+            s.local: {k: named[s.name] for k, named in states.items() if s.name in named}
+            for s in self.shards
+        }
         self.rule.restored(stored, others)
 
     def resume(self, steps: int) -> None:

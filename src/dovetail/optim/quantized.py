@@ -29,18 +29,32 @@ def adamw8bit() -> Any:
 
 
 class QuantizedAdamW(Elementwise):
-    def __init__(self, groups: Groups, held: Sequence[Held], block_size: int = BLOCK, **options: Any) -> None:
+    def __init__(
+        self, groups: Groups, held: Sequence[Held], block_size: int = BLOCK, **options: Any
+    ) -> None:
         for each in held:
-            if each.local.dim() > 1 and each.local[0].numel() % block_size and any(r.copies > 1 for r in each.regions):
+            if (
+                each.local.dim() > 1
+                and each.local[0].numel() % block_size
+                and any(r.copies > 1 for r in each.regions)
+            ):
                 raise ConfigError(
                     f"optim.name=adamw8bit: {each.name} has key-value heads that several ranks hold, in rows that blocks of "
                     f"{block_size} do not divide, so their copies would differ; lower layout.tp, or set optim.name=adamw"
                 )
-        names = repr([(r.checkpoint_name, r.checkpoint_slice) for each in held for r in each.regions])
+        names = repr(
+            [(r.checkpoint_name, r.checkpoint_slice) for each in held for r in each.regions]
+        )
         self._shards = hashlib.blake2b(names.encode(), digest_size=8).hexdigest()
-        self._params, cls = [each.local for each in held], adamw8bit()
+        self._params = [each.local for each in held]
+        cls = adamw8bit()
         layout = Layout(dict.fromkeys(MOMENTS, torch.float32), {STEP: torch.zeros(())})
-        super().__init__(groups, lambda g: cls(g, block_size=block_size, **options), ("lr", "weight_decay"), layout)
+        super().__init__(
+            groups,
+            lambda g: cls(g, block_size=block_size, **options),
+            ("lr", "weight_decay"),
+            layout,
+        )
 
     def step(self, closure: Any = None) -> Any:
         """torchao compiles its update, which takes longer than it saves on a CPU."""
@@ -60,7 +74,11 @@ class QuantizedAdamW(Elementwise):
     def resident(self) -> Iterator[Tensor]:
         held: Iterator[Any] = super().resident()
         for x in held:
-            yield from (x,) if type(x) is Tensor else (getattr(x, name) for name in x.__tensor_flatten__()[0])
+            yield from (
+                (x,)
+                if type(x) is Tensor
+                else (getattr(x, name) for name in x.__tensor_flatten__()[0])
+            )
 
     def others(self) -> dict[str, Tensor]:
         """Scales, under a name for exactly these shards."""
@@ -73,12 +91,17 @@ class QuantizedAdamW(Elementwise):
             for name, values in tensors.items():
                 self.state[parameter][name].copy_(values.to(parameter.device, wide(values.dtype)))
         for name in MOMENTS:
-            scales, at = others.get(self._key(name)), 0
+            scales = others.get(self._key(name))
+            at = 0
             for parameter, state in self._quantized(name) if scales is not None else ():
                 assert scales is not None
                 state.scale.copy_(scales[at : at + state.scale.numel()])
                 at += state.scale.numel()
-                values = stored[parameter][name].to(state.scale.device, torch.float32).view(len(state.scale), -1)
+                values = (
+                    stored[parameter][name]
+                    .to(state.scale.device, torch.float32)
+                    .view(len(state.scale), -1)
+                )
                 between = (state.qmap[1:] + state.qmap[:-1]) / 2
                 codes = torch.bucketize(values / state.scale[:, None].clamp(min=TINY), between)
                 state.codes.copy_(codes.view(state.codes.shape))

@@ -15,7 +15,12 @@ from dovetail.parallel.mesh import Mesh
 from dovetail.parallel.placement import as_index
 from dovetail.weights.shards import local_params
 
-BITS: Mapping[int, torch.dtype] = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
+BITS: Mapping[int, torch.dtype] = {
+    1: torch.uint8,
+    2: torch.int16,
+    4: torch.int32,
+    8: torch.int64,
+}  # by bytes
 
 
 def check_replicas(model: nn.Module, mesh: Mesh, optimizer: Optimizer | None) -> None:
@@ -52,9 +57,15 @@ def hash_bits(x: Tensor) -> Tensor:
     return bits.sum(dtype=torch.int64)
 
 
-def slices_of(model: nn.Module, optimizer: Optimizer | None, mesh: Mesh) -> Iterator[tuple[str, Tensor]]:
+def slices_of(
+    model: nn.Module, optimizer: Optimizer | None, mesh: Mesh
+) -> Iterator[tuple[str, Tensor]]:
     """What this rank holds, named by its place in the checkpoint."""
-    states = {shard.name: optimizer.rule.stored(shard.local) for shard in optimizer.shards} if optimizer else {}
+    states = (
+        {shard.name: optimizer.rule.stored(shard.local) for shard in optimizer.shards}
+        if optimizer
+        else {}
+    )
     params = local_params(model, mesh)
     for param in params:
         tensors: dict[str, Tensor] = {"": param.local}
@@ -62,7 +73,10 @@ def slices_of(model: nn.Module, optimizer: Optimizer | None, mesh: Mesh) -> Iter
         for region in param.regions:
             rows = "x".join(f"{start}:{stop}" for start, stop in region.checkpoint_slice)
             for kind, tensor in tensors.items():
-                yield f"{region.checkpoint_name}[{rows}]{kind}", tensor[as_index(region.local_slice)]
+                yield (
+                    f"{region.checkpoint_name}[{rows}]{kind}",
+                    tensor[as_index(region.local_slice)],
+                )
     names = {param.name for param in params}
     stored = model.stored_name if isinstance(model, StagedModel) else str
     for name, buffer in model.named_buffers():

@@ -23,8 +23,14 @@ from torch import Tensor
 from dovetail.parallel.mesh import Axis
 
 # torch 2.13's names, else those of 2.11
-_FLAT_GATHER = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
-_FLAT_SCATTER = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
+_FLAT_GATHER = (
+    dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+)
+_FLAT_SCATTER = (
+    dist.reduce_scatter_single
+    if hasattr(dist, "reduce_scatter_single")
+    else dist.reduce_scatter_tensor
+)
 Exchange = Callable[[Tensor, Axis], Tensor]
 
 
@@ -62,12 +68,18 @@ def begin_scatter(x: Tensor, axis: Axis) -> Handle:
     return _begin(_FLAT_SCATTER, x, len(x) // axis.size, axis)
 
 
-def begin_all_to_all(x: Tensor, to: list[int], by: list[int], axis: Axis, room: int | None = None) -> Handle:
+def begin_all_to_all(
+    x: Tensor, to: list[int], by: list[int], axis: Axis, room: int | None = None
+) -> Handle:
     """The first `to[r]` rows go to rank r, `by[r]` come. room: rows of the result."""
     coming = sum(by)
     out = x.new_empty((coming if room is None else room, *x.shape[1:]))
     x = x[: sum(to)].contiguous()
-    return Handle(out, dist.all_to_all_single(out[:coming], x, by, to, group=axis.group, async_op=True).wait, x)
+    return Handle(
+        out,
+        dist.all_to_all_single(out[:coming], x, by, to, group=axis.group, async_op=True).wait,
+        x,
+    )
 
 
 def begin_exchange(x: Tensor, axis: Axis) -> Handle:
@@ -90,7 +102,8 @@ class _Collective(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, forth: Exchange, back: Exchange) -> Tensor:
-        ctx.axis, ctx.back = axis, back
+        ctx.axis = axis
+        ctx.back = back
         return forth(x, axis)
 
     @staticmethod
@@ -123,7 +136,9 @@ def all_gather(x: Tensor, axis: Axis) -> Tensor:
 
 
 def gather_replicated(x: Tensor, axis: Axis) -> Tensor:
-    return _apply(x, axis, _gather, lambda grad, axis: grad.chunk(axis.size)[axis.rank].contiguous())
+    return _apply(
+        x, axis, _gather, lambda grad, axis: grad.chunk(axis.size)[axis.rank].contiguous()
+    )
 
 
 def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
@@ -158,8 +173,11 @@ def gather_mirrored(x: Tensor, axis: Axis) -> Tensor:
     first, second = x.contiguous().chunk(2)
     out = x.new_empty((len(x) * axis.size, *x.shape[1:]))
     # reordered while the first halves arrive
-    half, late = len(out) // 2, begin_gather(second, axis)
-    early = Handle(out, _FLAT_GATHER(out[:half], first, group=axis.group, async_op=True).wait, first)
+    half = len(out) // 2
+    late = begin_gather(second, axis)
+    early = Handle(
+        out, _FLAT_GATHER(out[:half], first, group=axis.group, async_op=True).wait, first
+    )
     torch.cat(late.wait().chunk(axis.size)[::-1], out=out[half:])
     return early.wait()
 
@@ -168,7 +186,9 @@ def sum_over(x: Tensor, axis: Axis) -> Tensor:
     """No gradient; `x` itself where the size is 1."""
     if axis.size == 1:
         return x
-    x = x.detach().clone(memory_format=torch.contiguous_format)  # NCCL sums memory, whatever the strides
+    x = x.detach().clone(
+        memory_format=torch.contiguous_format
+    )  # NCCL sums memory, whatever the strides
     dist.all_reduce(x, group=axis.group)
     return x
 
@@ -180,7 +200,8 @@ def stack_over(x: Tensor, axis: Axis) -> Tensor:
 
 class AsyncHostCopy:
     def __init__(self, x: Tensor) -> None:
-        self.numbers, self.copied = x.to("cpu", non_blocking=True), None
+        self.numbers = x.to("cpu", non_blocking=True)
+        self.copied = None
         if x.device.type != "cpu":
             self.copied = torch.get_device_module(x.device).current_stream(x.device).record_event()
 
@@ -198,10 +219,14 @@ def gather_objects(value: Any, axis: Axis, device: torch.device | str = "cpu") -
     sizes = stack_over(torch.tensor(len(data), device=device), axis)
     padded = torch.nn.functional.pad(data, (0, int(sizes.max()) - len(data)))
     rows = stack_over(padded, axis).cpu()
-    return [json.loads(row[:n].numpy().tobytes()) for row, n in zip(rows, sizes.tolist(), strict=True)]
+    return [
+        json.loads(row[:n].numpy().tobytes()) for row, n in zip(rows, sizes.tolist(), strict=True)
+    ]
 
 
-def stack_numbers(numbers: list[int], axis: Axis, device: torch.device | str = "cpu") -> list[list[int]]:
+def stack_numbers(
+    numbers: list[int], axis: Axis, device: torch.device | str = "cpu"
+) -> list[list[int]]:
     """Over gloo where the group has it."""
     on_host = axis.group is None or "cpu:" in dist.get_backend_config(axis.group)
     return stack_over(torch.tensor(numbers, device="cpu" if on_host else device), axis).tolist()

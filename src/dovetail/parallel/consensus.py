@@ -17,7 +17,8 @@ class CollectiveErrors:
     """Keeps the first. path: for system errors without one."""
 
     def __init__(self, mesh: Mesh, path: Path | None = None) -> None:
-        self.mesh, self.path = mesh, path
+        self.mesh = mesh
+        self.path = path
         self.problem = ""
 
     @contextmanager
@@ -25,7 +26,9 @@ class CollectiveErrors:
         try:
             yield
         except (UserError, OSError) as error:
-            unnamed = self.path is not None and isinstance(error, OSError) and error.filename is None
+            unnamed = (
+                self.path is not None and isinstance(error, OSError) and error.filename is None
+            )
             self.problem = self.problem or (f"{self.path}: {error}" if unnamed else str(error))
 
     def raise_collectively(self) -> None:
@@ -66,4 +69,6 @@ def refuse_different(fingerprints: Mapping[str, str], mesh: Mesh) -> None:
     by_rank = of_all([socket.gethostname(), fingerprints], mesh)
     values = {name: [prints[name][:SHOWN] for _, prints in by_rank] for name in fingerprints}
     if problems := unequal(values, [host for host, _ in by_rank]):
-        raise ConfigError(f"hosts have files of different content; give all of them the same:\n{listing(problems)}")
+        raise ConfigError(
+            f"hosts have files of different content; give all of them the same:\n{listing(problems)}"
+        )

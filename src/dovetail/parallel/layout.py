@@ -28,7 +28,9 @@ class Layout:
             if name == "dp" and value is None:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise LayoutError(f"layout {name}={quoted(value)}: expected a whole number of 1 or more")
+                raise LayoutError(
+                    f"layout {name}={quoted(value)}: expected a whole number of 1 or more"
+                )
 
     @classmethod
     def parse(cls, text: str) -> "Layout":
@@ -45,7 +47,9 @@ class Layout:
                 known = ", ".join(f"{degree}=N" for degree in DEGREES)
                 raise LayoutError(f"{layout}: {quoted(item)} is not one of {known}")
             if not value.isdecimal() or len(value) > MAX_DIGITS or int(value) < 1:
-                raise LayoutError(f"{layout}: {name} must be a whole number of 1 or more, not {quoted(value)}")
+                raise LayoutError(
+                    f"{layout}: {name} must be a whole number of 1 or more, not {quoted(value)}"
+                )
             degrees[name] = int(value)
         return cls(**degrees)  # type: ignore[arg-type]  # names were checked against DEGREES
 
@@ -67,7 +71,9 @@ class Layout:
             raise LayoutError(f"layout {self} needs {needs}, but the job has {world}; {change}")
         dp = self.dp or world // self.model_ranks
         if (dp * self.cp) % self.ep:
-            raise LayoutError(f"layout {self}: ep={self.ep} does not divide dp x cp = {dp * self.cp}; lower it")
+            raise LayoutError(
+                f"layout {self}: ep={self.ep} does not divide dp x cp = {dp * self.cp}; lower it"
+            )
         return replace(self, dp=dp)
 
     def __str__(self) -> str:

@@ -80,7 +80,11 @@ class Mesh:
         """A gloo group of its own as its world. Collective."""
         world = self["world"]
         group = None if world.size == 1 else dist.new_group(backend="gloo", timeout=self.timeout)
-        return replace(self, device=torch.device("cpu"), axes={**self.axes, "world": replace(world, group=group)})
+        return replace(
+            self,
+            device=torch.device("cpu"),
+            axes={**self.axes, "world": replace(world, group=group)},
+        )
 
     @property
     def token_multiple(self) -> int:
@@ -95,7 +99,12 @@ class Mesh:
         """One rank of a layout, without groups."""
         sizes = {name: int(getattr(layout, name)) for name in ORDER}
         data = sizes["dp"] * sizes["cp"]
-        sizes |= {"fsdp": data, "ep": layout.ep, "expert_fsdp": data // layout.ep, "world": layout.num_ranks}
+        sizes |= {
+            "fsdp": data,
+            "ep": layout.ep,
+            "expert_fsdp": data // layout.ep,
+            "world": layout.num_ranks,
+        }
         coords = _coords_of(rank, sizes)
         at_end = layout.pp > 1 and coords["pp"] in (0, layout.pp - 1)
         sizes["ends"], coords["ends"] = 2 if at_end else 1, int(at_end and coords["pp"] > 0)
@@ -103,10 +112,14 @@ class Mesh:
         return cls(layout, torch.device(device), axes, {1: Axis("copies")})
 
     @classmethod
-    def build(cls, layout: Layout, device: torch.device | str = "cpu", timeout: timedelta = TIMEOUT) -> "Mesh":
+    def build(
+        cls, layout: Layout, device: torch.device | str = "cpu", timeout: timedelta = TIMEOUT
+    ) -> "Mesh":
         """timeout: of all axes but the world. Collective."""
-        world, rank = dist.get_world_size(), dist.get_rank()
-        layout, device = layout.resolve(world), torch.device(device)
+        world = dist.get_world_size()
+        rank = dist.get_rank()
+        layout = layout.resolve(world)
+        device = torch.device(device)
         make_axis = partial(_axis, rank=rank, timeout=timeout)
         grid = torch.arange(world).view([getattr(layout, name) for name in ORDER])
         axes = {"world": Axis("world", world, rank, dist.group.WORLD)}
@@ -118,7 +131,9 @@ class Mesh:
             same = [ranks[i :: layout.ep] for ranks in data for i in range(layout.ep)]
             axes["expert_fsdp"] = make_axis("expert_fsdp", same, always=True)
         stages, tp, cp = (_groups(grid, (name,)) for name in ("pp", "tp", "cp"))
-        axes["ends"] = make_axis("ends", [[ranks[0], ranks[-1]] for ranks in stages] if layout.pp > 1 else [])
+        axes["ends"] = make_axis(
+            "ends", [[ranks[0], ranks[-1]] for ranks in stages] if layout.pp > 1 else []
+        )
         copies = {n: make_axis("copies", _neighbors(tp, n)) for n in _divisors(layout.tp)}
         context = {
             u: ContextAxes(
@@ -137,7 +152,8 @@ class Mesh:
 
 
 def _coords_of(rank: int, sizes: Mapping[str, int]) -> dict[str, int]:
-    coords, rest = {"world": rank}, rank
+    coords = {"world": rank}
+    rest = rank
     for name in reversed(ORDER):
         rest, coords[name] = divmod(rest, sizes[name])
     coords["fsdp"] = coords["dp"] * sizes["cp"] + coords["cp"]
@@ -147,7 +163,9 @@ def _coords_of(rank: int, sizes: Mapping[str, int]) -> dict[str, int]:
 
 def _groups(grid: torch.Tensor, names: tuple[str, ...]) -> list[list[int]]:
     dims = [ORDER.index(name) for name in names]
-    groups: list[list[int]] = grid.movedim(dims, list(range(-len(dims), 0))).flatten(-len(dims)).flatten(0, -2).tolist()
+    groups: list[list[int]] = (
+        grid.movedim(dims, list(range(-len(dims), 0))).flatten(-len(dims)).flatten(0, -2).tolist()
+    )
     return groups
 
 
@@ -159,13 +177,19 @@ def _divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
-def _new_group(groups: Groups, rank: int, timeout: timedelta, options: Any = None) -> dist.ProcessGroup:
+def _new_group(
+    groups: Groups, rank: int, timeout: timedelta, options: Any = None
+) -> dist.ProcessGroup:
     """This rank's group of disjoint `groups`, or of itself: torch names groups by their ranks. Collective over the world."""
     ranks = next((ranks for ranks in groups if rank in ranks), [rank])
-    return dist.new_group(list(ranks), timeout=timeout, pg_options=options, use_local_synchronization=True)
+    return dist.new_group(
+        list(ranks), timeout=timeout, pg_options=options, use_local_synchronization=True
+    )
 
 
-def _axis(name: str, groups: Groups, *, rank: int, timeout: timedelta, always: bool = False) -> Axis:
+def _axis(
+    name: str, groups: Groups, *, rank: int, timeout: timedelta, always: bool = False
+) -> Axis:
     """always: also of size 1."""
     if not groups or (len(groups[0]) == 1 and not always):
         return Axis(name)
@@ -174,21 +198,32 @@ def _axis(name: str, groups: Groups, *, rank: int, timeout: timedelta, always: b
     return Axis(name) if ranks is None else Axis(name, len(ranks), ranks.index(rank), group)
 
 
-def _channels(stages: Groups, rank: int, device: torch.device, timeout: timedelta, *, ring: bool) -> P2PChannels:
+def _channels(
+    stages: Groups, rank: int, device: torch.device, timeout: timedelta, *, ring: bool
+) -> P2PChannels:
     """Even and odd hops in turn: neighbors share a rank."""
-    size, channels = len(stages[0]), dict[str, P2PChannel]()
+    size = len(stages[0])
+    channels = dict[str, P2PChannel]()
     hops = [(i, (i + 1) % size) for i in range(size if ring else size - 1)] if size > 1 else []
     closing = hops[size - 1 :] if size % 2 else []
     for chosen in (hops[: size - len(closing) : 2], hops[1::2], closing):
         pairs = [(ranks[i], ranks[j]) for ranks in stages for i, j in chosen]
         if not pairs:
             continue
-        down, up = (_new_group(pairs, rank, timeout, _channel_options(device, timeout)) for _ in range(2))
+        down, up = (
+            _new_group(pairs, rank, timeout, _channel_options(device, timeout)) for _ in range(2)
+        )
         for first, second in pairs:
             if rank == first:
-                channels |= {"to_next": P2PChannel(second, down), "from_next": P2PChannel(second, up)}
+                channels |= {
+                    "to_next": P2PChannel(second, down),
+                    "from_next": P2PChannel(second, up),
+                }
             if rank == second:
-                channels |= {"from_previous": P2PChannel(first, down), "to_previous": P2PChannel(first, up)}
+                channels |= {
+                    "from_previous": P2PChannel(first, down),
+                    "to_previous": P2PChannel(first, up),
+                }
     return P2PChannels(**channels)
 
 

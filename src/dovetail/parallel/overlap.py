@@ -33,7 +33,8 @@ class AsyncCollective:
     def wait(self) -> Tensor:
         """Call it once: autograd keeps this object alive."""
         assert self._forward is not None
-        out, self._forward = self._forward.wait(), None
+        out = self._forward.wait()
+        self._forward = None
         return out
 
     def start_backward(self, grad: Tensor, shape: torch.Size) -> Tensor:
@@ -44,7 +45,8 @@ class AsyncCollective:
 
     def wait_backward(self) -> Tensor:
         assert self._backward is not None
-        grad, self._backward = self._backward.wait(), None
+        grad = self._backward.wait()
+        self._backward = None
         return grad
 
 
@@ -66,7 +68,8 @@ class _Finish(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, sent: Tensor, collective: AsyncCollective) -> Tensor:
-        ctx.collective, ctx.shape = collective, sent.shape
+        ctx.collective = collective
+        ctx.shape = sent.shape
         return collective.wait()
 
     @staticmethod

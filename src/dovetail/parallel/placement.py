@@ -81,7 +81,9 @@ def placements_of(model: nn.Module) -> dict[str, Placement]:
 
 
 def _part_names(placement: Placement) -> list[str]:
-    return list(dict.fromkeys(part.name for split in placement.splits for part in split.parts if part.name))
+    return list(
+        dict.fromkeys(part.name for split in placement.splits for part in split.parts if part.name)
+    )
 
 
 def checkpoint_names(name: str, placement: Placement) -> tuple[str, ...]:
@@ -93,7 +95,9 @@ def checkpoint_names(name: str, placement: Placement) -> tuple[str, ...]:
     return tuple(f"{parent}.{part}.{leaf}" if parent else f"{part}.{leaf}" for part in parts)
 
 
-def checkpoint_shapes(name: str, placement: Placement, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+def checkpoint_shapes(
+    name: str, placement: Placement, shape: tuple[int, ...]
+) -> dict[str, tuple[int, ...]]:
     names = checkpoint_names(name, placement)
     shapes = dict.fromkeys(names, shape)
     for split in placement.splits:
@@ -116,7 +120,8 @@ def _stretches(split: Split, axis: Axis) -> Iterator[_Stretch]:
     at: dict[str, int] = {}
     offset = 0
     for part in split.parts:
-        length, base = part.local_length(axis.size), at.get(part.name, 0)
+        length = part.local_length(axis.size)
+        base = at.get(part.name, 0)
         start = axis.rank // part.copies * length
         stop = min(start + length, part.size)
         if stop > start:
@@ -136,11 +141,18 @@ def narrow_rows(held: Sequence[Region], start: int, stop: int) -> tuple[Region, 
     out = []
     for region in held:
         (low, high), *rest = region.local_slice
-        lo, hi = max(low, start), min(high, stop)
+        lo = max(low, start)
+        hi = min(high, stop)
         if lo < hi:
             at = region.checkpoint_slice[0][0] + lo - low
             checkpoint = ((at, at + hi - lo), *region.checkpoint_slice[1:])
-            out.append(replace(region, checkpoint_slice=checkpoint, local_slice=((lo - start, hi - start), *rest)))
+            out.append(
+                replace(
+                    region,
+                    checkpoint_slice=checkpoint,
+                    local_slice=((lo - start, hi - start), *rest),
+                )
+            )
     return tuple(out)
 
 
@@ -148,21 +160,31 @@ def held_regions(
     name: str, placement: Placement, local_shape: tuple[int, ...], mesh: Mesh, *, sharded: bool
 ) -> tuple[Region, ...]:
     """Slices of a local parameter without padding, after FSDP2's sharding. Each is owned by its first holder."""
-    shapes, splits = checkpoint_shapes(name, placement, local_shape), placement.splits
+    shapes = checkpoint_shapes(name, placement, local_shape)
+    splits = placement.splits
     named = dict(zip(_part_names(placement), shapes, strict=True)) if len(shapes) > 1 else {}
     axis = mesh[placement.sharded_over]
     copied_over = {"tp", *placement.partial_over} - {split.axis for split in splits}
     first = all(mesh[name].rank == 0 for name in copied_over) and (sharded or axis.rank == 0)
     held = []
     for stretches in product(*(_stretches(split, mesh[split.axis]) for split in splits)):
-        checkpoint, local = [(0, n) for n in local_shape], [(0, n) for n in local_shape]
+        checkpoint = [(0, n) for n in local_shape]
+        local = [(0, n) for n in local_shape]
         for split, stretch in zip(splits, stretches, strict=True):
             checkpoint[split.dim], local[split.dim] = stretch.checkpoint, stretch.local
         tensor = next((named[s.part.name] for s in stretches if s.part.name in named), name)
-        owners = (mesh[split.axis].rank % s.part.copies == 0 for split, s in zip(splits, stretches, strict=True))
-        owned, copies = first and all(owners), prod(s.part.copies for s in stretches)
+        owners = (
+            mesh[split.axis].rank % s.part.copies == 0
+            for split, s in zip(splits, stretches, strict=True)
+        )
+        owned = first and all(owners)
+        copies = prod(s.part.copies for s in stretches)
         held.append(Region(tensor, shapes[tensor], tuple(checkpoint), tuple(local), owned, copies))
-    return narrow_rows(held, *fsdp_rows(local_shape[0], axis.rank, axis.size)) if sharded else tuple(held)
+    return (
+        narrow_rows(held, *fsdp_rows(local_shape[0], axis.rank, axis.size))
+        if sharded
+        else tuple(held)
+    )
 
 
 def overlap(first: Slices, second: Slices) -> Slices | None:
@@ -171,7 +193,9 @@ def overlap(first: Slices, second: Slices) -> Slices | None:
 
 
 def within(inner: Slices, outer: Slices) -> Slices:
-    return tuple((start - base, stop - base) for (start, stop), (base, _) in zip(inner, outer, strict=True))
+    return tuple(
+        (start - base, stop - base) for (start, stop), (base, _) in zip(inner, outer, strict=True)
+    )
 
 
 def as_index(slices: Slices) -> tuple[slice, ...]:

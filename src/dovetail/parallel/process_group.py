@@ -21,7 +21,11 @@ from dovetail.errors import ConfigError, LayoutError, LostStore, MachineError, S
 from dovetail.parallel.mesh import TIMEOUT
 from dovetail.system import allow_open_files
 
-BACKENDS: Mapping[str, str] = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}
+BACKENDS: Mapping[str, str] = {
+    "cpu": "gloo",
+    "cuda": "cpu:gloo,cuda:nccl",
+    "npu": "cpu:gloo,npu:hccl",
+}
 RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 FAILURE_COUNTER_KEY = "dovetail/failures"
 DEVICE_KEY = "dovetail/devices"
@@ -41,7 +45,10 @@ def pick_device(name: str = "auto") -> torch.device:
     os.environ.setdefault(*QUEUES)
     os.environ.setdefault(*CUBLAS)
     os.environ.setdefault(*PROFILER)
-    present = {"cuda": torch.cuda.is_available(), "npu": importlib.util.find_spec("torch_npu") is not None}
+    present = {
+        "cuda": torch.cuda.is_available(),
+        "npu": importlib.util.find_spec("torch_npu") is not None,
+    }
     if name == "auto":
         name = next((kind for kind, available in present.items() if available), "cpu")
     if name not in BACKENDS:
@@ -49,9 +56,14 @@ def pick_device(name: str = "auto") -> torch.device:
     if name == "cpu":
         return torch.device("cpu")
     if not present[name]:
-        raise ConfigError(f"device {name!r}: torch {torch.__version__} sees none here; use --device cpu or auto")
-    local, count = int(os.environ.get("LOCAL_RANK", "0")), torch.get_device_module(name).device_count()
-    ranks = max(local + 1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))  # so that rank 0 reports it
+        raise ConfigError(
+            f"device {name!r}: torch {torch.__version__} sees none here; use --device cpu or auto"
+        )
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    count = torch.get_device_module(name).device_count()
+    ranks = max(
+        local + 1, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    )  # so that rank 0 reports it
     if name == "cuda" and count == 1 and CUDA_VISIBLE_DEVICES in os.environ:
         local = 0
     elif ranks > count:
@@ -69,7 +81,12 @@ def pick_device(name: str = "auto") -> torch.device:
 def _set_kernel_cache(architecture: str) -> None:
     """A folder for each GPU architecture, which some packages' keys lack."""
     base = os.environ.get("XDG_CACHE_HOME", "")
-    folder = (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "dovetail" / "kernels" / architecture
+    folder = (
+        (Path(base) if os.path.isabs(base) else Path.home() / ".cache")
+        / "dovetail"
+        / "kernels"
+        / architecture
+    )
     with contextlib.suppress(OSError, RuntimeError):  # there may be no home
         folder.mkdir(parents=True, exist_ok=True)
         if os.access(folder, os.W_OK):
@@ -81,7 +98,8 @@ def _set_kernel_cache(architecture: str) -> None:
 @contextlib.contextmanager
 def deterministic(enabled: bool) -> Iterator[None]:
     """torch, and kernels that follow its flag, compute the same bits in every run; new memory is not filled."""
-    mode, filled = torch.get_deterministic_debug_mode(), torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]  # a documented setting
+    mode = torch.get_deterministic_debug_mode()
+    filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]  # a documented setting
     torch.set_deterministic_debug_mode("error" if enabled else "default")
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a documented setting
     try:
@@ -159,7 +177,8 @@ def num_ranks() -> int:
 
 
 def num_ranks_here(device: torch.device) -> int:
-    local, world = os.environ.get("LOCAL_WORLD_SIZE", ""), num_ranks()
+    local = os.environ.get("LOCAL_WORLD_SIZE", "")
+    world = num_ranks()
     if local.isdecimal():
         return min(world, int(local))
     visible = 1 if device.type == "cpu" else torch.get_device_module(device).device_count()
@@ -183,7 +202,10 @@ class StopSignal:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._stop) for number in (signal.SIGTERM, signal.SIGINT)}
+            self._before = {
+                number: signal.signal(number, self._stop)
+                for number in (signal.SIGTERM, signal.SIGINT)
+            }
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -192,7 +214,8 @@ class StopSignal:
 
     def _stop(self, number: int, _: FrameType | None) -> None:
         if not self.number:
-            self.number, self._first_time = number, time.monotonic()
+            self.number = number
+            self._first_time = time.monotonic()
         elif "RANK" not in os.environ or time.monotonic() - self._first_time > self.REPEAT_SECONDS:
             signal.signal(number, self._before[signal.Signals(number)])
             signal.raise_signal(number)
@@ -209,7 +232,9 @@ def _meet() -> tuple[Store, int, int]:
         )
     place, port = (os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT"))
     if not (port.isdecimal() and int(port) < 1 << 16):
-        raise ConfigError(f"MASTER_PORT={port}: expected a whole number below 65536, a port of MASTER_ADDR={place}")
+        raise ConfigError(
+            f"MASTER_PORT={port}: expected a whole number below 65536, a port of MASTER_ADDR={place}"
+        )
     try:
         store, rank, world = next(rendezvous("env://", timeout=TIMEOUT))
     except dist.DistError as error:
@@ -221,7 +246,9 @@ def _meet() -> tuple[Store, int, int]:
     return store, rank, world
 
 
-def _initialize(device: torch.device, store: Store, rank: int, world: int, timeout: timedelta = TIMEOUT) -> None:
+def _initialize(
+    device: torch.device, store: Store, rank: int, world: int, timeout: timedelta = TIMEOUT
+) -> None:
     if world > 1:
         allow_open_files()  # a group has dozens of sockets
         _claim_device(device, store, rank)

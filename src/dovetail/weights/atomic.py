@@ -64,7 +64,8 @@ def write_file(path: Path, content: Path | bytes) -> tuple[int, int]:
     with open(path, "xb") as out:
         for block in [content] if isinstance(content, bytes) else file_blocks(content):
             out.write(block)
-            size, crc = size + len(block), zlib.crc32(block, crc)
+            size = size + len(block)
+            crc = zlib.crc32(block, crc)
         out.flush()
         os.fsync(out.fileno())
     return size, crc
@@ -97,7 +98,9 @@ def _replace(path: Path, make: Callable[[Path], object]) -> None:
 
 
 def make_directory(path: Path) -> None:
-    missing = [folder for folder in (path.absolute(), *path.absolute().parents) if not folder.exists()]
+    missing = [
+        folder for folder in (path.absolute(), *path.absolute().parents) if not folder.exists()
+    ]
     path.mkdir(parents=True, exist_ok=True)
     for folder in missing:
         sync_directory(folder.parent)

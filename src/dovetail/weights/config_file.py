@@ -39,7 +39,9 @@ def read_config(path: Path) -> dict[str, Any]:
     if (path / ADAPTER).is_file():
         raise unmerged(path, ADAPTER)
     if not (path / CONFIG).is_file():
-        raise CheckpointError(f"{path} has no {CONFIG}; give a directory that transformers can load")
+        raise CheckpointError(
+            f"{path} has no {CONFIG}; give a directory that transformers can load"
+        )
     return parse_json((path / CONFIG).read_bytes(), str(path / CONFIG))
 
 

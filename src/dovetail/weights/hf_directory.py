@@ -24,7 +24,15 @@ EngineName = Literal["auto", "native", "transformers"]
 FETCHED = ("*.safetensors", "*.json")
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model", "tiktoken.model")
 # value heads: ours, TRL's, OpenRLHF's
-HEAD_STEMS = ("score", "v_head.summary", "v_head", "value_head.summary", "value_head", "classifier", "lm_head")
+HEAD_STEMS = (
+    "score",
+    "v_head.summary",
+    "v_head",
+    "value_head.summary",
+    "value_head",
+    "classifier",
+    "lm_head",
+)
 HEAD_NAMES = ("score.weight", "score.bias")
 
 
@@ -44,7 +52,11 @@ class Pretrained:
     @property
     def notes(self) -> list[str]:
         lacking = self.spec.lacking if isinstance(self.spec, TransformersSpec) else ""
-        return [f"{lacking}; so the transformers engine runs this model (--engine transformers)"] if lacking else []
+        return (
+            [f"{lacking}; so the transformers engine runs this model (--engine transformers)"]
+            if lacking
+            else []
+        )
 
     @property
     def has_tokenizer(self) -> bool:
@@ -87,10 +99,13 @@ def refuse_adapters(source: TensorSource, path: Path) -> None:
         raise unmerged(path, adapter)
 
 
-def find_value_head(source: TensorSource, path: Path, *, fresh: bool, bias: bool = True) -> StoredHead:
+def find_value_head(
+    source: TensorSource, path: Path, *, fresh: bool, bias: bool = True
+) -> StoredHead:
     """fresh: a new one where it has none. bias=False: of a reward model."""
     for stem in HEAD_STEMS:
-        weight, offset = f"{stem}.weight", f"{stem}.bias"
+        weight = f"{stem}.weight"
+        offset = f"{stem}.bias"
         if weight not in source.names or (stem == "lm_head" and source.shape(weight)[0] != 1):
             continue
         aliases = {"score.weight": weight}
@@ -110,25 +125,37 @@ def find_value_head(source: TensorSource, path: Path, *, fresh: bool, bias: bool
             f"{path} has no value head: expected one of {known} (lm_head with one row); give a reward or "
             'value model, or --head lm (in the library head="lm", or EngineOptions(fresh_head_seed=0) for a new head)'
         )
-    return StoredHead("value", {}, HEAD_NAMES) if bias else StoredHead("value_without_bias", {}, HEAD_NAMES[:1])
+    return (
+        StoredHead("value", {}, HEAD_NAMES)
+        if bias
+        else StoredHead("value_without_bias", {}, HEAD_NAMES[:1])
+    )
 
 
 def stored_head(source: TensorSource, pretrained: Pretrained) -> StoredHead:
     head = find_value_head(source, pretrained.path, fresh=True)
-    only_token = head.aliases.get("score.weight") == "lm_head.weight" and pretrained.spec.vocab_size == 1
+    only_token = (
+        head.aliases.get("score.weight") == "lm_head.weight" and pretrained.spec.vocab_size == 1
+    )
     return head if head.aliases and not only_token else LM_HEAD
 
 
-def saved_config(config: Mapping[str, Any], head: Head, dtype: torch.dtype | None) -> dict[str, Any]:
+def saved_config(
+    config: Mapping[str, Any], head: Head, dtype: torch.dtype | None
+) -> dict[str, Any]:
     """The config with the head and dtype of saved weights."""
     changed = dict(config)
     if dtype is not None:
         name = str(dtype).removeprefix("torch.")
-        changed |= {key: name for key in ("dtype", "torch_dtype") if key in config} or {"dtype": name}
+        changed |= {key: name for key in ("dtype", "torch_dtype") if key in config} or {
+            "dtype": name
+        }
     if head == "lm":
         return changed
     kind = "ForTokenClassification" if head == "value" else "ForSequenceClassification"
-    named = "".join(word.capitalize() for word in str(config["model_type"]).split("_"))  # transformers' class names
+    named = "".join(
+        word.capitalize() for word in str(config["model_type"]).split("_")
+    )  # transformers' class names
     (first, *_) = config.get("architectures") or [f"{named}ForCausalLM"]
     if head == "value" or not first.endswith(kind):
         changed |= {

@@ -39,8 +39,12 @@ class StoredTensor:
 class TensorSource:
     has_checksums = False
 
-    def __init__(self, path: Path, files: Mapping[str, TensorFile], tensors: Mapping[str, StoredTensor]) -> None:
-        self.path, self.tensors, self._files = path, tensors, files
+    def __init__(
+        self, path: Path, files: Mapping[str, TensorFile], tensors: Mapping[str, StoredTensor]
+    ) -> None:
+        self.path = path
+        self.tensors = tensors
+        self._files = files
         self.names: Collection[str] = tensors.keys()
 
     @property
@@ -68,9 +72,14 @@ class TensorSource:
     def jobs(self, name: str, slices: Slices, out: Tensor) -> Iterator[Job]:
         for region in self.tensors[name].regions:
             if (shared := overlap(slices, region.slices)) is not None:
-                here, place = within(shared, region.slices), out[as_index(within(shared, slices))]
-                whole = self.has_checksums and shared == region.slices  # one job verifies a whole region
-                for part, target in [(here, place)] if whole else job_parts(here, place, self.dtype(name)):
+                here = within(shared, region.slices)
+                place = out[as_index(within(shared, slices))]
+                whole = (
+                    self.has_checksums and shared == region.slices
+                )  # one job verifies a whole region
+                for part, target in (
+                    [(here, place)] if whole else job_parts(here, place, self.dtype(name))
+                ):
                     yield partial(self._fill, region, part, target)
 
     def _fill(self, region: StoredRegion, part: Slices, out: Tensor, buffer: Tensor) -> None:
@@ -84,7 +93,8 @@ class HFReader(TensorSource):
     """A directory with `model.safetensors`, or with an index and its files."""
 
     def __init__(self, path: Path | str) -> None:
-        path, index = Path(path), dict[str, str]()
+        path = Path(path)
+        index = dict[str, str]()
         if (path / SINGLE).exists():
             names = [SINGLE]
         elif (path / INDEX).exists():
@@ -94,7 +104,11 @@ class HFReader(TensorSource):
             refuse_without_safetensors(path)
         files = {name: TensorFile(contained(path, name)) for name in names}
         file_of: dict[str, str] = {}
-        problems = [f"{n}: {file} does not hold it" for n, file in index.items() if n not in files[file].entries]
+        problems = [
+            f"{n}: {file} does not hold it"
+            for n, file in index.items()
+            if n not in files[file].entries
+        ]
         for file_name, file in files.items():
             for name in file.entries:
                 if name in file_of and name not in index:
@@ -114,7 +128,11 @@ class HFReader(TensorSource):
 def _weight_map(path: Path) -> dict[str, str]:
     index = path / INDEX
     files = parse_json(contained(path, INDEX).read_bytes(), str(index)).get("weight_map")
-    if not isinstance(files, dict) or not files or not all(isinstance(file, str) for file in files.values()):
+    if (
+        not isinstance(files, dict)
+        or not files
+        or not all(isinstance(file, str) for file in files.values())
+    ):
         raise CheckpointError(f"{index}: weight_map must map tensor names to file names")
     wrong = [f"{name}: {file}" for name, file in files.items() if not file.endswith(".safetensors")]
     if wrong:

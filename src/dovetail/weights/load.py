@@ -34,7 +34,9 @@ def load(model: nn.Module, source: TensorSource, mesh: Mesh, **rules: Unpack[Nam
     source.verify_checksums(mesh)
 
 
-def load_into(params: list[LocalParam], source: TensorSource, mesh: Mesh, **rules: Unpack[NameRules]) -> None:
+def load_into(
+    params: list[LocalParam], source: TensorSource, mesh: Mesh, **rules: Unpack[NameRules]
+) -> None:
     """The caller calls `verify_checksums`. Collective."""
     present = compare(params, source, mesh, **rules)
     with agreed(mesh):
@@ -47,7 +49,9 @@ def load_into(params: list[LocalParam], source: TensorSource, mesh: Mesh, **rule
             for region in param.regions:
                 if region.checkpoint_name in present:
                     out = param.local[as_index(region.local_slice)]
-                    jobs += source.jobs(present[region.checkpoint_name][0], region.checkpoint_slice, out)
+                    jobs += source.jobs(
+                        present[region.checkpoint_name][0], region.checkpoint_slice, out
+                    )
         run_jobs(jobs, mesh.device)
 
 
@@ -66,7 +70,9 @@ def compare(
             present[name] = [n for n in names if n in source.names]
             if not present[name]:
                 problems.append(f"missing: {' or '.join(names)} {list(shape)}")
-            problems += filter(None, (_mismatch(n, shape, param.local.dtype, source) for n in present[name]))
+            problems += filter(
+                None, (_mismatch(n, shape, param.local.dtype, source) for n in present[name])
+            )
     _raise_together(problems, present, source, mesh, rules.get("ignore", ()))
     return present
 
@@ -102,7 +108,11 @@ def _mismatch(name: str, shape: tuple[int, ...], dtype: torch.dtype, source: Ten
 
 
 def _raise_together(
-    problems: list[str], present: Mapping[str, list[str]], source: TensorSource, mesh: Mesh, ignore: Collection[str]
+    problems: list[str],
+    present: Mapping[str, list[str]],
+    source: TensorSource,
+    mesh: Mesh,
+    ignore: Collection[str],
 ) -> None:
     """Extra tensors are known to all pipeline ranks together."""
     everyone = of_all([problems, [name for names in present.values() for name in names]], mesh)
@@ -112,4 +122,6 @@ def _raise_together(
     merged += [f"extra: {name} {list(source.shape(name))}" for name in extra]
     if merged:
         question = "does its config.json belong to its weights?"
-        raise CheckpointError(f"{source.path} does not fit the model; {question}\n{listing(merged)}")
+        raise CheckpointError(
+            f"{source.path} does not fit the model; {question}\n{listing(merged)}"
+        )

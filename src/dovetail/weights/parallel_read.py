@@ -22,8 +22,12 @@ Job = Callable[[Tensor], object]  # its thread's buffer [bytes]
 
 
 def run_jobs(jobs: Sequence[Job], device: torch.device) -> None:
-    pinned, queue = device.type != "cpu", iter(jobs)
-    buffers = [torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=pinned) for _ in range(min(READERS, len(jobs)))]
+    pinned = device.type != "cpu"
+    queue = iter(jobs)
+    buffers = [
+        torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=pinned)
+        for _ in range(min(READERS, len(jobs)))
+    ]
     if not buffers:
         return
 
@@ -67,13 +71,17 @@ def byte_ranges(shape: Sequence[int], slices: Slices, itemsize: int) -> tuple[li
     if any(start == stop for start, stop in slices):
         return [], 0
     strides = [itemsize * prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    offsets = np.array([sum(start * stride for (start, _), stride in zip(slices, strides, strict=True))])
+    offsets = np.array(
+        [sum(start * stride for (start, _), stride in zip(slices, strides, strict=True))]
+    )
     for (start, stop), stride in zip(slices[: _last_cut(shape, slices)], strides, strict=False):
         offsets = (offsets[:, None] + np.arange(stop - start) * stride).reshape(-1)
     return offsets.tolist(), itemsize * range_elements(shape, slices)
 
 
-def scatter_reads(offsets: Sequence[int], length: int, view: memoryview) -> Iterator[tuple[int, list[memoryview]]]:
+def scatter_reads(
+    offsets: Sequence[int], length: int, view: memoryview
+) -> Iterator[tuple[int, list[memoryview]]]:
     """(offset, buffers) of `preadv` calls that read ranges into `view`. Short gaps go to scratch memory."""
     scratch = memoryview(bytearray(MAX_GAP))
     buffers: list[memoryview] = []
@@ -100,4 +108,6 @@ def copy_out(block: Tensor, out: Tensor) -> None:
 
 
 def _last_cut(shape: Sequence[int], slices: Slices) -> int:
-    return max((dim for dim, (start, stop) in enumerate(slices) if stop - start != shape[dim]), default=0)
+    return max(
+        (dim for dim, (start, stop) in enumerate(slices) if stop - start != shape[dim]), default=0
+    )

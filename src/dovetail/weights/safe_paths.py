@@ -24,7 +24,13 @@ SideFiles = Mapping[str, Path | bytes]  # name -> path or content
 
 def contained(directory: Path, name: str) -> Path:
     parts = PurePosixPath(name)
-    if not name or re.search("[\0\ud800-\udfff]", name) or "\\" in name or parts.is_absolute() or ".." in parts.parts:
+    if (
+        not name
+        or re.search("[\0\ud800-\udfff]", name)
+        or "\\" in name
+        or parts.is_absolute()
+        or ".." in parts.parts
+    ):
         outside = f"{directory} names the file {quoted(name)}, which is not inside the directory"
         raise CheckpointError(f"{outside}; correct its index")
     root = Path(os.path.realpath(directory))
@@ -33,11 +39,16 @@ def contained(directory: Path, name: str) -> Path:
     if root.parent.name == "snapshots":
         allowed.append(root.parent.parent / "blobs")
     if not any(target.is_relative_to(base) for base in allowed):
-        raise CheckpointError(f"{directory / name} is a link to {target}, outside the directory; copy the file into it")
+        raise CheckpointError(
+            f"{directory / name} is a link to {target}, outside the directory; copy the file into it"
+        )
     try:
-        is_file, exists = target.is_file(), target.exists()
+        is_file = target.is_file()
+        exists = target.exists()
     except OSError as error:  # a name that is too long
-        raise CheckpointError(f"{directory} names the file {name[:80]!r}: {error.strerror}") from error
+        raise CheckpointError(
+            f"{directory} names the file {name[:80]!r}: {error.strerror}"
+        ) from error
     if not is_file:
         kind = "is not a regular file" if exists else "does not exist"
         raise CheckpointError(f"{directory / name} {kind}; fetch the checkpoint again")
@@ -57,7 +68,9 @@ def side_files(directory: Path | str) -> dict[str, Path]:
 
 def refuse_without_safetensors(directory: Path) -> None:
     if not directory.is_dir():
-        raise CheckpointError(f"{directory} is not a directory; expected one with config.json and {SINGLE} or {INDEX}")
+        raise CheckpointError(
+            f"{directory} is not a directory; expected one with config.json and {SINGLE} or {INDEX}"
+        )
     pickled = sorted(path.name for path in directory.iterdir() if path.name.endswith(PICKLED))
     if pickled:
         raise CheckpointError(
@@ -65,7 +78,9 @@ def refuse_without_safetensors(directory: Path) -> None:
             f"you trust them, convert them once with transformers: "
             f"AutoModelForCausalLM.from_pretrained({str(directory)!r}).save_pretrained(NEW) writes safetensors"
         )
-    raise CheckpointError(f"{directory} has no weights: expected {SINGLE} or {INDEX} with the files it names")
+    raise CheckpointError(
+        f"{directory} has no weights: expected {SINGLE} or {INDEX} with the files it names"
+    )
 
 
 def refuse_occupied(target: Path) -> None:

@@ -22,7 +22,14 @@ from dovetail.jsonl import parse_json
 from dovetail.memory import view_at
 from dovetail.parallel.placement import Slices
 from dovetail.system import allow_open_files
-from dovetail.weights.parallel_read import MAX_RANGES, blocks, byte_ranges, copy_out, range_elements, scatter_reads
+from dovetail.weights.parallel_read import (
+    MAX_RANGES,
+    blocks,
+    byte_ranges,
+    copy_out,
+    range_elements,
+    scatter_reads,
+)
 
 DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -60,7 +67,8 @@ class TensorFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.bytes_read = 0
-        self._fd, self._counting = -1, threading.Lock()
+        self._fd = -1
+        self._counting = threading.Lock()
         if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would block
             raise CheckpointError(f"{path} is not a regular file")
         allow_open_files()
@@ -81,22 +89,31 @@ class TensorFile:
     def read(self, name: str, slices: Slices | None = None) -> Tensor:
         entry = self.entries[name]
         slices = tuple((0, length) for length in entry.shape) if slices is None else slices
-        assert len(slices) == len(entry.shape), f"{name}: {len(slices)} slices of {len(entry.shape)} dims"
-        assert all(0 <= a <= b <= n for (a, b), n in zip(slices, entry.shape, strict=True)), f"{name}: {slices}"
+        assert len(slices) == len(entry.shape), (
+            f"{name}: {len(slices)} slices of {len(entry.shape)} dims"
+        )
+        assert all(0 <= a <= b <= n for (a, b), n in zip(slices, entry.shape, strict=True)), (
+            f"{name}: {slices}"
+        )
         out = torch.empty([stop - start for start, stop in slices], dtype=entry.dtype)
         self.fill(name, slices, out, torch.empty(0, dtype=torch.uint8))
         return out
 
-    def fill(self, name: str, slices: Slices, out: Tensor, buffer: Tensor, *, checksum: bool = False) -> int:
+    def fill(
+        self, name: str, slices: Slices, out: Tensor, buffer: Tensor, *, checksum: bool = False
+    ) -> int:
         """Read a rectangle through `buffer` [bytes]; its CRC-32 with `checksum`, else 0."""
-        entry, crc = self.entries[name], 0
+        entry = self.entries[name]
+        crc = 0
         in_place = out.device.type == "cpu" and out.dtype == entry.dtype and out.is_contiguous()
         room = (CHUNK if in_place else len(buffer)) // entry.dtype.itemsize
         most = min(room, MAX_RANGES * range_elements(entry.shape, slices))
         for block, part in blocks(slices, out, most):
             target = part if in_place else view_at(buffer, 0, entry.dtype, part.shape)
             view = memory_of(target)
-            for offset, buffers in scatter_reads(*byte_ranges(entry.shape, block, entry.dtype.itemsize), view):
+            for offset, buffers in scatter_reads(
+                *byte_ranges(entry.shape, block, entry.dtype.itemsize), view
+            ):
                 self._fill(buffers, entry.start + offset)
             self._count(len(view))
             crc = zlib.crc32(view, crc) if checksum else crc
@@ -105,7 +122,9 @@ class TensorFile:
         return crc
 
     def checksum(self, name: str, buffer: Tensor) -> int:
-        crc, view, entry = 0, memory_of(buffer), self.entries[name]
+        crc = 0
+        view = memory_of(buffer)
+        entry = self.entries[name]
         for at in range(0, entry.num_bytes, len(buffer)):
             block = view[: entry.num_bytes - at]
             self._fill([block], entry.start + at)
@@ -127,8 +146,11 @@ class TensorFile:
             got = os.preadv(self._fd, buffers, offset)
             if not got:
                 end = offset + sum(map(len, buffers))
-                raise CheckpointError(f"{self.path} ends before byte {end}: it was cut while being read")
-            offset, full = offset + got, 0
+                raise CheckpointError(
+                    f"{self.path} ends before byte {end}: it was cut while being read"
+                )
+            offset = offset + got
+            full = 0
             while full < len(buffers) and got >= len(buffers[full]):
                 got -= len(buffers[full])
                 full += 1
@@ -139,7 +161,9 @@ class TensorFile:
 
 def memory_of(tensor: Tensor) -> memoryview:
     """Bytes of a contiguous CPU tensor that the caller keeps alive; through numpy `OffloadedState` could not resize it."""
-    assert tensor.is_contiguous() and tensor.device.type == "cpu", "only plain memory has an address to read from"
+    assert tensor.is_contiguous() and tensor.device.type == "cpu", (
+        "only plain memory has an address to read from"
+    )
     num_bytes = tensor.numel() * tensor.element_size()
     if not num_bytes:
         return memoryview(b"")
@@ -151,22 +175,34 @@ def _parse_header(data: bytearray, what: str) -> dict[str, Entry]:
     for name, value in parse_json(bytes(data[8:]), f"the header of {what}").items():
         if name == "__metadata__":
             continue
-        code, shape = value["dtype"], value["shape"]
+        code = value["dtype"]
+        shape = value["shape"]
         if code not in DTYPES or max(shape, default=0) > MAX_LENGTH:
-            raise CheckpointError(f"{what}: {name} is {code} {quoted(shape)}; known dtypes are {', '.join(DTYPES)}")
-        entries[name] = Entry(name, DTYPES[code], tuple(shape), len(data) + value["data_offsets"][0])
+            raise CheckpointError(
+                f"{what}: {name} is {code} {quoted(shape)}; known dtypes are {', '.join(DTYPES)}"
+            )
+        entries[name] = Entry(
+            name, DTYPES[code], tuple(shape), len(data) + value["data_offsets"][0]
+        )
     return entries
 
 
 class TensorFileWriter:
-    def __init__(self, path: Path, specs: Iterable[TensorSpec], metadata: Mapping[str, str] | None = None) -> None:
-        self.path, self._waiting = path, list(specs)[::-1]
+    def __init__(
+        self, path: Path, specs: Iterable[TensorSpec], metadata: Mapping[str, str] | None = None
+    ) -> None:
+        self.path = path
+        self._waiting = list(specs)[::-1]
         self.crc32: dict[str, int] = {}
         described: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
         end = 0
         for spec in reversed(self._waiting):
             code = CODES[spec.dtype]
-            described[spec.name] = {"dtype": code, "shape": spec.shape, "data_offsets": [end, end + spec.num_bytes]}
+            described[spec.name] = {
+                "dtype": code,
+                "shape": spec.shape,
+                "data_offsets": [end, end + spec.num_bytes],
+            }
             end += spec.num_bytes
         text = json.dumps(described, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)  # aligned data
@@ -177,9 +213,15 @@ class TensorFileWriter:
 
     def write(self, name: str, tensor: Tensor) -> None:
         spec = self._waiting.pop()
-        assert (spec.name, spec.dtype, spec.shape) == (name, tensor.dtype, tuple(tensor.shape)), f"{name} is not {spec}"
-        ready = tensor.device.type == "cpu" and tensor.is_contiguous()  # no operators in a background save:
-        data = tensor if ready else tensor.detach().cpu().contiguous()  # they wait for the interpreter's lock
+        assert (spec.name, spec.dtype, spec.shape) == (name, tensor.dtype, tuple(tensor.shape)), (
+            f"{name} is not {spec}"
+        )
+        ready = (
+            tensor.device.type == "cpu" and tensor.is_contiguous()
+        )  # no operators in a background save:
+        data = (
+            tensor if ready else tensor.detach().cpu().contiguous()
+        )  # they wait for the interpreter's lock
         view = memory_of(data)
         self.crc32[name] = zlib.crc32(view)
         self._write(view)

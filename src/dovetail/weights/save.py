@@ -42,7 +42,12 @@ def save(
 
 
 def write_hf(
-    path: Path, mesh: Mesh, specs: list[TensorSpec], produce: Produce, sides: SideFiles, shard_bytes: int = SHARD_BYTES
+    path: Path,
+    mesh: Mesh,
+    specs: list[TensorSpec],
+    produce: Produce,
+    sides: SideFiles,
+    shard_bytes: int = SHARD_BYTES,
 ) -> None:
     files = split_files(specs, shard_bytes)
     world = mesh["world"]
@@ -51,14 +56,18 @@ def write_hf(
     rows = (row for names in rounds for row in zip_longest(*(files[name] for name in names)))
     order = [spec.name for row in rows for spec in row if spec]
     with staged(path, mesh) as stage:
-        local = {name: files[name] for names in rounds for name in names[world.rank : world.rank + 1]}
+        local = {
+            name: files[name] for names in rounds for name in names[world.rank : world.rank + 1]
+        }
         _write_files(stage, local, order, produce)
         with stage.verdict.catch():
             if stage.lead:
                 write_sides(sides, stage.path)
                 if len(files) > 1:
                     total = sum(spec.num_bytes for spec in specs)
-                    weight_map = {spec.name: file for file, group in files.items() for spec in group}
+                    weight_map = {
+                        spec.name: file for file, group in files.items() for spec in group
+                    }
                     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
                     write_file(stage.path / INDEX, dump_json(index))
 
@@ -75,11 +84,16 @@ def split_files(specs: Sequence[TensorSpec], shard_bytes: int) -> dict[str, list
         free -= spec.num_bytes
     if len(groups) == 1:
         return {SINGLE: groups[0]}
-    return {f"model-{i:05}-of-{len(groups):05}.safetensors": group for i, group in enumerate(groups, 1)}
+    return {
+        f"model-{i:05}-of-{len(groups):05}.safetensors": group for i, group in enumerate(groups, 1)
+    }
 
 
 def _write_files(
-    stage: AtomicDirectory, local: dict[str, list[TensorSpec]], order: Sequence[str], produce: Produce
+    stage: AtomicDirectory,
+    local: dict[str, list[TensorSpec]],
+    order: Sequence[str],
+    produce: Produce,
 ) -> None:
     """After an error the rest is consumed: collectives must match."""
     file_of = {spec.name: file for file, specs in local.items() for spec in specs}

@@ -73,17 +73,23 @@ class ParamShard:
 def local_params(model: nn.Module, mesh: Mesh, *, as_wrapped: bool = False) -> list[LocalParam]:
     """Parameters, then persistent buffers. as_wrapped: as if by FSDP2."""
     reshard(model)
-    params, ties = dict(model.named_parameters()), tied_names(model)
-    checkpoint_name: Callable[[str], str] = model.stored_name if isinstance(model, StagedModel) else str
+    params = dict(model.named_parameters())
+    ties = tied_names(model)
+    checkpoint_name: Callable[[str], str] = (
+        model.stored_name if isinstance(model, StagedModel) else str
+    )
     result = []
     for own_name, placement in placements_of(model).items():
-        param, name = params[own_name], checkpoint_name(own_name)
+        param = params[own_name]
+        name = checkpoint_name(own_name)
         sharded = as_wrapped or isinstance(param, DTensor)
         regions = held_regions(name, placement, tuple(param.shape), mesh, sharded=sharded)
-        local, tied = local_tensor(param).detach(), tuple(map(checkpoint_name, ties.get(own_name, ())))
+        local = local_tensor(param).detach()
+        tied = tuple(map(checkpoint_name, ties.get(own_name, ())))
         result.append(LocalParam(name, placement, tuple(param.shape), local, regions, tied, param))
     for own_name, buffer in kept_buffers(model).items():
-        name, shape = checkpoint_name(own_name), tuple(buffer.shape)
+        name = checkpoint_name(own_name)
+        shape = tuple(buffer.shape)
         regions = held_regions(name, REPLICATED, shape, mesh, sharded=False)
         result.append(LocalParam(name, REPLICATED, shape, buffer, regions, (), None))
     return result
@@ -91,7 +97,11 @@ def local_params(model: nn.Module, mesh: Mesh, *, as_wrapped: bool = False) -> l
 
 def kept_buffers(model: nn.Module) -> dict[str, Tensor]:
     buffers = dict(model.named_buffers())
-    return {name: buffers[name] for name in model.state_dict(keep_vars=True) if name in buffers} if buffers else {}
+    return (
+        {name: buffers[name] for name in model.state_dict(keep_vars=True) if name in buffers}
+        if buffers
+        else {}
+    )
 
 
 def parameters_in(dtype: torch.dtype, model: nn.Module) -> Dtypes:
@@ -122,7 +132,9 @@ def tied_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
     return tied
 
 
-def param_shards(params: list[LocalParam], **rules: Unpack[ExportRules]) -> Iterator[tuple[str, ParamShard]]:
+def param_shards(
+    params: list[LocalParam], **rules: Unpack[ExportRules]
+) -> Iterator[tuple[str, ParamShard]]:
     for param in params:
         for region in param.regions:
             for name in _export_names(region.checkpoint_name, param, rules):
@@ -154,7 +166,9 @@ def _read(local: Tensor, region: Region, dtype: torch.dtype) -> Tensor:
     return local[as_index(region.local_slice)].to(dtype).contiguous()
 
 
-def checkpoint_params(model: nn.Module, mesh: Mesh, *, as_wrapped: bool = False) -> list[LocalParam]:
+def checkpoint_params(
+    model: nn.Module, mesh: Mesh, *, as_wrapped: bool = False
+) -> list[LocalParam]:
     """`local_params` with experts in the checkpoint's form."""
     return in_checkpoint_form(model, local_params(model, mesh, as_wrapped=as_wrapped))
 
@@ -171,7 +185,9 @@ def form_of(model: StagedModel, source: TensorSource) -> ExpertForm:
     for own_name, param in model.named_parameters():
         if any(own_name.endswith(ending) for ending, _ in FUSED):
             name = model.stored_name(own_name)
-            ((count, rows, columns),) = checkpoint_shapes(name, placements[own_name], tuple(param.shape)).values()
+            ((count, rows, columns),) = checkpoint_shapes(
+                name, placements[own_name], tuple(param.shape)
+            ).values()
             if name not in source.names:
                 return "mixtral" if any(MIXTRAL[1] in n for n in source.names) else "apart"
             if rows != columns:  # a square matrix does not tell them apart
@@ -189,42 +205,57 @@ def _views(param: LocalParam, form: ExpertForm) -> Iterator[LocalParam]:
 
 
 def _renamed(param: LocalParam) -> LocalParam:
-    regions = (replace(r, checkpoint_name=r.checkpoint_name.replace(*MIXTRAL[:2])) for r in param.regions)
+    regions = (
+        replace(r, checkpoint_name=r.checkpoint_name.replace(*MIXTRAL[:2])) for r in param.regions
+    )
     return replace(param, name=param.name.replace(*MIXTRAL[:2]), regions=tuple(regions))
 
 
 def _turned(param: LocalParam) -> LocalParam:
     splits = tuple(replace(split, dim=(0, 2, 1)[split.dim]) for split in param.placement.splits)
     regions = tuple(_swapped(region) for region in param.regions)
-    placement, local = replace(param.placement, splits=splits), param.local.transpose(1, 2)
-    return replace(param, placement=placement, shape=_swap(param.shape), local=local, regions=regions)
+    placement = replace(param.placement, splits=splits)
+    local = param.local.transpose(1, 2)
+    return replace(
+        param, placement=placement, shape=_swap(param.shape), local=local, regions=regions
+    )
 
 
 def _apart(param: LocalParam, parts: tuple[str, ...]) -> Iterator[LocalParam]:
     """Experts of other ranks have no region."""
     ((count, rows, columns),) = checkpoint_shapes(param.name, param.placement, param.shape).values()
-    size, stem = rows // len(parts), param.name.rpartition(".")[0]
+    size = rows // len(parts)
+    stem = param.name.rpartition(".")[0]
     for expert in range(count):
         for at, part in enumerate(parts):
             name = f"{stem}.{expert}.{part}.weight"
             matrix = ((expert, expert + 1), (at * size, (at + 1) * size), (0, columns))
-            local, regions = param.local.new_empty(0), tuple[Region, ...]()
+            local = param.local.new_empty(0)
+            regions = tuple[Region, ...]()
             for region in param.regions:
                 shared = overlap(region.checkpoint_slice, matrix)
                 if shared is not None:
                     local = param.local[as_index(_moved(shared, region))][0]
                     here = tuple((0, length) for length in local.shape)
-                    regions = (Region(name, (size, columns), within(shared, matrix)[1:], here, region.owned),)
+                    regions = (
+                        Region(
+                            name, (size, columns), within(shared, matrix)[1:], here, region.owned
+                        ),
+                    )
             yield LocalParam(name, REPLICATED, (size, columns), local, regions, (), None)
 
 
 def _moved(shared: Slices, region: Region) -> Slices:
     inside = within(shared, region.checkpoint_slice)
-    return tuple((a + base, b + base) for (a, b), (base, _) in zip(inside, region.local_slice, strict=True))
+    return tuple(
+        (a + base, b + base) for (a, b), (base, _) in zip(inside, region.local_slice, strict=True)
+    )
 
 
 def _swapped(r: Region) -> Region:
-    shape, there, here = _swap(r.checkpoint_shape), _swap(r.checkpoint_slice), _swap(r.local_slice)
+    shape = _swap(r.checkpoint_shape)
+    there = _swap(r.checkpoint_slice)
+    here = _swap(r.local_slice)
     return replace(r, checkpoint_shape=shape, checkpoint_slice=there, local_slice=here)
 
 

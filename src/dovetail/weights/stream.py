@@ -13,7 +13,14 @@ from dovetail.parallel.consensus import of_all
 from dovetail.parallel.mesh import Mesh
 from dovetail.parallel.placement import Slices, as_index
 from dovetail.weights.safetensors import CODES, DTYPES, TensorSpec
-from dovetail.weights.shards import ExportRules, LocalParam, ParamShard, checkpoint_params, export_specs, param_shards
+from dovetail.weights.shards import (
+    ExportRules,
+    LocalParam,
+    ParamShard,
+    checkpoint_params,
+    export_specs,
+    param_shards,
+)
 
 Named = tuple[str, Slices]  # tensor, rectangle
 BUCKET_BYTES = 1 << 28
@@ -40,17 +47,29 @@ def export(model: nn.Module, mesh: Mesh, **rules: Unpack[ExportRules]) -> Export
     return export_params(checkpoint_params(model, mesh), mesh, **rules)
 
 
-def export_params(params: list[LocalParam], mesh: Mesh, prefix: str = "", **rules: Unpack[ExportRules]) -> Export:
+def export_params(
+    params: list[LocalParam], mesh: Mesh, prefix: str = "", **rules: Unpack[ExportRules]
+) -> Export:
     """Collective."""
     held = [(prefix + name, piece) for name, piece in param_shards(params, **rules)]
     message = [
-        [(prefix + spec.name, CODES[spec.dtype], spec.shape) for spec in export_specs(params, **rules)],
+        [
+            (prefix + spec.name, CODES[spec.dtype], spec.shape)
+            for spec in export_specs(params, **rules)
+        ],
         [(name, piece.region.checkpoint_slice) for name, piece in held],
     ]
     everyone = of_all(message, mesh)
-    specs = {name: TensorSpec(name, DTYPES[code], tuple(shape)) for rows, _ in everyone for name, code, shape in rows}
+    specs = {
+        name: TensorSpec(name, DTYPES[code], tuple(shape))
+        for rows, _ in everyone
+        for name, code, shape in rows
+    }
     if (listed := rules.get("listed")) is not None:
-        specs = {name: specs[name] for name in dict.fromkeys([*(n for n in listed if n in specs), *specs])}
+        specs = {
+            name: specs[name]
+            for name in dict.fromkeys([*(n for n in listed if n in specs), *specs])
+        }
     chosen: dict[Named, int] = {}
     for rank, (_, regions) in enumerate(everyone):
         for name, slices in regions:
@@ -64,7 +83,9 @@ def export_params(params: list[LocalParam], mesh: Mesh, prefix: str = "", **rule
             local.setdefault(name, []).append(piece)
     for name, spec in specs.items():
         covered = sum(_num_bytes(slices, spec) for _, slices in owners[name])
-        assert covered == spec.num_bytes, f"{name}: {covered} of {spec.num_bytes} bytes have an owner"
+        assert covered == spec.num_bytes, (
+            f"{name}: {covered} of {spec.num_bytes} bytes have an owner"
+        )
     return Export(specs, owners, local)
 
 
@@ -88,23 +109,30 @@ def _whole_tensors(exported: Export, mesh: Mesh, bucket: _Bucket) -> Iterator[tu
     for name in bucket.names:
         for piece in exported.local.get(name, ()):
             slices = piece.region.checkpoint_slice
-            _view(flat, bucket.starts[name, slices], slices, exported.specs[name]).copy_(piece.read())
+            _view(flat, bucket.starts[name, slices], slices, exported.specs[name]).copy_(
+                piece.read()
+            )
     rows = stack_over(flat, mesh["world"])
     del flat
     for name in bucket.names:
         spec = exported.specs[name]
         whole = torch.empty(spec.shape, dtype=spec.dtype, device=mesh.device)
         for rank, slices in exported.owners[name]:
-            whole[as_index(slices)].copy_(_view(rows[rank], bucket.starts[name, slices], slices, spec))
+            whole[as_index(slices)].copy_(
+                _view(rows[rank], bucket.starts[name, slices], slices, spec)
+            )
         yield name, whole
         del whole
 
 
-def _buckets(exported: Export, order: Sequence[str], world: int, bucket_bytes: int) -> Iterator[_Bucket]:
+def _buckets(
+    exported: Export, order: Sequence[str], world: int, bucket_bytes: int
+) -> Iterator[_Bucket]:
     """`world` x the longest share is within the bound."""
 
     def place(name: str, ends: Sequence[int]) -> tuple[dict[Named, int], list[int]]:
-        placed, ends = {}, list(ends)
+        placed = {}
+        ends = list(ends)
         for rank, slices in exported.owners[name]:
             placed[name, slices] = ends[rank]
             ends[rank] += aligned(_num_bytes(slices, exported.specs[name]))
@@ -117,7 +145,8 @@ def _buckets(exported: Export, order: Sequence[str], world: int, bucket_bytes: i
         placed, grown = place(name, ends)
         if names and world * max(grown) > bucket_bytes:
             yield _Bucket(names, starts, max(ends))
-            names, starts = [], {}
+            names = []
+            starts = {}
             placed, grown = place(name, [0] * world)
         names.append(name)
         starts |= placed
