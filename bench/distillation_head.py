@@ -30,6 +30,7 @@ from dovetail.kernels.divergence import Kind
 from dovetail.kernels.registry import KernelSet, kernels_for
 from dovetail.nn.distillation import ROW, TeacherStates
 from dovetail.nn.heads import VocabShard, fused_loss
+from dovetail.nn.products import Products
 from dovetail.parallel.mesh import Axis
 from dovetail.rl.distillation import DistillationLoss
 
@@ -87,7 +88,7 @@ class Work:
 
     @property
     def shard(self) -> VocabShard:
-        return VocabShard(self.weight, 0, Axis("tp"), self.kernels)
+        return VocabShard(self.weight, 0, Axis("tp"), Products(self.kernels))
 
     def gradients(self, total: Tensor) -> Gradients:
         return torch.autograd.grad(total, (self.x, self.weight))

@@ -24,6 +24,7 @@ from dovetail.batch.packed import PackedBatch
 from dovetail.kernels import reference
 from dovetail.kernels.registry import kernels_for
 from dovetail.nn.heads import VocabShard, fused_loss, fused_token_stats
+from dovetail.nn.products import Products
 from dovetail.parallel.mesh import Axis
 from dovetail.parallel.process_group import pick_device
 
@@ -76,7 +77,7 @@ class Work:
         kernels = replace(kernels_for(self.x.device), head_chunk=self.chunk)
         if self.plain:
             kernels = replace(kernels, head=None, vocab_stats=reference.vocab_stats, vocab_grad_=reference.vocab_grad_)
-        return VocabShard(self.weight, 0, Axis("tp"), kernels)
+        return VocabShard(self.weight, 0, Axis("tp"), Products(kernels))
 
     def gradients(self, total: Tensor) -> tuple[Tensor, ...]:
         return torch.autograd.grad(total, (self.x, self.weight))

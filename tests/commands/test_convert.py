@@ -9,7 +9,16 @@ from safetensors.torch import save_file
 from transformers import AutoModelForTokenClassification
 
 from tests.checkpoints import assert_same_tensors, digests, tensors_of
-from tests.commands.program import Ended, here, make_model, on_ranks, program, read_rows, refusal, write_rows
+from tests.commands.program import (
+    Ended,
+    here,
+    make_model,
+    on_ranks,
+    program,
+    read_rows,
+    refusal,
+    write_rows,
+)
 from tests.parity.configs import tiny_configs, tiny_model
 
 

@@ -12,7 +12,16 @@ import pytest
 
 from dovetail.report.read import sample_files
 from dovetail.rl.tasks import RLTask
-from tests.commands.program import here, on_ranks, program, read_rows, refusal, refused_on, write_recipe, write_rows
+from tests.commands.program import (
+    here,
+    on_ranks,
+    program,
+    read_rows,
+    refusal,
+    refused_on,
+    write_recipe,
+    write_rows,
+)
 from tests.tolerances import OP_FP32
 
 MODULE = """

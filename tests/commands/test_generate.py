@@ -7,7 +7,15 @@ import pytest
 
 from dovetail.rollout.base import Completion, Prompt, SamplingParams
 from dovetail.rollout.native import NativeSampler
-from tests.commands.program import here, make_model, on_ranks, read_rows, refusal, refused_on, write_rows
+from tests.commands.program import (
+    here,
+    make_model,
+    on_ranks,
+    read_rows,
+    refusal,
+    refused_on,
+    write_rows,
+)
 from tests.tolerances import MODEL_FP32
 
 ROWS = [

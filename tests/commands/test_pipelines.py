@@ -11,7 +11,16 @@ from safetensors.torch import load_file, save_file
 
 from dovetail.checkpoint.reader import ShardedReader
 from tests.checkpoints import digests
-from tests.commands.program import Ended, here, make_model, on_ranks, program, read_rows, refused_on, write_rows
+from tests.commands.program import (
+    Ended,
+    here,
+    make_model,
+    on_ranks,
+    program,
+    read_rows,
+    refused_on,
+    write_rows,
+)
 from tests.parity.configs import tiny_configs, tiny_model
 from tests.tolerances import MODEL_FP32
 

@@ -7,7 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands.program import here, make_model, program, read_rows, refusal, start, write_recipe, write_rows
+from tests.commands.program import (
+    here,
+    make_model,
+    program,
+    read_rows,
+    refusal,
+    start,
+    write_recipe,
+    write_rows,
+)
 from tests.fault.processes import listens, waited
 from tests.tolerances import MODEL_FP32
 

@@ -7,9 +7,22 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+)
 
-from tests.commands.program import VOCAB, here, on_ranks, read_rows, refusal, write_recipe, write_rows
+from tests.commands.program import (
+    VOCAB,
+    here,
+    on_ranks,
+    read_rows,
+    refusal,
+    write_recipe,
+    write_rows,
+)
 from tests.tolerances import MODEL_FP32, assert_close
 from tests.unit.test_data import make_tokenizer
 

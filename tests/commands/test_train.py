@@ -14,7 +14,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from dovetail.checkpoint.reader import ShardedReader
 from dovetail.recipe.schema import load_recipe
 from tests.checkpoints import assert_same_tensors, digests, tensors_of
-from tests.commands.program import Ended, here, make_model, on_ranks, read_rows, refusal, write_recipe, write_rows
+from tests.commands.program import (
+    Ended,
+    here,
+    make_model,
+    on_ranks,
+    read_rows,
+    refusal,
+    write_recipe,
+    write_rows,
+)
 from tests.parity.configs import tiny_configs, tiny_model
 from tests.tolerances import CURVE_FP32, MODEL_FP32
 

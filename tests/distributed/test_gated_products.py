@@ -8,6 +8,7 @@ import torch
 from dovetail.engine.native import Engine
 from dovetail.factory.engine import EngineOptions, from_pretrained
 from dovetail.nn.mlp import GatedMLP
+from dovetail.nn.products import Products
 from dovetail.parallel.layout import Layout
 from tests.harness import run
 from tests.hf.families import TEXT
@@ -28,7 +29,8 @@ def figures(folder: Path, layout: Layout) -> tuple[float, float, int]:
             assert isinstance(made, Engine)
             for module in made.model.modules():
                 if isinstance(module, GatedMLP) and gating:
-                    module.kernels = everywhere()
+                    module.gate_up_proj.products = Products(everywhere())
+                    module.down_proj.products = Products(everywhere())
             made.train_step(make_batch(), objective)
             found.append(gradients(made)[0])
     return worst_error(found[1], found[0])[0], worst_ratio(found[1], found[0])[0], package.calls["gate_up gradient"]

@@ -10,10 +10,20 @@ from torch import Tensor
 
 from dovetail.engine.native import Engine
 from dovetail.factory import engine
-from dovetail.kernels.registry import KernelSet, mixture_of_experts
+from dovetail.kernels.registry import KernelSet
+from dovetail.nn.products import Products
 from dovetail.parallel.layout import Layout
 from tests.distributed import matrix
-from tests.distributed.matrix import FLAT, SHALLOW, Case, Figures, compare, path_of, write_alone, write_models
+from tests.distributed.matrix import (
+    FLAT,
+    SHALLOW,
+    Case,
+    Figures,
+    compare,
+    path_of,
+    write_alone,
+    write_models,
+)
 from tests.harness import run
 from tests.probe import PROBE, gradients
 from tests.tolerances import EXACT, GRAD_RATIO_FP32, SUM_ORDER, worst_error
@@ -30,7 +40,7 @@ class Handing:
         self, x: Tensor, chosen: Tensor, weights: Tensor, experts: Any, copies: int | None, add: Any
     ) -> Tensor:
         def compute(x: Tensor, weights: Tensor, *experts: Tensor) -> Tensor:
-            return mixture_of_experts(KernelSet(), x, chosen, weights, (experts[0], experts[1]), copies)
+            return Products(KernelSet()).mixture_of_experts(x, chosen, weights, (experts[0], experts[1]), copies)
 
         if copies == 0 or len(x) % 3 == 0:
             self.plain += torch.is_grad_enabled()

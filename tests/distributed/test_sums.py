@@ -85,7 +85,7 @@ def counted(path: Path, layout: Layout) -> tuple[int, int, int, int, set[torch.d
     engine, sums = engine_of(path, layout, torch.bfloat16, BUDGET), Sums()
     for part in engine.model.modules():
         if isinstance(part, Linear):
-            part.kernels = replace(part.kernels, add_weight_grad_=sums)
+            part.products = Products(replace(KernelSet(), add_weight_grad_=sums))
     batch = batch_of(torch.float32)
     engine.train_step(batch, objective)
     products = sum(isinstance(part, Linear) for part in engine.model.modules())

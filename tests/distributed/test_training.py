@@ -21,7 +21,13 @@ from dovetail.parallel.layout import Layout
 from tests.distributed.bodies import BUDGET, made, tokenwise
 from tests.harness import run
 from tests.parity.configs import save_tiny, tiny_configs
-from tests.parity.reference import make_batch, objective, read_reference, value_objective, write_reference
+from tests.parity.reference import (
+    make_batch,
+    objective,
+    read_reference,
+    value_objective,
+    write_reference,
+)
 from tests.probe import PROBE, gradients, parameters
 from tests.tolerances import (
     EXACT,

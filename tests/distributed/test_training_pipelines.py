@@ -11,7 +11,12 @@ from transformers import AutoModelForCausalLM
 
 from tests.checkpoints import tensors_of
 from tests.commands.program import here
-from tests.distributed.test_training_layouts import RECIPES, assert_same_rl, assert_same_sft, played_on
+from tests.distributed.test_training_layouts import (
+    RECIPES,
+    assert_same_rl,
+    assert_same_sft,
+    played_on,
+)
 from tests.golden.job import Played, rl, sft, write_inputs
 from tests.tolerances import CURVE_FP32, worst_error
 

@@ -30,7 +30,14 @@ from dovetail.weights.safe_paths import side_files
 from dovetail.weights.save import save
 from dovetail.weights.shards import local_params
 from dovetail.weights.stream import stream
-from tests.checkpoints import assert_same_tensors, decoder_on, digests, engine_model, tensors_of, write_tiny
+from tests.checkpoints import (
+    assert_same_tensors,
+    decoder_on,
+    digests,
+    engine_model,
+    tensors_of,
+    write_tiny,
+)
 from tests.harness import run
 
 LAYOUTS = ("tp=1,dp=1", "tp=2,dp=1", "tp=4,dp=1", "tp=1,dp=2", "tp=2,dp=2", "pp=2", "tp=2,pp=2", "pp=2,cp=2", "cp=4")

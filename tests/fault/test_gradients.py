@@ -6,7 +6,15 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tests.checkpoints import assert_same_tensors, tensors_of
-from tests.commands.program import here, make_model, on_ranks, read_rows, refusal, write_recipe, write_rows
+from tests.commands.program import (
+    here,
+    make_model,
+    on_ranks,
+    read_rows,
+    refusal,
+    write_recipe,
+    write_rows,
+)
 
 
 @pytest.fixture

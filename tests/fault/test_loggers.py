@@ -7,7 +7,15 @@ from pathlib import Path
 import pytest
 
 from dovetail.run.loggers import grouped
-from tests.commands.program import here, on_ranks, program, read_rows, refusal, write_recipe, write_rows
+from tests.commands.program import (
+    here,
+    on_ranks,
+    program,
+    read_rows,
+    refusal,
+    write_recipe,
+    write_rows,
+)
 
 FAILING = "def init(**options):\n    raise RuntimeError('no network')\n"
 HANGING = "import time\ndef init(**options):\n    time.sleep(1000)\n"

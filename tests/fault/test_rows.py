@@ -7,7 +7,15 @@ from typing import Any
 
 import pytest
 
-from tests.commands.program import here, make_model, read_rows, refusal, refused_on, write_recipe, write_rows
+from tests.commands.program import (
+    here,
+    make_model,
+    read_rows,
+    refusal,
+    refused_on,
+    write_recipe,
+    write_rows,
+)
 
 GOOD = {"input_ids": [1, 2], "prompt": "a", "completion": "b", "answer": 1}
 

@@ -16,7 +16,17 @@ from dovetail.checkpoint.reader import ShardedReader
 from dovetail.launch.progress import Phase
 from dovetail.system import children_of
 from tests.commands.program import read_rows
-from tests.fault.processes import AT_REST, AT_WORK, GRADER, SECONDS, all_gone, ranks_of, rl_run, state_of, waited
+from tests.fault.processes import (
+    AT_REST,
+    AT_WORK,
+    GRADER,
+    SECONDS,
+    all_gone,
+    ranks_of,
+    rl_run,
+    state_of,
+    waited,
+)
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="ranks are found by /proc")
 

@@ -9,7 +9,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.golden.bodies import closed_after_failure, critic_weights, held_out_loss, one_update, plain_gspo, record
+from tests.golden.bodies import (
+    closed_after_failure,
+    critic_weights,
+    held_out_loss,
+    one_update,
+    plain_gspo,
+    record,
+)
 from tests.golden.job import MODEL, RL_ROWS, SFT_ROWS, play, rl, sft, write_inputs
 from tests.harness import RankFailed, run
 from tests.tolerances import CURVE_FP32, MODEL_FP32, SAME_POLICY_FP32

@@ -16,6 +16,7 @@ from dovetail.batch.packed import PackedBatch
 from dovetail.kernels import logprob_triton, quack_head, reference
 from dovetail.kernels.registry import kernels_for
 from dovetail.nn.heads import VocabShard, combine, fused_loss, fused_token_stats
+from dovetail.nn.products import Products
 from dovetail.parallel.mesh import Axis
 from tests.tolerances import HEAD_LOGPROB, OP_BF16, OP_FP32, assert_close, max_abs
 from tests.unit.head_memory import Policy
@@ -57,7 +58,7 @@ def made(
     x = torch.randn(len(batch), width, device="cuda", generator=draw).to(torch.bfloat16).requires_grad_()
     weight = torch.randn(vocab, width, device="cuda", generator=draw).mul_(1.2 * width**-0.5)  # logits of deviation 1.2
     kernels = replace(kernels_for(x.device), head_chunk=chunk)
-    return x, VocabShard(weight.to(torch.bfloat16).requires_grad_(), 0, Axis("tp"), kernels), batch
+    return x, VocabShard(weight.to(torch.bfloat16).requires_grad_(), 0, Axis("tp"), Products(kernels)), batch
 
 
 def exact(x: Tensor, shard: VocabShard, batch: PackedBatch) -> TokenStats:

@@ -13,10 +13,11 @@ from torch.utils.checkpoint import checkpoint
 from dovetail.arch.registry import spec_from_config
 from dovetail.kernels import cuda, quack
 from dovetail.kernels.reference import wide
-from dovetail.kernels.registry import KernelSet, kernels_for, mixture_of_experts
+from dovetail.kernels.registry import KernelSet, kernels_for
 from dovetail.nn.activation_checkpoint import Recompute, options
 from dovetail.nn.layers import GradAccumulator, Linear, WgradQueue
 from dovetail.nn.mlp import GatedMLP
+from dovetail.nn.products import Products
 from dovetail.parallel.mesh import Mesh
 from tests.gpu.test_block import poison
 from tests.gpu.test_head import no_waiting
@@ -306,18 +307,17 @@ def test_a_mixture_equals_the_plain_one(tokens: int) -> None:
     for kernels in (plain, fused, fused):
         poison()
         leaves = [each.detach().requires_grad_() for each in (x, weights, gate_up, down)]
-        y = mixture_of_experts(kernels, leaves[0], chosen, leaves[1], (leaves[2], leaves[3]), copies)
+        y = Products(kernels).mixture_of_experts(leaves[0], chosen, leaves[1], (leaves[2], leaves[3]), copies)
         found.append([y, *torch.autograd.grad(y, leaves, up)])
     with torch.no_grad():
-        assert torch.equal(mixture_of_experts(fused, x, chosen, weights, (gate_up, down), copies), found[1][0])
+        assert torch.equal(Products(fused).mixture_of_experts(x, chosen, weights, (gate_up, down), copies), found[1][0])
     sums = []
     for kernels, dtype, handed in ((KernelSet(), torch.float64, True), (fused, x.dtype, False), (fused, x.dtype, True)):
         held = Held(gate_up.to(dtype), down.to(dtype))
         for turn in range(2):
             scale, dy = weights.to(x.dtype).to(wide(dtype)), drawn(tokens, width, seed=5 + turn).to(dtype)
-            y = mixture_of_experts(
-                kernels, x.to(dtype), chosen, scale, held.both(), copies, held.defer_wgrad if handed else None
-            )
+            add = held.defer_wgrad if handed else None
+            y = Products(kernels).mixture_of_experts(x.to(dtype), chosen, scale, held.both(), copies, add)
             y.backward(dy)
         sums.append(held.sums())
     for name, want in sums[0].items():

@@ -36,7 +36,19 @@ from dovetail.parallel.layout import Layout
 from dovetail.parallel.mesh import Mesh
 from tests.harness import run
 from tests.hf.families import IMAGE, TEXT, WORDS, _make
-from tests.hf.sights import CLIP, SMALL, STILL, TALL, WIDE, Rows, alone, logits_of, save_sighted, sights, tiny_sighted
+from tests.hf.sights import (
+    CLIP,
+    SMALL,
+    STILL,
+    TALL,
+    WIDE,
+    Rows,
+    alone,
+    logits_of,
+    save_sighted,
+    sights,
+    tiny_sighted,
+)
 from tests.hf.test_parity import check, figures
 from tests.parity.configs import VOCAB, tiny_model
 from tests.parity.reference import objective, write_outputs

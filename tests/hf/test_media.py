@@ -10,7 +10,18 @@ from PIL import Image
 
 from dovetail.parallel.layout import Layout
 from tests.commands.program import here, on_ranks, read_rows, refusal, write_rows
-from tests.hf.eyes import FAMILIES, MIXTURES, SEEN, Peer, base64_of, encoded, picture, said, save_seeing, user
+from tests.hf.eyes import (
+    FAMILIES,
+    MIXTURES,
+    SEEN,
+    Peer,
+    base64_of,
+    encoded,
+    picture,
+    said,
+    save_seeing,
+    user,
+)
 from tests.tolerances import MODEL_FP32
 
 TALL, WIDE, SMALL = picture(37, 14, 1), picture(9, 33, 2), picture(8, 8, 3)

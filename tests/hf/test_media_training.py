@@ -8,7 +8,17 @@ import torch
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
 
 from tests.commands.program import here, on_ranks, read_rows, refusal, write_recipe, write_rows
-from tests.hf.eyes import IMAGE_ID, SEEN, TOKENS, VIDEO_ID, base64_of, encoded, picture, save_seeing, user
+from tests.hf.eyes import (
+    IMAGE_ID,
+    SEEN,
+    TOKENS,
+    VIDEO_ID,
+    base64_of,
+    encoded,
+    picture,
+    save_seeing,
+    user,
+)
 from tests.tolerances import CURVE_FP32, RL_LOSS_FP32
 
 REWARD = """

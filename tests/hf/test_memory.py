@@ -13,7 +13,14 @@ from dovetail.batch.packed import PackedBatch
 from dovetail.factory.engine import EngineOptions, from_pretrained
 from dovetail.hf.transformers_model import make_model
 from dovetail.parallel.layout import Layout
-from tests.distributed.test_weights_memory import LARGE, M_MMAP_THRESHOLD, MIB, PEAKS, resident, write_large
+from tests.distributed.test_weights_memory import (
+    LARGE,
+    M_MMAP_THRESHOLD,
+    MIB,
+    PEAKS,
+    resident,
+    write_large,
+)
 from tests.harness import run
 from tests.hf.families import TEXT, _make
 from tests.parity.configs import tiny_model

@@ -29,9 +29,23 @@ from dovetail.parallel.mesh import Mesh
 from tests.harness import run
 from tests.hf.families import TEXT, _make
 from tests.parity.configs import tiny, tiny_model
-from tests.parity.reference import GRAD, make_batch, objective, read_reference, value_objective, write_outputs
+from tests.parity.reference import (
+    GRAD,
+    make_batch,
+    objective,
+    read_reference,
+    value_objective,
+    write_outputs,
+)
 from tests.probe import PROBE, gradients
-from tests.tolerances import GRAD_RATIO_FP32, MODEL_FP32, STEP_BF16, max_abs, worst_error, worst_ratio
+from tests.tolerances import (
+    GRAD_RATIO_FP32,
+    MODEL_FP32,
+    STEP_BF16,
+    max_abs,
+    worst_error,
+    worst_ratio,
+)
 
 BUDGET = 80
 ODD = {"intermediate_size": 21, "num_experts": 4, "num_experts_per_tok": 2}

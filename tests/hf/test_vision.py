@@ -21,7 +21,18 @@ from tests.checkpoints import assert_same_tensors, tensors_of
 from tests.commands.program import here, on_ranks
 from tests.harness import run
 from tests.hf.families import VISION
-from tests.hf.sights import CLIP, SMALL, TALL, TEXT, WIDE, alone, logits_of, sights, tiny_sighted, write_sights
+from tests.hf.sights import (
+    CLIP,
+    SMALL,
+    TALL,
+    TEXT,
+    WIDE,
+    alone,
+    logits_of,
+    sights,
+    tiny_sighted,
+    write_sights,
+)
 from tests.hf.test_parity import check, figures
 from tests.parity.reference import objective, read_reference
 from tests.probe import PROBE, gradients

@@ -14,7 +14,14 @@ from dovetail.engine.native import Engine
 from dovetail.factory.engine import EngineOptions, from_pretrained
 from dovetail.optim.optimizer import Shard
 from dovetail.parallel.layout import Layout
-from tests.parity.reference import LENGTHS, Separable, make_batch, objective, read_reference, value_objective
+from tests.parity.reference import (
+    LENGTHS,
+    Separable,
+    make_batch,
+    objective,
+    read_reference,
+    value_objective,
+)
 from tests.probe import PROBE, gradients
 from tests.tolerances import max_abs, worst_error, worst_ratio
 

@@ -22,7 +22,13 @@ from dovetail.rollout.remote.vllm import Vllm
 from tests.hf.families import END, IMAGE, START
 from tests.hf.sights import SMALL, TALL, WIDE, layout_of, media_of
 from tests.hf.test_media_torchvision import save_watching, torchvision_works
-from tests.remote.test_vllm import CPU, PYTHON, VersionPusher, free_port, process_group as process_group
+from tests.remote.test_vllm import (
+    CPU,
+    PYTHON,
+    VersionPusher,
+    free_port,
+    process_group as process_group,
+)
 from tests.tolerances import ENGINE_LOGPROB
 
 pytestmark = [

@@ -18,6 +18,7 @@ from dovetail.batch.loss import Loss, TokenStats
 from dovetail.batch.packed import PackedBatch
 from dovetail.kernels.registry import KernelSet
 from dovetail.nn.heads import VocabShard, fused_loss
+from dovetail.nn.products import Products
 from dovetail.parallel.mesh import Axis
 
 WIDTH = 16
@@ -70,7 +71,7 @@ def measure(tokens: int, vocab: int) -> dict[str, Any]:
     torch.mm(x.detach()[:8], weight.detach()[:8].T)  # what the first product loads is not the head's
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with Storages(x, weight, batch.targets, batch.fields["advantage"]) as seen:
-        fused_loss(x, VocabShard(weight, 0, Axis("tp"), KernelSet()), batch, Policy()).total.backward()
+        fused_loss(x, VocabShard(weight, 0, Axis("tp"), Products(KernelSet())), batch, Policy()).total.backward()
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
     return {"tensors": seen.peak, "resident": grown, "dx": x.nbytes, "dw": weight.nbytes}
 

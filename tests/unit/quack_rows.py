@@ -16,7 +16,8 @@ from torch import Tensor
 
 from dovetail.kernels import moe_triton
 from dovetail.kernels.quack_moe import mixture
-from dovetail.kernels.registry import KernelSet, mixture_of_experts
+from dovetail.kernels.registry import KernelSet
+from dovetail.nn.products import Products
 from tests.unit.held import Held
 
 WIDTH, FEATURES = 64, 24
@@ -112,7 +113,7 @@ TRITON = KernelSet(permute=moe_triton.permute, unpermute=moe_triton.unpermute)
 
 def computed(*args: Any, products: SimpleNamespace = PLAIN) -> Tensor:
     """By these products, or without rows by triton's kernels."""
-    return mixture_of_experts(replace(TRITON, mixture=partial(mixture, products=products)), *args)
+    return Products(replace(TRITON, mixture=partial(mixture, products=products))).mixture_of_experts(*args)
 
 
 def error(found: Tensor, exact: Tensor) -> float:
@@ -141,7 +142,7 @@ def compared(tokens: int, copies: int, experts: int, *, nowhere: bool, dtype: to
         leaves = {k: (x.double() if wide else x).detach().requires_grad_() for k, x in inputs.items()}
         x, weights, gate_up, down = leaves.values()
         if wide:
-            y = mixture_of_experts(KernelSet(), x, chosen, weights.to(dtype).double(), (gate_up, down), somewhere)
+            y = Products(KernelSet()).mixture_of_experts(x, chosen, weights.to(dtype).double(), (gate_up, down), somewhere)
         else:
             y = computed(x, chosen, weights, (gate_up, down), somewhere)
         grads = torch.autograd.grad(y, tuple(leaves.values()), up.to(y.dtype))

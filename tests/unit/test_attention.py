@@ -15,7 +15,14 @@ from dovetail.batch.packed import cumulative
 from dovetail.kernels import cuda, cudnn, fa4, reference
 from dovetail.kernels.reference import QUERY_BLOCK, Spans
 from dovetail.kernels.registry import kernels_for
-from tests.tolerances import GRADCHECK, OP_BF16, OP_FP64, assert_all_close, assert_close, tensor_error
+from tests.tolerances import (
+    GRADCHECK,
+    OP_BF16,
+    OP_FP64,
+    assert_all_close,
+    assert_close,
+    tensor_error,
+)
 from tests.unit.fa4_stand_in import installed
 
 C = 4

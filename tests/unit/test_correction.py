@@ -21,7 +21,15 @@ from dovetail.rl.experience import pack_samples, sample_row
 from dovetail.rl.losses import Aggregation, PolicyLoss, weight_fields
 from dovetail.rl.tasks import RLTask
 from tests.tolerances import OP_FP32, SUM_ORDER, assert_close
-from tests.unit.test_losses import F64, LENGTHS, MASKS, clip_formula, counted, full_batch, random_stats
+from tests.unit.test_losses import (
+    F64,
+    LENGTHS,
+    MASKS,
+    clip_formula,
+    counted,
+    full_batch,
+    random_stats,
+)
 from tests.unit.test_tasks import SAMPLES, dynamic, pretended_ppo, recipe_of
 
 Ratio = Literal["token", "sequence", "geometric"]

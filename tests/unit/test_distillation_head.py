@@ -15,6 +15,7 @@ from dovetail.kernels.divergence import Kind
 from dovetail.kernels.registry import KernelSet
 from dovetail.nn.distillation import ROW, DistillStats, TeacherStates
 from dovetail.nn.heads import VocabShard
+from dovetail.nn.products import Products
 from dovetail.parallel.mesh import Axis
 from dovetail.rl.distillation import DistillationLoss, SampledReverseKL
 from tests.forked import output_of
@@ -51,7 +52,7 @@ def made(chunk: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, VocabS
 
     x, weight = normal(len(counted), WIDTH).requires_grad_(), normal(VOCAB, WIDTH).requires_grad_()
     teacher = TeacherStates(normal(len(batch), TEACHER_WIDTH), normal(VOCAB, TEACHER_WIDTH))
-    return x, VocabShard(weight, 0, Axis("tp"), KernelSet(head_chunk=chunk)), counted, teacher
+    return x, VocabShard(weight, 0, Axis("tp"), Products(KernelSet(head_chunk=chunk))), counted, teacher
 
 
 def whole(x: Tensor, weight: Tensor, batch: PackedBatch, loss: DistillationLoss) -> Loss:
@@ -130,7 +131,7 @@ def test_values_and_gradients_are_those_of_trl(name: str, dtype: torch.dtype, tr
         (labels >= 0).nonzero()[:, 0]
     )
     loss = DistillationLoss(teacher=teacher, **keys)
-    found = loss.in_head(x[labels >= 0], VocabShard(eye, 0, Axis("tp"), KernelSet(head_chunk=3)), counted, loss)
+    found = loss.in_head(x[labels >= 0], VocabShard(eye, 0, Axis("tp"), Products(KernelSet(head_chunk=3))), counted, loss)
     mean = found.total / found.count
     tolerance = SUM_ORDER if dtype == torch.float64 else OP_FP32
     assert_close(mean.detach().double(), torch.tensor(trl[name]["loss"], dtype=torch.float64), tolerance)

@@ -12,6 +12,7 @@ from dovetail.batch.loss import Loss, Sum, TokenStats
 from dovetail.batch.packed import PackedBatch
 from dovetail.kernels.registry import KernelSet
 from dovetail.nn.heads import VocabShard, fused_loss, fused_token_stats
+from dovetail.nn.products import Products
 from dovetail.parallel.mesh import Axis
 from tests.tolerances import OP_BF16, SUM_ORDER, assert_close, tensor_error
 
@@ -59,7 +60,7 @@ def made(head_chunk: int, *, temperature: bool = True) -> tuple[Tensor, VocabSha
     counted = counted.compact(counted.mask.nonzero()[:, 0])
     x = torch.randn(len(counted), WIDTH, generator=draw, dtype=torch.float64).requires_grad_()
     weight = torch.randn(VOCAB, WIDTH, generator=draw, dtype=torch.float64).requires_grad_()
-    return x, VocabShard(weight, 0, Axis("tp"), KernelSet(head_chunk=head_chunk)), counted
+    return x, VocabShard(weight, 0, Axis("tp"), Products(KernelSet(head_chunk=head_chunk))), counted
 
 
 def whole(x: Tensor, shard: VocabShard, batch: PackedBatch, loss: Callable[..., Loss]) -> Loss:
@@ -127,7 +128,7 @@ def test_scoring_equals_whole_logits_and_keeps_no_graph() -> None:
         assert not a.requires_grad
 
 
-class Products(TorchDispatchMode):
+class CountedProducts(TorchDispatchMode):
     """Counts matrix products."""
 
     def __init__(self) -> None:
@@ -154,7 +155,7 @@ def test_products_per_chunk(loss: Any, forward_only: bool, a_chunk: int) -> None
     chunk = 4
     x, shard, batch = made(chunk)
     chunks = -(-len(batch) // chunk)
-    with Products() as seen:
+    with CountedProducts() as seen:
         if loss is None:
             fused_token_stats(x, shard, batch)
         elif forward_only:
@@ -178,7 +179,7 @@ def test_half_precision_weights_sum_their_gradient_in_float32() -> None:
         seen.update([stats.logprob.dtype, stats.entropy.dtype, batch.fields["weight"].dtype])
         return only_logprob(stats, batch)
 
-    fused_loss(x, VocabShard(weight, 0, Axis("tp"), KernelSet(head_chunk=1)), batch, loss).total.backward()
+    fused_loss(x, VocabShard(weight, 0, Axis("tp"), Products(KernelSet(head_chunk=1))), batch, loss).total.backward()
     assert seen == {torch.float32}
     assert weight.grad is not None
     assert_close(weight.grad[0].to(torch.float32), torch.full((WIDTH,), -n * 0.5 * (1 - 1 / VOCAB)), OP_BF16)

@@ -159,7 +159,7 @@ def test_a_pipeline_s_products_are_plain(monkeypatch: pytest.MonkeyPatch, stages
     mesh = replace(solo, layout=layout, axes={**solo.axes, "pp": Axis("pp", stages, 0)})
     decoder = make_decoder(spec_from_config(tiny_configs()["llama"].to_dict()), mesh, torch.float32)
     mlps = [part for part in decoder.modules() if isinstance(part, GatedMLP)]
-    assert mlps and all((mlp.kernels.gated is None) == (stages > 1) for mlp in mlps)
+    assert mlps and all((mlp.gate_up_proj.products.gated is None) == (stages > 1) for mlp in mlps)
 
 
 @pytest.mark.parametrize(
@@ -216,7 +216,7 @@ def test_a_sampler_s_products_are_plain() -> None:
     spec = spec_from_config(tiny_configs()["llama"].to_dict())
     sampler = NativeSampler(spec, Mesh.solo(), everywhere(), torch.float64)
     mlps = [part for part in sampler.model.modules() if isinstance(part, GatedMLP)]
-    assert mlps and all(mlp.kernels.gated is None for mlp in mlps)
+    assert mlps and all(mlp.gate_up_proj.products.gated is None for mlp in mlps)
 
 
 def test_who_gates(monkeypatch: pytest.MonkeyPatch) -> None:

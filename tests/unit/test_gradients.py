@@ -18,12 +18,12 @@ from dovetail.nn.layers import (
     ColumnLinear,
     GradAccumulator,
     Linear,
-    LinearProducts,
     ReplicatedLinear,
     RowLinear,
     VocabEmbedding,
     WgradQueue,
 )
+from dovetail.nn.products import Products
 from dovetail.nn.tiling import Tiled
 from dovetail.parallel.mesh import Axis, Mesh
 from tests.tolerances import OP_BF16, OP_FP32, SUM_ORDER, assert_close, tensor_error
@@ -174,7 +174,7 @@ def head(table: VocabEmbedding, rows: int) -> tuple[Tensor, VocabShard, PackedBa
     batch = PackedBatch.pack([[3, 1, 4, 0, 2], [2, 2, 0]], dtype=torch.float64)
     counted = batch.compact(batch.mask.nonzero()[:, 0])
     x = torch.randn(len(counted), 4, generator=torch.Generator().manual_seed(3), dtype=torch.float64).requires_grad_()
-    return x, VocabShard(table.weight[:rows], 0, Axis("tp"), KernelSet(head_chunk=4), table), counted
+    return x, VocabShard(table.weight[:rows], 0, Axis("tp"), Products(KernelSet(head_chunk=4)), table), counted
 
 
 def surprise(stats: TokenStats, batch: PackedBatch) -> Loss:
@@ -268,7 +268,7 @@ def test_tiles_add_theirs(family: str) -> None:
 
 def test_what_only_the_forward_pass_needs_is_freed() -> None:
     """A fused product writes a second output into memory that its closure holds."""
-    made, kernels = layer("without bias"), KernelSet()
+    made = layer("without bias")
     (x, dy), *_ = micros()
     second = torch.empty(3)
     held = ref(second)
@@ -276,8 +276,7 @@ def test_what_only_the_forward_pass_needs_is_freed() -> None:
     def forward(x: Tensor, weight: Tensor, _: Tensor | None, out: Tensor = second) -> Tensor:
         return x @ weight.T + 0 * len(out)
 
-    fused = LinearProducts(forward, torch.matmul, kernels.add_weight_grad_)
-    y = made.product(x.requires_grad_(), None, None, fused)
-    del second, fused, forward
+    y = made.fused_product(x.requires_grad_(), None, forward, made.products)
+    del second, forward
     assert held() is None
     y.backward(dy)

@@ -10,7 +10,14 @@ import torch.distributed as dist
 from dovetail.parallel.layout import Layout
 from dovetail.parallel.mesh import Mesh
 from tests.harness import RankFailed, distributed, run, worker_ids
-from tests.tolerances import EXACT, SUM_ORDER, assert_all_close, assert_close, tensor_error, worst_ratio
+from tests.tolerances import (
+    EXACT,
+    SUM_ORDER,
+    assert_all_close,
+    assert_close,
+    tensor_error,
+    worst_ratio,
+)
 
 
 def sum_of_ranks(offset: int) -> tuple[int, int, torch.Tensor]:

@@ -28,7 +28,15 @@ from dovetail.parallel.consensus import refuse_different
 from dovetail.parallel.layout import Layout
 from dovetail.parallel.mesh import Mesh
 from dovetail.run import lock
-from tests.commands.program import Ended, _as_rank, here, make_model, refusal, write_recipe, write_rows
+from tests.commands.program import (
+    Ended,
+    _as_rank,
+    here,
+    make_model,
+    refusal,
+    write_recipe,
+    write_rows,
+)
 from tests.fault.processes import all_gone, waited
 from tests.harness import run
 

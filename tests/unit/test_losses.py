@@ -13,7 +13,15 @@ from dovetail.batch.loss import Loss, LossFn, TokenStats
 from dovetail.batch.packed import PackedBatch, Sequence
 from dovetail.errors import ConfigError
 from dovetail.nn.heads import is_separable
-from dovetail.rl.losses import Aggregation, KLEstimator, PolicyLoss, SFTLoss, ValueLoss, kl_estimate, weight_fields
+from dovetail.rl.losses import (
+    Aggregation,
+    KLEstimator,
+    PolicyLoss,
+    SFTLoss,
+    ValueLoss,
+    kl_estimate,
+    weight_fields,
+)
 from tests.tolerances import EXACT, GRADCHECK, SUM_ORDER, assert_close
 
 F64 = torch.float64

@@ -16,7 +16,18 @@ from dovetail.data.media import MediaLocator, MediaRef, Picture
 from dovetail.data.processor import AHEAD, FileMedia, MediaCache, Processor
 from dovetail.errors import DataError
 from dovetail.run.state import rows_fingerprint
-from tests.hf.eyes import IMAGE_ID, SEEN, VIDEO_ID, VOCAB, base64_of, encoded, picture, said, seeing_tokenizer, user
+from tests.hf.eyes import (
+    IMAGE_ID,
+    SEEN,
+    VIDEO_ID,
+    VOCAB,
+    base64_of,
+    encoded,
+    picture,
+    said,
+    seeing_tokenizer,
+    user,
+)
 
 LIMITS = Limits(VOCAB)
 TOKENIZER = seeing_tokenizer()

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from dovetail.arch.registry import spec_from_config
 from dovetail.kernels.reference import permute, permute_tokens, round_rows, unpermute
-from dovetail.kernels.registry import KernelSet, mixture_of_experts
+from dovetail.kernels.registry import KernelSet
 from dovetail.nn.layers import WgradQueue
 from dovetail.nn.moe import Experts
+from dovetail.nn.products import Products
 from dovetail.parallel.mesh import Axis, Mesh
 from dovetail.parallel.overlap import interleave, run_sync
 from tests.parity.configs import moe_configs
@@ -111,7 +112,7 @@ def test_a_mixture_is_the_weighted_sum_of_the_experts_that_are_there(name: str) 
     expected_grads = torch.autograd.grad(expected, leaves, up, allow_unused=True)
     x, *others = leaves
     for given in (copies, None) if name == "all" else (copies,):
-        y = mixture_of_experts(KernelSet(), x, chosen, others[0], (others[1], others[2]), given)
+        y = Products(KernelSet()).mixture_of_experts(x, chosen, others[0], (others[1], others[2]), given)
         assert_close(y, expected, OP_FP64)
         for a, b in zip(torch.autograd.grad(y, leaves, up), expected_grads, strict=True):
             assert_close(a, torch.zeros_like(a) if b is None else b, OP_FP64)
@@ -225,7 +226,7 @@ def test_experts_over_ranks_are_those_of_one(name: str, skewed: bool) -> None:
 
 def handing(x: Tensor, chosen: Tensor, weights: Tensor, experts: Any, copies: Any, add: Any) -> Tensor:
     def compute(x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-        return mixture_of_experts(KernelSet(), x, chosen, weights, (gate_up, down), copies)
+        return Products(KernelSet()).mixture_of_experts(x, chosen, weights, (gate_up, down), copies)
 
     y: Tensor = HandingOver.apply(x, weights, *experts, compute, (add, plain_add_))
     return y
@@ -262,7 +263,7 @@ def test_gradients_that_are_handed_over_come_beside_the_last_exchange(halves: in
         EVENTS.seen = []
         experts = experts_of(room, rank, count, top)
         experts.wgrad_queue = WgradQueue()
-        experts.kernels = replace(KernelSet(), mixture=handing)
+        experts.products = Products(replace(KernelSet(), mixture=handing))
         mine = [whole.chunk(size)[rank].chunk(halves) for whole in (x, chosen, weights)]
         leaves = [(a.clone().requires_grad_(), b, c.clone().requires_grad_()) for a, b, c in zip(*mine, strict=True)]
         y = torch.cat(interleave([experts.forward_async(*one) for one in leaves]))

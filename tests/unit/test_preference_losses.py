@@ -12,10 +12,26 @@ from dovetail.batch.loss import Loss, TokenStats
 from dovetail.batch.packed import PackedBatch, Sequence
 from dovetail.errors import ConfigError, DataError
 from dovetail.nn.heads import is_separable
-from dovetail.rl.preference_losses import CPOLoss, DPOLoss, KTOLoss, ORPOLoss, RewardLoss, last_tokens, nll_fields
+from dovetail.rl.preference_losses import (
+    CPOLoss,
+    DPOLoss,
+    KTOLoss,
+    ORPOLoss,
+    RewardLoss,
+    last_tokens,
+    nll_fields,
+)
 from tests.tolerances import OP_FP32, SUM_ORDER, assert_close
 from tests.unit.of_trl import of_trl
-from tests.unit.preference_numbers import CHOSEN, KL, LABELS, PROMPTS, REJECTED, TRL_PREFERENCES, random_logits
+from tests.unit.preference_numbers import (
+    CHOSEN,
+    KL,
+    LABELS,
+    PROMPTS,
+    REJECTED,
+    TRL_PREFERENCES,
+    random_logits,
+)
 from tests.unit.test_losses import counted
 
 F64 = torch.float64

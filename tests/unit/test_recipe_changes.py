@@ -25,7 +25,15 @@ from dovetail.run.paths import FinishedError, changed
 from dovetail.run.resume import Resumed, find, refuse
 from dovetail.run.state import CHUNK, RunState, model_fingerprint, random_state, sampled_fingerprint
 from dovetail.weights.safe_paths import MANIFEST
-from tests.commands.program import here, make_model, on_ranks, read_rows, refusal, write_recipe, write_rows
+from tests.commands.program import (
+    here,
+    make_model,
+    on_ranks,
+    read_rows,
+    refusal,
+    write_recipe,
+    write_rows,
+)
 from tests.fault.training_checkpoint import state_of
 from tests.golden.job import _merged as merged
 from tests.harness import run

@@ -12,7 +12,14 @@ from typing import Any
 import pytest
 
 from dovetail.errors import DataError
-from dovetail.rewards.runner import FIRST_SAMPLES, CallLimits, RewardInput, RewardResult, RewardRunner, count_errors
+from dovetail.rewards.runner import (
+    FIRST_SAMPLES,
+    CallLimits,
+    RewardInput,
+    RewardResult,
+    RewardRunner,
+    count_errors,
+)
 from dovetail.rl.reward_manager import RewardManager
 from tests.fault.processes import all_gone, is_alive
 

@@ -11,7 +11,13 @@ import pytest
 
 from dovetail.errors import ConfigError
 from dovetail.jsonl import json_line
-from dovetail.rewards.built_in import final_number, format_match, number_only, numbers, numeric_match
+from dovetail.rewards.built_in import (
+    final_number,
+    format_match,
+    number_only,
+    numbers,
+    numeric_match,
+)
 from dovetail.rewards.runner import CallLimits, RewardInput, RewardResult, RewardRunner
 
 HANG = 2.0  # seconds that a reward may take; any but the one that hangs takes none, on a busy machine, too

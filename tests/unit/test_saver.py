@@ -13,14 +13,28 @@ import pytest
 import torch.distributed as dist
 
 from dovetail.checkpoint.reader import ShardedReader
-from dovetail.checkpoint.retention import Retention, SavedStep, clear_debris, open_newest, saved_steps
+from dovetail.checkpoint.retention import (
+    Retention,
+    SavedStep,
+    clear_debris,
+    open_newest,
+    saved_steps,
+)
 from dovetail.checkpoint.writer import Saver
 from dovetail.errors import CheckpointError, DataError
 from dovetail.parallel.mesh import Axis, Mesh
 from dovetail.rl.step_metrics import Row
 from dovetail.rl.tasks import SupervisedTask
 from dovetail.weights.safetensors import TensorFileWriter
-from tests.commands.program import Ended, here, make_model, read_rows, refusal, write_recipe, write_rows
+from tests.commands.program import (
+    Ended,
+    here,
+    make_model,
+    read_rows,
+    refusal,
+    write_recipe,
+    write_rows,
+)
 from tests.fault.saves import NAMES, SIDES, export_of, made_of, order_of
 from tests.fault.training_checkpoint import state_of
 

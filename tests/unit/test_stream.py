@@ -24,7 +24,14 @@ from dovetail.rl.tasks import RLTask, step_rows
 from dovetail.rollout.base import SamplingParams
 from dovetail.rollout.remote.wire import Request
 from tests.checkpoints import assert_same_tensors, tensors_of
-from tests.commands.program import _as_rank, _captured, make_model, read_rows, write_recipe, write_rows
+from tests.commands.program import (
+    _as_rank,
+    _captured,
+    make_model,
+    read_rows,
+    write_recipe,
+    write_rows,
+)
 from tests.harness import run
 from tests.remote.model_engine import ModelEngine
 

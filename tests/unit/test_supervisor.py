@@ -17,7 +17,15 @@ import pytest
 import torch
 
 from dovetail.launch.hang import Frame, RankStatus, Stack, main_stack, suspects
-from dovetail.launch.progress import LIMITS, PHASES, Phase, Progress, State, calling_every, read_state
+from dovetail.launch.progress import (
+    LIMITS,
+    PHASES,
+    Phase,
+    Progress,
+    State,
+    calling_every,
+    read_state,
+)
 from dovetail.launch.supervisor import PORTS
 from dovetail.parallel.collectives import Handle
 from tests.fault.processes import SECONDS, is_alive, waited

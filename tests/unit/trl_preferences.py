@@ -16,7 +16,15 @@ from trl import DPOTrainer, KTOTrainer, RewardTrainer
 from trl.experimental.cpo import CPOTrainer
 from trl.experimental.orpo import ORPOTrainer
 
-from tests.unit.preference_numbers import CHOSEN, KL, LABELS, PROMPTS, REJECTED, TRL_PREFERENCES, random_logits
+from tests.unit.preference_numbers import (
+    CHOSEN,
+    KL,
+    LABELS,
+    PROMPTS,
+    REJECTED,
+    TRL_PREFERENCES,
+    random_logits,
+)
 
 IGNORED = -100
 ACCELERATOR = SimpleNamespace(

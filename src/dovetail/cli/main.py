@@ -15,11 +15,33 @@ from typing import NoReturn, Self
 
 from dovetail.cli.arguments import ON_RANKS, layout_of, parse, recipe_of, supervision_of
 from dovetail.cli.header import header
-from dovetail.errors import ConfigError, MachineError, SecondaryFailure, UserError, exit_line, one_line, short_lines
+from dovetail.errors import (
+    ConfigError,
+    MachineError,
+    SecondaryFailure,
+    UserError,
+    exit_line,
+    one_line,
+    short_lines,
+)
 from dovetail.launch.hosts import Store
-from dovetail.launch.process import MAX_CAUSE, limit_behind, open_closed_streams, python_module, tell
+from dovetail.launch.process import (
+    MAX_CAUSE,
+    limit_behind,
+    open_closed_streams,
+    python_module,
+    tell,
+)
 from dovetail.launch.progress import collective_timeout
-from dovetail.launch.rank import DEFECT, INTERRUPTED, USER_ERROR, RankProcess, StopHandler, is_first_rank, ranks_given
+from dovetail.launch.rank import (
+    DEFECT,
+    INTERRUPTED,
+    USER_ERROR,
+    RankProcess,
+    StopHandler,
+    is_first_rank,
+    ranks_given,
+)
 from dovetail.launch.supervisor import run_ranks
 
 COMPILING = r"Argument aux_data .* cannot be converted to a JitArgument"  # FlashAttention-4, for every kernel

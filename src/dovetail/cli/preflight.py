@@ -17,7 +17,13 @@ from dovetail.arch.registry import FAMILIES, choose_spec
 from dovetail.arch.spec import ArchSpec
 from dovetail.arch.transformers_spec import AnySpec
 from dovetail.cli.arguments import recipe_of
-from dovetail.cli.header import MOMENT_BYTES, TRAINED_BYTES, chosen_device, count_parameters, visible_gpus
+from dovetail.cli.header import (
+    MOMENT_BYTES,
+    TRAINED_BYTES,
+    chosen_device,
+    count_parameters,
+    visible_gpus,
+)
 from dovetail.data.paths import data_files, hub_source
 from dovetail.errors import CheckpointError, ConfigError, LayoutError, UserError, listing
 from dovetail.factory.engines import connect

@@ -36,7 +36,12 @@ from dovetail.parallel.consensus import agreed
 from dovetail.parallel.layout import Layout
 from dovetail.parallel.mesh import TIMEOUT, Mesh
 from dovetail.parallel.placement import as_index
-from dovetail.parallel.process_group import ensure_process_group, num_ranks, num_ranks_here, pick_device
+from dovetail.parallel.process_group import (
+    ensure_process_group,
+    num_ranks,
+    num_ranks_here,
+    pick_device,
+)
 from dovetail.pipeline.partition import partition
 from dovetail.rollout.base import Completion, Prompt, Sampler, SamplingParams
 from dovetail.weights.hf_directory import (

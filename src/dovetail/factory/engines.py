@@ -13,7 +13,13 @@ from dovetail.rollout.remote.fleet import Replica, Wire
 from dovetail.rollout.remote.http import Client, EngineError
 from dovetail.rollout.remote.sglang import Sglang
 from dovetail.rollout.remote.vllm import DEV_MODE, SLEEP, STARTS, Native, Vllm
-from dovetail.rollout.remote.wire import KEEPS_PIXELS, RETURNS_ROUTES, SLEEP_MODE, check_log_probs, fitting_log_probs
+from dovetail.rollout.remote.wire import (
+    KEEPS_PIXELS,
+    RETURNS_ROUTES,
+    SLEEP_MODE,
+    check_log_probs,
+    fitting_log_probs,
+)
 from dovetail.weights.config_file import CONFIG, pinned, read_config
 
 if TYPE_CHECKING:

@@ -14,7 +14,14 @@ from dovetail.engine.native import Engine
 from dovetail.engine.teacher import Teacher
 from dovetail.errors import ConfigError
 from dovetail.factory.engine import compile_kernels, make_engine
-from dovetail.factory.functions import advantage, fields_of, policy_loss, preference_loss, same_keys, sft_loss
+from dovetail.factory.functions import (
+    advantage,
+    fields_of,
+    policy_loss,
+    preference_loss,
+    same_keys,
+    sft_loss,
+)
 from dovetail.factory.layouts import Backend, check_positions
 from dovetail.factory.notes import notes
 from dovetail.factory.parts import Engines, RunParts, reads_answer

@@ -10,7 +10,12 @@ from dovetail.errors import ConfigError, LayoutError
 from dovetail.factory.job import Builder, Job
 from dovetail.launch.progress import Progress, collective_timeout
 from dovetail.parallel.consensus import refuse_different
-from dovetail.parallel.process_group import StopSignal, deterministic, pick_device, temporary_process_group
+from dovetail.parallel.process_group import (
+    StopSignal,
+    deterministic,
+    pick_device,
+    temporary_process_group,
+)
 from dovetail.recipe.schema import Recipe, load_recipe, make_recipe
 from dovetail.recipe.yaml import flat
 from dovetail.run.callbacks import TrainerCallback

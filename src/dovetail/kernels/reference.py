@@ -222,9 +222,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
-def linear_input_grad(dy: Tensor, weight: Tensor) -> Tensor:
-    """dy [T, N] @ weight [N, K]."""
-    return dy @ weight
+def linear_input_grad(dy: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+    """dy [T, N] @ weight [N, K], written to `out` where it is given."""
+    return torch.mm(dy, weight, out=out)
 
 
 def swiglu(gate_up: Tensor) -> Tensor:

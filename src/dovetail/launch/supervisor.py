@@ -20,10 +20,27 @@ from dovetail import system
 from dovetail.errors import MachineError
 from dovetail.jsonl import append
 from dovetail.launch.engines import EngineStart, running
-from dovetail.launch.hang import DUMP_SIGNAL, PROFILE_SIGNAL, STOPPED_STATES, Incident, RankStatus, main_stack, suspects
+from dovetail.launch.hang import (
+    DUMP_SIGNAL,
+    PROFILE_SIGNAL,
+    STOPPED_STATES,
+    Incident,
+    RankStatus,
+    main_stack,
+    suspects,
+)
 from dovetail.launch.process import complain, narrow_limits
 from dovetail.launch.progress import LIMITS, Phase, State, read_state
-from dovetail.launch.rank import DEFECT, FOLDER, INTERRUPTED, PIPE, STOP_CODES, STOPPED, USER_ERROR, RankFiles
+from dovetail.launch.rank import (
+    DEFECT,
+    FOLDER,
+    INTERRUPTED,
+    PIPE,
+    STOP_CODES,
+    STOPPED,
+    USER_ERROR,
+    RankFiles,
+)
 
 GRACE_SECONDS, STOP_SECONDS = 3.0, 10.0  # for other ranks to end after a failure, a signal
 POLL_SECONDS, LOOK_SECONDS = 0.02, 0.5  # between checks for ends, and for hangs

@@ -14,6 +14,7 @@ from dovetail.batch.packed import PackedBatch
 from dovetail.kernels.divergence import Divergence, Pair
 from dovetail.kernels.reference import widened
 from dovetail.nn.heads import HeadPass, Normalizer, VocabShard, fused_loss, loss_gradients
+from dovetail.nn.products import Products
 from dovetail.parallel.collectives import stack_over
 
 ROW = "teacher_row"  # field: a token's row of `TeacherStates.hidden`
@@ -88,7 +89,8 @@ class DistillationPass(HeadPass):
     def chunk(self, rows: slice) -> Loss:
         part = self.part(rows)
         z, stats, normalizer = self.shard.stats(self.x, self.batch, rows, keep=True)
-        own = replace(self.shard, weight=self.teacher.weight, owner=None)
+        plain = Products(self.shard.kernels)
+        own = replace(self.shard, weight=self.teacher.weight, products=plain, owner=None)
         w, theirs, other = own.stats(
             self.teacher.hidden[part.fields[ROW]], part, slice(0, len(part)), keep=True
         )

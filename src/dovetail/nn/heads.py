@@ -23,6 +23,7 @@ from dovetail.kernels.reference import wide
 from dovetail.kernels.registry import KernelSet
 from dovetail.nn.context_parallel import SequenceGather
 from dovetail.nn.layers import GradAccumulator, grad_buffer, vocab_placement
+from dovetail.nn.products import Products
 from dovetail.parallel.collectives import all_gather, gather_replicated, stack_over
 from dovetail.parallel.mesh import Axis, Mesh
 from dovetail.parallel.placement import Placement
@@ -64,27 +65,32 @@ class VocabShard:
     weight: Tensor
     first: int
     axis: Axis
-    kernels: KernelSet
+    products: Products
     owner: GradAccumulator | None = None
+
+    @property
+    def kernels(self) -> KernelSet:
+        return self.products.kernels
 
     def stats(
         self, x: Tensor, batch: PackedBatch, rows: slice, *, keep: bool
     ) -> tuple[Tensor | None, TokenStats, Normalizer]:
         targets = batch.targets[rows] - self.first
         temperature = _temperature(batch, rows, x.dtype)
-        products = self.products(x)
+        fused = self.fused_kernels(x)
         x = x[rows]
         z = None
-        if products is not None:
-            z, stats = products.logit_stats(x, self.weight, targets, temperature, keep=keep)
+        if fused is not None:
+            z, stats = fused.logit_stats(x, self.weight, targets, temperature, keep=keep)
         else:
-            z = self.kernels.logits(x, self.weight)
+            z = self.products.logits(x, self.weight)
             stats = self.kernels.vocab_stats(z, targets, temperature)
         return z, *combine(stack_over(stats, self.axis), temperature)
 
-    def products(self, x: Tensor) -> ModuleType | None:
-        products = self.kernels.head
-        return products if products is not None and products.takes(x, self.weight) else None
+    def fused_kernels(self, x: Tensor) -> ModuleType | None:
+        """The kernels that compute statistics within the product, if they take x [n, D]."""
+        fused = self.products.head
+        return fused if fused is not None and fused.takes(x, self.weight) else None
 
 
 def fused_token_stats(x: Tensor, shard: VocabShard, batch: PackedBatch) -> TokenStats:
@@ -186,13 +192,13 @@ class HeadPass:
         x = self.x
         shard = self.shard
         first = self.fresh and rows.start == 0
-        products = shard.products(x)
-        if products is not None:
-            products.logit_grads_(dz, x[rows], shard.weight, self.dx[rows], self.dw, first=first)
+        fused = shard.fused_kernels(x)
+        if fused is not None:
+            fused.logit_grads_(dz, x[rows], shard.weight, self.dx[rows], self.dw, first=first)
             return
         if self.dw is not None:
-            shard.kernels.add_weight_grad_(self.dw, dz, x[rows], first=first)
-        torch.mm(dz, shard.weight, out=self.dx[rows])
+            shard.products.add_weight_grad_(self.dw, dz, x[rows], first=first)
+        shard.products.input_grad(dz, shard.weight, out=self.dx[rows])
 
 
 def loss_gradients(
@@ -277,7 +283,7 @@ class LMHead(GradAccumulator):
     ) -> None:
         super().__init__()
         self.axis = mesh["tp"]
-        self.kernels = kernels
+        self.products = Products(kernels)
         rows, placement = vocab_placement(vocab_size, self.axis.size, tied=tied)
         self.first = self.axis.rank * rows
         self.columns = max(0, min(rows, vocab_size - self.first))
@@ -293,16 +299,15 @@ class LMHead(GradAccumulator):
 
     def logits(self, x: Tensor) -> Tensor:
         """[n, columns] in the wide dtype, of x [n, D] on all ranks of tp."""
-        return self.kernels.logits(x, self.shard.weight).to(wide(x.dtype))
+        return self.products.logits(x, self.shard.weight).to(wide(x.dtype))
 
     @property
     def shard(self) -> VocabShard:
-        weight = (
-            self.weight if self.columns == self.weight.shape[0] else self.weight[: self.columns]
-        )
-        return VocabShard(
-            weight, self.first, self.axis, self.kernels, None if self.wgrad_queue is None else self
-        )
+        weight: Tensor = self.weight
+        if self.columns < len(weight):
+            weight = weight[: self.columns]
+        owner = None if self.wgrad_queue is None else self
+        return VocabShard(weight, self.first, self.axis, self.products, owner)
 
 
 class ValueHead(nn.Module):

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from dovetail.kernels.reference import wide
 from dovetail.kernels.registry import KernelSet
+from dovetail.nn.products import AddWeightGrad, GateUpGradients, Products
 from dovetail.parallel.collectives import reduce_scatter
 from dovetail.parallel.mesh import Mesh
 from dovetail.parallel.overlap import (
@@ -32,8 +33,6 @@ from dovetail.parallel.overlap import (
     start_all_gather,
 )
 from dovetail.parallel.placement import Part, Placement, Split
-
-AddWeightGrad = Callable[..., None]  # `kernels.reference.add_weight_grad_`
 
 
 class WgradQueue:
@@ -157,34 +156,36 @@ class RMSNorm(nn.Module):
         return self.kernels.add_norm(x, y, self.weight, self.eps)
 
 
-class LinearProducts(NamedTuple):
-    forward: Callable[[Tensor, Tensor, Tensor | None], Tensor]  # x, weight, bias -> y
-    input_grad: Callable[[Tensor, Tensor], Tensor]  # dy, weight -> dx
-    add_weight_grad_: AddWeightGrad
+ProductForward = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # x, weight, bias -> y
 
 
 class Linear(GradAccumulator):
-    """Computes by `KernelSet.linear` and its gradients: the place for another precision or an adapter."""
+    """A layer of one weight, multiplied by `products`."""
 
     weight: nn.Parameter
 
     def __init__(self, kernels: KernelSet) -> None:
         super().__init__()
-        self.kernels = kernels
+        self.products = Products(kernels)
 
     def product(
-        self,
-        x: Tensor,
-        bias: Tensor | None,
-        gather: AsyncCollective | None = None,
-        ops: LinearProducts | None = None,
+        self, x: Tensor, bias: Tensor | None, gather: AsyncCollective | None = None
     ) -> Tensor:
         """x w.T + bias. With a gather: of its result; x is what `start` returned."""
-        if ops is None:
-            ops = LinearProducts(
-                self.kernels.linear, self.kernels.linear_input_grad, self.kernels.add_weight_grad_
-            )
-        y: Tensor = _Linear.apply(x, self.weight, bias, self, gather, ops)
+        y: Tensor = _Linear.apply(
+            x, self.weight, bias, self, gather, self.products.linear, self.products
+        )
+        return y
+
+    def fused_product(
+        self,
+        x: Tensor,
+        gather: AsyncCollective | None,
+        forward: ProductForward,
+        gradients: Products | GateUpGradients,
+    ) -> Tensor:
+        """`product` by another forward pass and its gradients; nothing of `forward` is kept."""
+        y: Tensor = _Linear.apply(x, self.weight, None, self, gather, forward, gradients)
         return y
 
 
@@ -199,33 +200,41 @@ class _Linear(torch.autograd.Function):
         bias: Tensor | None,
         layer: Linear,
         collective: AsyncCollective | None,
-        products: LinearProducts,
+        forward: ProductForward,
+        gradients: Products | GateUpGradients,
     ) -> Tensor:
         ctx.layer = layer
         ctx.collective = collective
         ctx.shape = x.shape
-        _, ctx.input_grad, ctx.add_weight_grad_ = products
+        ctx.gradients = gradients
         x = x if collective is None else collective.wait()
         ctx.save_for_backward(x if weight.requires_grad else None)  # FSDP2 gathers the weight again
-        return products.forward(x, weight, bias)
+        return forward(x, weight, bias)
 
     @staticmethod
     def backward(
         ctx: Any, *grads: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None, None]:
         dy = grads[0]
         (x,) = ctx.saved_tensors
         layer = ctx.layer
+        gradients = ctx.gradients
         for_x, for_weight, for_bias, *_ = ctx.needs_input_grad
-        dx = dw = None
+        dx = None
+        dw = None
+        db = None
         if for_x:
-            dx = ctx.input_grad(dy, layer.weight)
-            dx = dx if ctx.collective is None else ctx.collective.start_backward(dx, ctx.shape)
+            dx = gradients.input_grad(dy, layer.weight)
+            if ctx.collective is not None:
+                dx = ctx.collective.start_backward(dx, ctx.shape)
         if for_weight and layer.wgrad_queue is not None:
-            layer.wgrad_queue.accumulate(layer.weight, dy, x, ctx.add_weight_grad_)
+            layer.wgrad_queue.accumulate(layer.weight, dy, x, gradients.add_weight_grad_)
         elif for_weight:
-            ctx.add_weight_grad_(dw := torch.empty_like(layer.weight), dy, x, first=True)
-        return dx, dw, dy.sum(0, dtype=wide(dy.dtype)) if for_bias else None, None, None, None
+            dw = torch.empty_like(layer.weight)
+            gradients.add_weight_grad_(dw, dy, x, first=True)
+        if for_bias:
+            db = dy.sum(0, dtype=wide(dy.dtype))
+        return dx, dw, db, None, None, None, None
 
 
 class ColumnLinear(Linear):

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from dovetail.arch.spec import ArchSpec
 from dovetail.kernels.registry import KernelSet
 from dovetail.nn.activation_checkpoint import SavedTensor, save_for_backward_early
-from dovetail.nn.layers import ColumnLinear, LinearProducts, RowLinear
+from dovetail.nn.layers import ColumnLinear, RowLinear
+from dovetail.nn.products import GateUpGradients
 from dovetail.parallel.mesh import Mesh
 from dovetail.parallel.overlap import (
     AsyncForward,
@@ -42,36 +43,41 @@ class GatedMLP(nn.Module):
     def forward_async(self, x: Tensor) -> AsyncForward[Tensor]:
         up = self.gate_up_proj
         down = self.down_proj
-        products = self._fused_products(x)
-        if products is None:
+        fused = self._fused_kernels(x)
+        if fused is None:
             gate_up = yield from up.forward_async(x)
             yield from switch(up.axis)
             return (yield from down.forward_async(self.kernels.swiglu(gate_up)))
         sent, gather = yield from start_all_gather(x.contiguous(), up.axis)
         if not torch.is_grad_enabled():
-            gated = products.gated(finish(sent, gather), up.weight)
+            gated = fused.gated(finish(sent, gather), up.weight)
             yield from switch(up.axis)
             return (yield from down.forward_async(gated))
         gated = x.new_empty(len(x) * up.axis.size, len(up.weight) // 2)
-        fused = LinearProducts(
-            lambda x, weight, _: products.gated_product_into(x, weight, gated),
-            products.input_gradient,
-            products.add_joint_grad_,
-        )
-        gate_up, saved = save_for_backward_early(up.product(sent, None, gather, fused))
+
+        def product_and_gate(x: Tensor, weight: Tensor, _bias: Tensor | None) -> Tensor:
+            return fused.gated_product_into(x, weight, gated)
+
+        gate_up = up.fused_product(sent, gather, product_and_gate, GateUpGradients(fused))
+        gate_up, saved = save_for_backward_early(gate_up)
         yield from switch(up.axis)
-        y = _FusedDown.apply(gate_up, gated, down.weight, saved, down, products)
+        y = _FusedDown.apply(gate_up, gated, down.weight, saved, down, fused)
         return (yield from reduce_scatter_async(y, down.axis))
 
-    def _fused_products(self, x: Tensor) -> ModuleType | None:
-        products = self.kernels.gated
+    def _fused_kernels(self, x: Tensor) -> ModuleType | None:
+        """The kernels that gate within the products, where both layers and this pass allow it."""
         up = self.gate_up_proj
         down = self.down_proj
-        if products is None or up.bias is not None or not products.takes(x, up.weight, down.weight):
+        fused = up.products.gated
+        if fused is None or down.products.gated is None or up.bias is not None:
             return None
+        if not fused.takes(x, up.weight, down.weight):
+            return None
+        if not torch.is_grad_enabled():
+            return fused
         queued = up.wgrad_queue is not None and down.wgrad_queue is not None
-        trains = queued and (x.requires_grad or up.weight.requires_grad)
-        return products if trains or not torch.is_grad_enabled() else None
+        trains = x.requires_grad or up.weight.requires_grad
+        return fused if queued and trains else None
 
 
 class _FusedDown(torch.autograd.Function):
@@ -90,7 +96,7 @@ class _FusedDown(torch.autograd.Function):
         ctx.saved = saved
         ctx.layer = layer
         ctx.ops = ops
-        return F.linear(gated, weight)
+        return layer.products.linear(gated, weight)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from dovetail.arch.spec import ArchSpec, MoeSpec
 from dovetail.batch.routing import Routes
 from dovetail.kernels.reference import round_rows
-from dovetail.kernels.registry import KernelSet, mixture_of_experts
+from dovetail.kernels.registry import KernelSet
 from dovetail.nn.layers import GradAccumulator, ReplicatedLinear
 from dovetail.nn.mlp import GatedMLP
+from dovetail.nn.products import Products
 from dovetail.parallel.collectives import (
     AsyncHostCopy,
     all_gather,
@@ -91,6 +92,7 @@ class Experts(GradAccumulator):
         super().__init__()
         self.ep = mesh["ep"]
         self.kernels = kernels
+        self.products = Products(kernels)
         half = Part.padded("", moe.ffn_width, mesh["tp"].size)
         count = moe.num_experts // self.ep.size
         width = half.local_length(mesh["tp"].size)
@@ -115,7 +117,7 @@ class Experts(GradAccumulator):
         kernels = self.kernels
         defer = None if self.wgrad_queue is None else self.defer_wgrad
         if ep.size == 1:
-            return mixture_of_experts(kernels, x, chosen, weights, self._matrices(), None, defer)
+            return self.products.mixture_of_experts(x, chosen, weights, self._matrices(), add=defer)
         here = len(self.gate_up_proj)
         ranks, counts = destinations(chosen // here, ep.size)
         received = begin_exchange(counts, ep).wait()
@@ -145,7 +147,7 @@ class Experts(GradAccumulator):
         chosen, weights = unpack_choices(choices)
         chosen = (chosen - ep.rank * here) % (ep.size * here)
         chosen[num_rows:] = here
-        y = mixture_of_experts(kernels, rows, chosen, weights, matrices, sum(copies), defer)
+        y = self.products.mixture_of_experts(rows, chosen, weights, matrices, sum(copies), defer)
         home = AsyncCollective(
             partial(begin_all_to_all, to=by, by=to, axis=ep),
             partial(begin_all_to_all, to=to, by=by, axis=ep, room=len(y)),

@@ -4,11 +4,27 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import pydantic
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 
 from dovetail.recipe.functions import FunctionName
 from dovetail.recipe.optimizers import RuleName, refuse_name
-from dovetail.recipe.types import Listed, Momentum, NotStrict, OneOrMore, Options, Section, Share, key
+from dovetail.recipe.types import (
+    Listed,
+    Momentum,
+    NotStrict,
+    OneOrMore,
+    Options,
+    Section,
+    Share,
+    key,
+)
 
 
 class ParamGroupSection(Section):

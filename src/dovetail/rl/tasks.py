@@ -30,7 +30,15 @@ from dovetail.rl.experience import (
 )
 from dovetail.rl.losses import weight_fields
 from dovetail.rl.reward_manager import RewardManager
-from dovetail.rl.step_metrics import EMPTY_UPDATE, Row, Work, length_metrics, mean, sample_metrics, update_metrics
+from dovetail.rl.step_metrics import (
+    EMPTY_UPDATE,
+    Row,
+    Work,
+    length_metrics,
+    mean,
+    sample_metrics,
+    update_metrics,
+)
 from dovetail.rollout.base import Prompt as SamplerPrompt, Sampler, SamplingParams
 
 if TYPE_CHECKING:

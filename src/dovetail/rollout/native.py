@@ -16,7 +16,15 @@ from dovetail.nn.decoder import Decoder
 from dovetail.parallel.collectives import stack_over
 from dovetail.parallel.mesh import Mesh
 from dovetail.parallel.placement import as_index, checkpoint_shapes
-from dovetail.rollout.base import Completion, Prompt, SampleBuffer, SamplingParams, Watch, check_request, check_weights
+from dovetail.rollout.base import (
+    Completion,
+    Prompt,
+    SampleBuffer,
+    SamplingParams,
+    Watch,
+    check_request,
+    check_weights,
+)
 from dovetail.rollout.kv_cache import PageBudget, PagedCache, PagePool, cache_shape
 from dovetail.rollout.model_runner import Capture, ModelRunner, cuda_capture, pad_to_bucket
 from dovetail.rollout.sampling import streams

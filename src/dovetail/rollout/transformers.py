@@ -13,11 +13,24 @@ from dovetail.batch.packed import start_reading
 from dovetail.hf.kimi import replace_tower
 from dovetail.hf.names import OLD_STEMS, Names
 from dovetail.hf.rotary import check_sections, length_limit
-from dovetail.hf.transformers_model import auto_class, config_errors, group_even_experts, known_config
+from dovetail.hf.transformers_model import (
+    auto_class,
+    config_errors,
+    group_even_experts,
+    known_config,
+)
 from dovetail.hf.vision import as_images, family_of, kinds_of
 from dovetail.parallel.consensus import agreed
 from dovetail.parallel.mesh import Mesh
-from dovetail.rollout.base import Completion, Prompt, SampleBuffer, SamplingParams, Watch, check_request, check_weights
+from dovetail.rollout.base import (
+    Completion,
+    Prompt,
+    SampleBuffer,
+    SamplingParams,
+    Watch,
+    check_request,
+    check_weights,
+)
 from dovetail.rollout.sampling import draw, uniforms
 from dovetail.weights.hf_reader import TensorSource
 from dovetail.weights.shards import FUSED, MIXTRAL

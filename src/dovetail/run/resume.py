@@ -18,7 +18,15 @@ from dovetail.parallel.mesh import Mesh
 from dovetail.recipe.keys import rename_keys
 from dovetail.recipe.yaml import read_mapping
 from dovetail.run.metrics import METRICS
-from dovetail.run.paths import CHECKPOINTS, CONFIG, HF, OCCUPIED, FinishedError, changed, with_effect
+from dovetail.run.paths import (
+    CHECKPOINTS,
+    CONFIG,
+    HF,
+    OCCUPIED,
+    FinishedError,
+    changed,
+    with_effect,
+)
 from dovetail.run.state import RunState
 
 ANEW = f"start a new run (another run_dir) with model.path=RUN_DIR/{CHECKPOINTS}/step_NNNNNN"

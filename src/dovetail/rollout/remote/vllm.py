@@ -7,7 +7,15 @@ from typing import Any, ClassVar
 from dovetail.errors import ConfigError, MachineError
 from dovetail.rollout.params import SamplingParams
 from dovetail.rollout.remote.http import Client, Deadline, EngineError
-from dovetail.rollout.remote.wire import FINISHES, STREAMED, Abilities, LogProbs, Reply, Request, pushed_spans
+from dovetail.rollout.remote.wire import (
+    FINISHES,
+    STREAMED,
+    Abilities,
+    LogProbs,
+    Reply,
+    Request,
+    pushed_spans,
+)
 
 GENERATE = "/inference/v1/generate"
 PUSH_PATHS = (
