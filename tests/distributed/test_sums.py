@@ -18,7 +18,9 @@ from dovetail.engine.fsdp import ReshardPolicy
 from dovetail.engine.native import Engine
 from dovetail.factory.engine import EngineOptions, from_pretrained
 from dovetail.kernels.reference import add_weight_grad_
+from dovetail.kernels.registry import KernelSet
 from dovetail.nn.layers import GradAccumulator, Linear
+from dovetail.nn.products import Products
 from dovetail.parallel.layout import Layout
 from tests.harness import run
 from tests.parity.configs import VOCAB, tiny_model
