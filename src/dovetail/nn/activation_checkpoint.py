@@ -23,14 +23,13 @@ from dovetail.memory import PinnedArena, host_room
 Recompute = Literal["none", "light", "selective", "full"]
 ATTENTION = ("attention", "varlen_attn")  # in the names of kernels
 PRODUCTS = (
-    *(
-        "aten.mm.default",
-        "aten.mm.dtype",
-        "aten.addmm.default",
-        "aten.bmm.default",
-        "aten._grouped_mm.default",
-    ),
-    *(f"dovetail.{name}.default" for name in ("gated_product_into", "grouped_product")),
+    "aten.mm.default",
+    "aten.mm.dtype",
+    "aten.addmm.default",
+    "aten.bmm.default",
+    "aten._grouped_mm.default",
+    "dovetail.gated_product_into.default",
+    "dovetail.grouped_product.default",
 )
 
 
@@ -52,9 +51,9 @@ def runner(recompute: Recompute, host: "PinnedPool | None" = None) -> Callable[.
 
 def options(recompute: Recompute) -> dict[str, Any]:
     out: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-    return (
-        out if recompute == "full" else out | {"context_fn": partial(selective_contexts, recompute)}
-    )
+    if recompute != "full":
+        out["context_fn"] = partial(selective_contexts, recompute)
+    return out
 
 
 def selective_contexts(
@@ -89,16 +88,23 @@ class _Keep(_Mode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if is_kept(self.recompute, name := str(func)):
-            put = partial(tree_map_only, Tensor, lambda x: self.transfer(x.detach()))
-            self.kept.append((name, put(out) if is_attention(name) else _Product(out.detach())))
-        elif func._schema.is_mutable:
-            changed = _written_storages(func, args, kwargs or {})
-            for _, product in self.kept:
-                if isinstance(product, _Product) and product.storage in changed:
-                    product.x = None
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        name = str(func)
+        if not is_kept(self.recompute, name):
+            if func._schema.is_mutable:
+                self._forget_products(_written_storages(func, args, kwargs))
+        elif is_attention(name):
+            moved = tree_map_only(Tensor, lambda x: self.transfer(x.detach()), out)
+            self.kept.append((name, moved))
+        else:
+            self.kept.append((name, _Product(out.detach())))
         return out
+
+    def _forget_products(self, changed: set[int]) -> None:
+        for _, product in self.kept:
+            if isinstance(product, _Product) and product.storage in changed:
+                product.x = None
 
 
 class _Reuse(_Mode):
@@ -109,13 +115,18 @@ class _Reuse(_Mode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if not is_kept(self.recompute, name := str(func)):
-            return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        name = str(func)
+        if not is_kept(self.recompute, name):
+            return func(*args, **kwargs)
         before, kept = self.kept.popleft()
         assert name == before, f"recomputation runs {name}, where the forward pass ran {before}"
-        if isinstance(kept, _Product):
-            return func(*args, **(kwargs or {})) if kept.x is None else kept.x.detach()
-        return tree_map_only((Tensor, OffloadedTensor), lambda x: self.transfer(x).detach(), kept)
+        if not isinstance(kept, _Product):
+            kinds = (Tensor, OffloadedTensor)
+            return tree_map_only(kinds, lambda x: self.transfer(x).detach(), kept)
+        if kept.x is None:
+            return func(*args, **kwargs)
+        return kept.x.detach()
 
 
 class _Product:
@@ -128,15 +139,16 @@ class _Product:
 
 def _written_storages(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> set[int]:
     arguments = func._schema.arguments
-    values = {**{argument.name: x for argument, x in zip(arguments, args, strict=False)}, **kwargs}
-    written = [
-        values.get(a.name) for a in arguments if a.alias_info is not None and a.alias_info.is_write
-    ]
+    values = dict(kwargs)
+    for argument, value in zip(arguments, args, strict=False):
+        values[argument.name] = value
+    writable = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+    written = [values.get(name) for name in writable]
     return {x.untyped_storage()._cdata for x in tree_leaves(written) if isinstance(x, Tensor)}
 
 
 class SavedTensor:
-    """Read once, in a backward pass."""
+    """A handle to what `save_for_backward_early` saved, read once in a backward pass."""
 
     node: FunctionCtx
 

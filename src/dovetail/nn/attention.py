@@ -97,9 +97,9 @@ def rope_tables(
         if at is not None:
             frequencies = frequencies[at]
     angles = positions.to(wide(dtype))[:, None] * frequencies
-    return (angles.cos() * spec.attention_factor).to(dtype), (
-        angles.sin() * spec.attention_factor
-    ).to(dtype)
+    cos = angles.cos() * spec.attention_factor
+    sin = angles.sin() * spec.attention_factor
+    return cos.to(dtype), sin.to(dtype)
 
 
 @lru_cache(maxsize=64)

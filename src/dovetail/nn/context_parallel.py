@@ -83,6 +83,8 @@ def scatter_kv_grads(
 
 
 class Chunk(NamedTuple):
+    """The tokens of this rank's queries, the keys that they see, and both as packed sequences."""
+
     queries: slice
     keys: slice
     q_spans: Spans
@@ -105,20 +107,20 @@ class SharedAttention:
             queries = q.split([chunk.queries.stop - chunk.queries.start for chunk in self.chunks])
             stretches = [chunk.keys for chunk in self.chunks]
             keys = share_keys(k, v, stretches, self.axes.gather, self.kernels.sum_deterministic)
-        out = [
-            self.kernels.attention(rows, *kv, chunk.q_spans, chunk.k_spans, window)
-            for rows, kv, chunk in zip(queries, keys, self.chunks, strict=True)
-        ]
-        return heads_to_tokens(out[0] if len(out) == 1 else torch.cat(out), self.axes.ulysses)[
-            ..., :v_dim
-        ]
+        parts = []
+        for rows, (key, value), chunk in zip(queries, keys, self.chunks, strict=True):
+            spans = (chunk.q_spans, chunk.k_spans)
+            parts.append(self.kernels.attention(rows, key, value, *spans, window))
+        out = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return heads_to_tokens(out, self.axes.ulysses)[..., :v_dim]
 
     def _all_tokens(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         """Some heads of the Ulysses group's tokens; too few KV heads are repeated."""
         size = self.axes.ulysses.size
         if size == 1:
             return q, k, v
-        if (repeats := size // k.shape[1]) > 1:
+        repeats = size // k.shape[1]
+        if repeats > 1:
             k = k.repeat_interleave(repeats, dim=1)
             v = v.repeat_interleave(repeats, dim=1)
         parts = [x.unflatten(1, (size, -1)) for x in (q, k, v)]
@@ -142,12 +144,11 @@ def cut_chunks(
         inside = [(a, b) for a, b in pairwise(ends) if a < stop and b > start]
         queries = tuple(min(b, stop) - max(a, start) for a, b in inside)
         keys = tuple(min(b, stop) - a for a, b in inside)
-        q_spans, k_spans = (
-            Spans(to_device(cumulative(lengths), device), lengths) for lengths in (queries, keys)
-        )
-        chunks.append(
-            Chunk(slice(at * size, (at + 1) * size), slice(inside[0][0], stop), q_spans, k_spans)
-        )
+        q_spans = Spans(to_device(cumulative(queries), device), queries)
+        k_spans = Spans(to_device(cumulative(keys), device), keys)
+        mine = slice(at * size, (at + 1) * size)
+        seen = slice(inside[0][0], stop)
+        chunks.append(Chunk(mine, seen, q_spans, k_spans))
     return tuple(chunks)
 
 
@@ -161,11 +162,11 @@ class SequenceGather:
     separable: ClassVar[bool] = False
 
     def __call__(self, stats: TokenStats | Tensor, _: PackedBatch, /) -> Loss:
-        whole = (
-            self._gather(stats)
-            if isinstance(stats, Tensor)
-            else TokenStats(*map(self._gather, stats))
-        )
+        whole: Tensor | TokenStats
+        if isinstance(stats, Tensor):
+            whole = self._gather(stats)
+        else:
+            whole = TokenStats(*map(self._gather, stats))
         total, count, metrics = self.loss(whole, self.micro.all_counted)
         if self.axis.rank == 0:
             return Loss(total, count, metrics)

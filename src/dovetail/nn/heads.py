@@ -28,6 +28,8 @@ from dovetail.parallel.collectives import all_gather, gather_replicated, stack_o
 from dovetail.parallel.mesh import Axis, Mesh
 from dovetail.parallel.placement import Placement
 
+ENTROPY = 1  # its place among the statistics: a loss without it needs no gradient of it
+
 
 def is_separable(loss: Callable[..., Any]) -> bool:
     return hasattr(loss, "separable") and bool(loss.separable)
@@ -95,11 +97,13 @@ class VocabShard:
 
 def fused_token_stats(x: Tensor, shard: VocabShard, batch: PackedBatch) -> TokenStats:
     with torch.no_grad():
-        stats = [
-            shard.stats(x, batch, rows, keep=False)[1]
-            for rows in _chunks(len(batch), shard.kernels.head_chunk)
-        ]
-        return TokenStats(*(torch.cat(column) for column in zip(*stats, strict=True)))
+        parts = []
+        for rows in _chunks(len(batch), shard.kernels.head_chunk):
+            _, stats, _ = shard.stats(x, batch, rows, keep=False)
+            parts.append(stats)
+        logprob = torch.cat([stats.logprob for stats in parts])
+        entropy = torch.cat([stats.entropy for stats in parts])
+        return TokenStats(logprob, entropy)
 
 
 def fused_loss(
@@ -117,10 +121,11 @@ def fused_loss(
     if not needs_grad:
         return result
     added = run.dw is not None and shard.owner is not None
-    dw = None if run.dw is None or added else run.dw.to(shard.weight.dtype)
-    return result._replace(
-        total=_WithGradients.apply(result.total, x, shard.weight, run.dx, dw, added)
-    )
+    dw = None
+    if run.dw is not None and not added:
+        dw = run.dw.to(shard.weight.dtype)
+    total = _WithGradients.apply(result.total, x, shard.weight, run.dx, dw, added)
+    return result._replace(total=total)
 
 
 class HeadPass:
@@ -181,12 +186,10 @@ class HeadPass:
         shard = self.shard
         batch = self.batch
         dtype = self.x.dtype
-        local_targets = batch.targets[rows] - shard.first
+        targets = batch.targets[rows] - shard.first
         temperature = _temperature(batch, rows, dtype)
-        self.add_products(
-            rows,
-            shard.kernels.vocab_grad_(z, local_targets, normalizer, g, h, temperature, dtype=dtype),
-        )
+        gradient = shard.kernels.vocab_grad_
+        self.add_products(rows, gradient(z, targets, normalizer, g, h, temperature, dtype=dtype))
 
     def add_products(self, rows: slice, dz: Tensor) -> None:
         x = self.x
@@ -213,9 +216,10 @@ def loss_gradients(
         grads: tuple[Tensor | None, ...] = (None,) * leaves
         if value.total.requires_grad:
             grads = torch.autograd.grad(value.total, given, allow_unused=True)
-    zeroed = [
-        torch.zeros_like(stats.logprob) if x is None and i != 1 else x for i, x in enumerate(grads)
-    ]
+    zeroed = list(grads)
+    for i, grad in enumerate(grads):
+        if grad is None and i != ENTROPY:
+            zeroed[i] = torch.zeros_like(stats.logprob)
     return _detached(value), tuple(zeroed)
 
 
@@ -242,32 +246,38 @@ class _WithGradients(torch.autograd.Function):
         (upstream,) = grads
         if ctx.added and upstream.device.type == "cpu":
             assert float(upstream) == 1, "dw is accumulated already"
-        dx, dw = (grad if grad is None else grad.mul_(upstream.to(grad.dtype)) for grad in (dx, dw))
+        dx.mul_(upstream.to(dx.dtype))
+        if dw is not None:
+            dw.mul_(upstream.to(dw.dtype))
         return None, dx, dw, None, None, None
 
 
 def _sum_of(losses: list[Loss]) -> Loss:
     totals, counts, metrics = zip(*losses, strict=True)
+    by_name: dict[str, list[Sum]] = {}
+    for part in metrics:
+        for name, value in part.items():
+            by_name.setdefault(name, []).append(value)
     summed = {}
-    for name in dict.fromkeys(name for part in metrics for name in part):
-        parts = zip(*(part[name] for part in metrics if name in part), strict=True)
-        summed[name] = Sum(*(torch.stack(part).sum(0) for part in parts))
+    for name, values in by_name.items():
+        total = torch.stack([value.total for value in values]).sum(0)
+        summed[name] = Sum(total, torch.stack([value.count for value in values]).sum(0))
     return Loss(torch.stack(totals).sum(0), torch.stack(counts).sum(0), summed)
 
 
 def _detached(loss: Loss) -> Loss:
     total, count, metrics = loss
-    sums = {
-        name: Sum(torch.as_tensor(s.total).detach(), torch.as_tensor(s.count))
-        for name, s in metrics.items()
-    }
+    sums = {}
+    for name, value in metrics.items():
+        detached = torch.as_tensor(value.total).detach()
+        sums[name] = Sum(detached, torch.as_tensor(value.count))
     return Loss(total.detach(), torch.as_tensor(count), sums)
 
 
 def _temperature(batch: PackedBatch, rows: slice, dtype: torch.dtype) -> Tensor | None:
-    return (
-        batch.fields["temperature"][rows].to(wide(dtype)) if "temperature" in batch.fields else None
-    )
+    if "temperature" not in batch.fields:
+        return None
+    return batch.fields["temperature"][rows].to(wide(dtype))
 
 
 def _chunks(n: int, size: int) -> Iterator[slice]:
@@ -321,9 +331,8 @@ class ValueHead(nn.Module):
         self.placements = dict.fromkeys(("weight", "bias"), Placement(partial_over=("tp",)))
 
     def forward(self, x: Tensor, micro: MicroBatch, loss: LossFn | None) -> Tensor | Loss:
-        values = gather_replicated(
-            F.linear(x, self.weight, self.bias)[:, 0].to(wide(x.dtype)), self.axis
-        )
+        local = F.linear(x, self.weight, self.bias)[:, 0]
+        values = gather_replicated(local.to(wide(x.dtype)), self.axis)
         return values if loss is None else loss(values[micro.index], micro.counted)
 
 

@@ -36,7 +36,10 @@ from dovetail.parallel.placement import Part, Placement, Split
 
 
 class WgradQueue:
-    """Deferred weight gradients by key. bucket: that of `accumulate`; None: now."""
+    """Weight gradients that wait until `flush`, by key.
+
+    bucket: the key under which `accumulate` defers; None: it computes at once.
+    """
 
     def __init__(self) -> None:
         self.bucket: Hashable = None
@@ -64,7 +67,8 @@ class WgradQueue:
 
     @contextmanager
     def immediate(self) -> Iterator[None]:
-        bucket, self.bucket = self.bucket, None
+        bucket = self.bucket
+        self.bucket = None
         try:
             yield
         finally:
@@ -89,9 +93,8 @@ class GradAccumulator(nn.Module):
     def defer_wgrad(self, name: str, dz: Tensor, x: Tensor, add: AddWeightGrad) -> None:
         """dz.T @ x, when backward reaches the `accumulated` call."""
         assert self.wgrad_queue is not None
-        self.wgrad_queue.defer(
-            self, partial(accumulate_product, self.get_parameter(name), dz, x, add)
-        )
+        work = partial(accumulate_product, self.get_parameter(name), dz, x, add)
+        self.wgrad_queue.defer(self, work)
 
 
 class _AccumulateGrad(torch.autograd.Function):
@@ -133,9 +136,8 @@ def grad_buffer(weight: Tensor) -> tuple[Tensor, bool]:
     """The gradient, and whether it is new, uninitialized memory."""
     if weight.grad is not None:
         return weight.grad, False
-    weight.grad = torch.empty_like(
-        weight, dtype=weight.grad_dtype or weight.dtype, requires_grad=False
-    )
+    dtype = weight.grad_dtype or weight.dtype
+    weight.grad = torch.empty_like(weight, dtype=dtype, requires_grad=False)
     return weight.grad, True
 
 
@@ -257,16 +259,14 @@ class ColumnLinear(Linear):
             if length == 1:
                 sharded.append(Part.padded(name, units, tp))
                 continue
-            assert units % tp == 0 or tp % units == 0, (
-                f"{name}: {units} units over tp={tp}; arch refuses this"
-            )
+            divides = units % tp == 0 or tp % units == 0
+            assert divides, f"{name}: {units} units over tp={tp}; arch refuses this"
             sharded.append(Part(name, units * length, copies=max(1, tp // units)))
         self.lengths = [part.local_length(tp) for part in sharded]
         self.weight = nn.Parameter(torch.empty(sum(self.lengths), width))
         self.bias = nn.Parameter(torch.empty(sum(self.lengths))) if bias else None
-        self.placements = dict.fromkeys(
-            ("weight", "bias"), Placement((Split(0, "tp", tuple(sharded)),))
-        )
+        placement = Placement((Split(0, "tp", tuple(sharded)),))
+        self.placements = {"weight": placement, "bias": placement}
 
     def forward(self, x: Tensor) -> Tensor:
         return run_sync(self.forward_async(x))
@@ -309,18 +309,18 @@ class ReplicatedLinear(Linear):
         super().__init__(kernels)
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
-        self.placements = dict.fromkeys(("weight", "bias"), Placement(partial_over=("tp",)))
+        placement = Placement(partial_over=("tp",))
+        self.placements = {"weight": placement, "bias": placement}
 
     def forward(self, x: Tensor) -> Tensor:
         return self.product(x, self.bias)
 
 
 def vocab_placement(vocab_size: int, tp: int, *, tied: bool) -> tuple[int, Placement]:
-    """Rows a rank of a padded [V, D] table."""
+    """The rows of each rank of a padded [V, D] table, and the table's placement."""
     part = Part.padded("", vocab_size, tp)
-    return part.local_length(tp), Placement(
-        (Split(0, "tp", (part,)),), partial_over=("ends",) if tied else ()
-    )
+    partial_over = ("ends",) if tied else ()
+    return part.local_length(tp), Placement((Split(0, "tp", (part,)),), partial_over)
 
 
 class VocabEmbedding(GradAccumulator):
@@ -334,20 +334,20 @@ class VocabEmbedding(GradAccumulator):
         rows, placement = vocab_placement(vocab_size, self.axis.size, tied=tied)
         self.weight = nn.Parameter(torch.empty(rows, width))
         self.placements = {"weight": placement}
-        own = pad is not None and pad // rows == self.axis.rank
-        self.pad = pad % rows if pad is not None and own else None
+        self.pad = None
+        if pad is not None and pad // rows == self.axis.rank:
+            self.pad = pad % rows
 
     def forward(self, tokens: Tensor) -> Tensor:
         if self.axis.size == 1:
             return self._lookup(tokens)
         rows = self.weight.shape[0]
         local = tokens - self.axis.rank * rows
-        own = (local >= 0) & (local < rows)
-        # spread out: adding many zeros to one row would be slow
+        is_local = (local >= 0) & (local < rows)
+        # Other tokens look up rows apart: gradients of many zeros would be slow to add to one.
         anywhere = torch.arange(len(tokens), device=tokens.device) % rows
-        return reduce_scatter(
-            self._lookup(torch.where(own, local, anywhere)) * own[:, None], self.axis
-        )
+        found = self._lookup(torch.where(is_local, local, anywhere))
+        return reduce_scatter(found * is_local[:, None], self.axis)
 
     def _lookup(self, ids: Tensor) -> Tensor:
         if self.wgrad_queue is None or not (self.weight.requires_grad and torch.is_grad_enabled()):

@@ -137,9 +137,8 @@ class XIELU(nn.Module):
 class PlainMLP(nn.Module):
     def __init__(self, spec: ArchSpec, mesh: Mesh, kernels: KernelSet) -> None:
         super().__init__()
-        self.up_proj = ColumnLinear(
-            spec.width, {"up_proj": (spec.ffn_width, 1)}, mesh, kernels, bias=spec.mlp_bias
-        )
+        parts = {"up_proj": (spec.ffn_width, 1)}
+        self.up_proj = ColumnLinear(spec.width, parts, mesh, kernels, bias=spec.mlp_bias)
         self.act_fn = XIELU()
         self.down_proj = RowLinear(spec.ffn_width, spec.width, mesh, kernels, bias=spec.mlp_bias)
 
@@ -153,4 +152,6 @@ class PlainMLP(nn.Module):
 
 
 def make_mlp(spec: ArchSpec, mesh: Mesh, kernels: KernelSet) -> GatedMLP | PlainMLP:
-    return (GatedMLP if spec.activation == "swiglu" else PlainMLP)(spec, mesh, kernels)
+    if spec.activation == "swiglu":
+        return GatedMLP(spec, mesh, kernels)
+    return PlainMLP(spec, mesh, kernels)
