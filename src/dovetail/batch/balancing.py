@@ -25,9 +25,8 @@ def plan_microbatches(
     for unit, size in zip(units, sizes, strict=True):
         if budget is not None and _padded(size, multiple) > budget:
             raise _too_long(unit, size, _padded(size, multiple), budget, groups)
-    loads = [
-        (0.0, 0, replica) for replica in range(replicas)
-    ]  # a heap of (cost, sequences, replica)
+    # a heap of (cost, sequences, replica)
+    loads = [(0.0, 0, replica) for replica in range(replicas)]
     dealt: list[list[int]] = [[] for _ in range(replicas)]
     for u in sorted(range(len(units)), key=lambda u: (-sizes[u], u)):
         load, count, replica = loads[0]

@@ -121,11 +121,9 @@ class MicroBatch:
 
     @property
     def tokens(self) -> Tensor:
-        return (
-            self.batch.tokens
-            if self.is_whole and not self.halves
-            else self.batch.tokens[self.order]
-        )
+        if self.is_whole and not self.halves:
+            return self.batch.tokens
+        return self.batch.tokens[self.order]
 
     def to(self, device: torch.device | str) -> "MicroBatch":
         device = torch.device(device)

@@ -13,9 +13,8 @@ from dovetail.errors import DataError
 
 IGNORED = -100  # a label that is not counted
 
-Media = Mapping[
-    str, Tensor
-]  # a processor's output for one sequence: pixel_values, image_grid_thw, ...
+# A processor's output for one sequence: pixel_values, image_grid_thw, ...
+Media = Mapping[str, Tensor]
 
 
 class LazyMedia(Mapping[str, Tensor]):
@@ -50,10 +49,12 @@ def columns_of(
             f"pack got {kind_of(sequences)}; padded rows are for PackedBatch.from_padded(input_ids, attention_mask), and pack "
             "takes a list with the ids of each sequence, without padding, as in pack([row[:n] for row, n in zip(ids, lengths)])"
         )
-    rows = [
-        replace(row, ids=_ids(row.ids, i)) if isinstance(row, Sequence) else Sequence(_ids(row, i))
-        for i, row in enumerate(sequences)
-    ]
+    rows = []
+    for i, row in enumerate(sequences):
+        if isinstance(row, Sequence):
+            rows.append(replace(row, ids=_ids(row.ids, i)))
+        else:
+            rows.append(Sequence(_ids(row, i)))
     lengths = tuple(len(row.ids) for row in rows)
     if not all(lengths):
         raise DataError(f"sequence {lengths.index(0)} has no tokens; a sequence needs at least one")
@@ -137,12 +138,10 @@ def unpadded(
     fields: Mapping[str, Tensor],
     groups: Seq[int | None] | None,
 ) -> list[Sequence]:
-    for name, x in {
-        "labels": labels,
-        **{f"field {name!r}": x for name, x in fields.items()},
-    }.items():
-        if x is not None:
-            _check_shape(name, x, input_ids)
+    if labels is not None:
+        _check_shape("labels", labels, input_ids)
+    for name, x in fields.items():
+        _check_shape(f"field {name!r}", x, input_ids)
     if groups is not None and len(groups) != len(spans):
         raise DataError(
             f"groups has {len(groups)} entries; expected one for each of {len(spans)} rows"
@@ -160,9 +159,8 @@ def unpadded(
                 )
         columns = {name: x[i, span].tolist() for name, x in fields.items()}
         counted = None if mask is None else mask.tolist()
-        rows.append(
-            Sequence(ids.tolist(), counted, columns, group=None if groups is None else groups[i])
-        )
+        group = None if groups is None else groups[i]
+        rows.append(Sequence(ids.tolist(), counted, columns, group=group))
     return rows
 
 
@@ -196,11 +194,9 @@ def _ids(row: Seq[int] | Tensor, index: int) -> list[int]:
 
 
 def kind_of(x: object) -> str:
-    return (
-        f"a tensor {list(x.shape)} of {x.dtype} on {x.device}"
-        if isinstance(x, Tensor)
-        else f"a {type(x).__name__}"
-    )
+    if isinstance(x, Tensor):
+        return f"a tensor {list(x.shape)} of {x.dtype} on {x.device}"
+    return f"a {type(x).__name__}"
 
 
 def _shifted(values: float | Seq[float], n: int, name: str, index: int) -> list[float]:

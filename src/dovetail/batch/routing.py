@@ -39,11 +39,9 @@ class RoutingTrace:
     def cat(cls, traces: Iterable["RoutingTrace"]) -> "RoutingTrace":
         parts = list(traces)
         assert all(part.layers == parts[0].layers for part in parts)
-        return cls(
-            parts[0].layers,
-            torch.cat([p.indices for p in parts]),
-            torch.cat([p.valid for p in parts]),
-        )
+        indices = torch.cat([part.indices for part in parts])
+        valid = torch.cat([part.valid for part in parts])
+        return cls(parts[0].layers, indices, valid)
 
     def agreement(self, other: "RoutingTrace") -> float:
         """The share of (token, layer) pairs, valid in both, with the same experts."""

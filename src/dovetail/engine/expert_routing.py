@@ -54,9 +54,8 @@ class Routing:
             return replace(micro, halves=tuple(map(self.with_routes, micro.halves)))
         trace = micro.batch.routing
         rows = self._rows(micro)
-        return replace(
-            micro, routes=Routes(None if trace is None else trace.map(lambda x: x[rows]))
-        )
+        local = None if trace is None else trace.map(lambda x: x[rows])
+        return replace(micro, routes=Routes(local))
 
     def with_balance(
         self, pairs: PlannedMicroBatches, loss: LossFn, tokens: int, dtype: torch.dtype
@@ -99,13 +98,8 @@ class Routing:
             "expert_load_min": fmean(shares.amin(1).tolist()),
         }
         if self.settings.aux_coef or self.settings.z_coef:
-            metrics |= dict(
-                zip(
-                    ("balance_loss", "router_z_loss"),
-                    (costs.mean(0) / tokens).tolist(),
-                    strict=True,
-                )
-            )
+            balance_loss, z_loss = (costs.mean(0) / tokens).tolist()
+            metrics |= {"balance_loss": balance_loss, "router_z_loss": z_loss}
         return metrics
 
     def trace(self, pairs: PlannedMicroBatches, tokens: int) -> RoutingTrace:
@@ -118,16 +112,14 @@ class Routing:
             assert micro.routes is not None
             for layer, chosen in micro.routes.chosen.items():
                 indices[index[rows[real]], moe.numbers.index(layer)] = chosen[real]
-        return RoutingTrace(
-            moe.numbers, self._sum(indices), torch.ones(tokens, dtype=torch.bool, device=device)
-        )
+        valid = torch.ones(tokens, dtype=torch.bool, device=device)
+        return RoutingTrace(moe.numbers, self._sum(indices), valid)
 
     def totals(self, pairs: PlannedMicroBatches) -> tuple[Tensor, Tensor]:
         """Tokens by layer and expert [M, E], balance losses [M, 2]. Collective."""
         moe = self.moe
-        both = torch.zeros(
-            len(moe.numbers), moe.num_experts + 2, dtype=torch.float64, device=self.mesh.device
-        )
+        shape = (len(moe.numbers), moe.num_experts + 2)
+        both = torch.zeros(shape, dtype=torch.float64, device=self.mesh.device)
         for _, micro in split_halves(pairs):
             assert micro.routes is not None
             for layer, load in micro.routes.loads.items():
@@ -158,12 +150,16 @@ class Routing:
         return micro.order.chunk(self.mesh["tp"].size)[self.mesh["tp"].rank]
 
     def _sum(self, x: Tensor) -> Tensor:
-        return sum_over(sum_over(sum_over(x, self.mesh["tp"]), self.mesh["fsdp"]), self.mesh["pp"])
+        for axis in ("tp", "fsdp", "pp"):
+            x = sum_over(x, self.mesh[axis])
+        return x
 
 
 def split_halves(pairs: PlannedMicroBatches) -> Iterator[tuple[Tensor, MicroBatch]]:
     for index, micro in pairs:
         if micro.halves:
-            yield from zip((index[: micro.first], index[micro.first :]), micro.halves, strict=True)
+            first, second = micro.halves
+            yield index[: micro.first], first
+            yield index[micro.first :], second
         else:
             yield index, micro

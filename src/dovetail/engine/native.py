@@ -207,16 +207,17 @@ class Engine(EngineState):
         done = self._accumulated
         if self.watch.progress is not None:
             self.watch.progress.phase("optimizer")
-        count = (
-            torch.stack([each.count for each in done]).sum() if denominator is None else denominator
-        )
+        count: Tensor | float
+        if denominator is None:
+            count = torch.stack([each.count for each in done]).sum()
+        else:
+            count = denominator
         update = self.optimizer.step(count, [x for each in done for x in each.watched])
         totals: dict[str, tuple[float, float]] = {}
-        for name, (total, number) in (
-            item for each in done for item in each.read(self.mesh).items()
-        ):
-            before = totals.get(name, (0.0, 0.0))
-            totals[name] = before[0] + total, before[1] + number
+        for each in done:
+            for name, (total, number) in each.read(self.mesh).items():
+                before = totals.get(name, (0.0, 0.0))
+                totals[name] = (before[0] + total, before[1] + number)
         loss_total, number = totals.pop("")
         faults = record_faults(done, update.faults, self.watch, self.mesh) if update.skipped else {}
         metrics = {name: mean(*pair) for name, pair in totals.items()}
@@ -350,7 +351,8 @@ class Engine(EngineState):
         return enough if self.tokens_per_batch is None else min(enough, self.tokens_per_batch)
 
     def _gather_tokens(self, x: Tensor, batch: PackedBatch) -> Tensor:
-        return sum_over(sum_over(x, self.mesh["fsdp"]), self.mesh["pp"]).to(batch.tokens.device)
+        x = sum_over(sum_over(x, self.mesh["fsdp"]), self.mesh["pp"])
+        return x.to(batch.tokens.device)
 
     @property
     def _wide(self) -> torch.dtype:

@@ -207,9 +207,12 @@ def begin_gathers(model: StagedModel, mesh: Mesh) -> None:
 
 def add_sums(sums: Sums, value: Loss) -> None:
     for name, (total, count) in {"": (value.total, value.count), **value.metrics}.items():
-        before = sums.get(name)
-        now = total.detach(), torch.as_tensor(count, device=total.device).detach()
-        sums[name] = now if before is None else (before[0] + now[0], before[1] + now[1])
+        total = total.detach()
+        count = torch.as_tensor(count, device=total.device).detach()
+        if name in sums:
+            total = sums[name][0] + total
+            count = sums[name][1] + count
+        sums[name] = (total, count)
 
 
 def announce_failure(mesh: Mesh) -> None:
@@ -220,13 +223,11 @@ def unify_names(sums: Sums, mesh: Mesh) -> None:
     """Zeros for other ranks' metrics. SecondaryFailure where another failed. Collective."""
     names = sorted(sums)
     world = mesh["world"]
-    hashes = stack_numbers(
-        [zlib.crc32(json.dumps(names).encode()) if sums else 0], world, mesh.device
-    )
+    checksum = zlib.crc32(json.dumps(names).encode()) if sums else 0
+    hashes = stack_numbers([checksum], world, mesh.device)
     if [FAILED] in hashes:
-        raise SecondaryFailure(
-            f"pipeline stage {hashes.index([FAILED])} failed in this pass; its rank says why"
-        )
+        stage = hashes.index([FAILED])
+        raise SecondaryFailure(f"pipeline stage {stage} failed in this pass; its rank says why")
     if len({value for (value,) in hashes if value}) > 1:  # 0: stages without a loss
         everywhere = {
             name for theirs in gather_objects(names, world, mesh.device) for name in theirs
@@ -239,16 +240,18 @@ def reduce_sums(sums: Sums, mesh: Mesh) -> Tensor:
     """float64 [n, 2] on the last stage, [0, 2] elsewhere."""
     if mesh["pp"].rank < mesh["pp"].size - 1:
         return torch.zeros(0, 2, dtype=torch.float64, device=mesh.device)
-    flat = torch.stack(
-        [torch.stack([x.to(torch.float64) for x in sums[name]]) for name in sorted(sums)]
-    )
-    return sum_over(flat, mesh["fsdp"])
+    rows = []
+    for name in sorted(sums):
+        total, count = sums[name]
+        rows.append(torch.stack([total.to(torch.float64), count.to(torch.float64)]))
+    return sum_over(torch.stack(rows), mesh["fsdp"])
 
 
 def sums_by_name(
     names: list[str], rows: list[list[float]], mesh: Mesh
 ) -> dict[str, tuple[float, float]]:
-    last = gather_objects(dict(zip(names, rows, strict=True)), mesh["pp"], mesh.device)[-1]
+    by_name = dict(zip(names, rows, strict=True))
+    last = gather_objects(by_name, mesh["pp"], mesh.device)[-1]
     return {name: (total, count) for name, (total, count) in last.items()}
 
 
@@ -258,9 +261,9 @@ def mean(total: float, count: float) -> float:
 
 def inputs_of(micros: Sequence[MicroBatch]) -> dict[str, Tensor]:
     """Floating-point fields of counted tokens."""
-    return {
-        f"{name} of micro-batch {i}": x
-        for i, micro in enumerate(micros)
-        for name, x in micro.counted.fields.items()
-        if x.is_floating_point()
-    }
+    found = {}
+    for i, micro in enumerate(micros):
+        for name, x in micro.counted.fields.items():
+            if x.is_floating_point():
+                found[f"{name} of micro-batch {i}"] = x
+    return found

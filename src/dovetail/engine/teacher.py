@@ -38,11 +38,10 @@ class Teacher:
             raise ModelError(f"{sizes}; give a teacher with the student's tokenizer")
         own = engine.model.head if engine.model.cut.last else None
         held = own.weight if isinstance(own, LMHead) else None
-        params = [
-            p
-            for p in local_params(engine.model, engine.mesh)
-            if held is not None and p.parameter is held
-        ]
+        params = []
+        if held is not None:
+            every = local_params(engine.model, engine.mesh)
+            params = [param for param in every if param.parameter is held]
         exported = export_params(params, engine.mesh, dtype_of=lambda _: student.dtype)
         ((_, whole),) = gather_whole(exported, engine.mesh, list(exported.specs))
         head = student.model.head if student.model.cut.last else None
@@ -55,18 +54,16 @@ class Teacher:
         hidden = hidden_states(self.engine, batch)
         kept = hidden if self.needed else hidden[:0]
         rows = (batch.mask.cumsum(0) - 1).clamp(min=0)
-        return batch.with_fields(**{ROW: rows}), TeacherStates(
-            kept.to(self.weight.dtype), self.weight
-        )
+        states = TeacherStates(kept.to(self.weight.dtype), self.weight)
+        return batch.with_fields(**{ROW: rows}), states
 
 
 def hidden_states(engine: Engine, batch: PackedBatch) -> Tensor:
     """[n, D] of counted tokens, in order, on every rank. Collective."""
     mesh = engine.mesh
     rows = batch.mask.cumsum(0) - 1
-    out = torch.zeros(
-        int(batch.mask.sum()), engine.model.spec.width, dtype=engine.dtype, device=mesh.device
-    )
+    shape = (int(batch.mask.sum()), engine.model.spec.width)
+    out = torch.zeros(shape, dtype=engine.dtype, device=mesh.device)
 
     def keep(index: Tensor, micro: MicroBatch, x: Tensor) -> None:
         out[rows.to(index.device)[index[micro.order[micro.index]]]] = x

@@ -44,17 +44,12 @@ def fingerprint(batch: Any) -> list[int]:
     if not isinstance(batch, PackedBatch):
         return [-1] * len(COMPARED)
     names = sorted((name, str(x.dtype)) for name, x in batch.fields.items())
-    known = [
-        zlib.crc32(json.dumps(value).encode()) for value in (batch.lengths, batch.groups, names)
-    ]
-    columns = (batch.tokens, batch.targets, batch.mask)
-    return [
-        *known,
-        *(
-            zlib.crc32(x.contiguous().numpy().data) if x.device.type == "cpu" else 0
-            for x in columns
-        ),
-    ]
+    described = (batch.lengths, batch.groups, names)
+    found = [zlib.crc32(json.dumps(value).encode()) for value in described]
+    for x in (batch.tokens, batch.targets, batch.mask):
+        on_host = x.device.type == "cpu"  # elsewhere it would wait for the device
+        found.append(zlib.crc32(x.contiguous().numpy().data) if on_host else 0)
+    return found
 
 
 @dataclass(frozen=True)
@@ -104,11 +99,8 @@ class ValidatedLoss:
                     "loss is given; look for detach(), item() or no_grad()"
                 )
             total = total + first[:0].sum()  # backward needs a graph
-        return Loss(
-            total,
-            count,
-            {name: _metric(name, value, first) for name, value in result.metrics.items()},
-        )
+        metrics = {name: _metric(name, value, first) for name, value in result.metrics.items()}
+        return Loss(total, count, metrics)
 
 
 def _metric(name: Any, value: Any, like: Tensor) -> Sum:

@@ -34,9 +34,10 @@ def needed(action: Action, stages: int) -> Message | None:
 def produced(action: Action, stages: int) -> Message | None:
     gradient = action.kind != "forward"
     nothing = action.kind == "weight" or action.stage == (0 if gradient else stages - 1)
-    return (
-        None if nothing else Message(gradient, action.stage + (-1 if gradient else 1), action.micro)
-    )
+    if nothing:
+        return None
+    to = action.stage - 1 if gradient else action.stage + 1
+    return Message(gradient, to, action.micro)
 
 
 @lru_cache(maxsize=16)
@@ -76,10 +77,8 @@ def run(plan: Plan, stages: Any, mesh: Mesh) -> None:
     """
     actions = plan[mesh["pp"].rank]
     count = num_stages(plan)
-    last = max(
-        (i for i, action in enumerate(actions) if action.kind in ("backward", "input")),
-        default=None,
-    )
+    backwards = [i for i, action in enumerate(actions) if action.kind in ("backward", "input")]
+    last = max(backwards, default=None)
     mail = Mailbox(plan, stages, mesh)
     failure = Caught(Exception if is_alone(mesh) else ())
     for i, action in enumerate(actions):
