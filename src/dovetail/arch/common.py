@@ -138,9 +138,7 @@ def with_experts(spec: ArchSpec, c: Fields, moe: MoeSpec) -> ArchSpec:
 def layer_windows(
     c: Fields, *, used: bool = True, first: int = 0, per_layer: bool = True
 ) -> tuple[int | None, ...]:
-    """Return windows from layer `first` on, or by `layer_types`, which must agree without
-    `per_layer`.
-    """
+    """Return windows from layer `first` on, or by `layer_types`. Without `per_layer` they agree."""
     window = None
     if used and c.get("sliding_window") is not None:
         window = c.integer("sliding_window")

@@ -80,8 +80,7 @@ def validate_layout(spec: ArchSpec, layout: Layout) -> None:
 
 
 def ulysses_degree(spec: AnySpec, layout: Layout) -> int:
-    """Return the cp ranks that exchange heads for tokens; over the rest keys and values are
-    gathered.
+    """Return the number of cp ranks that exchange heads; over the rest keys and values are gathered.
 
     cp_mode: auto: the most; ulysses: all of cp; gather: 1; product: the most below cp.
     """

@@ -36,10 +36,10 @@ def convert_to_sharded(
     watch: Callable[[TensorSource], object] = id,
     **rules: Unpack[NameRules],
 ) -> Path:
-    """Write an HF directory or sharded checkpoint as one for `layout`, whose ranks the mesh
-    divides.
+    """Write an HF directory or sharded checkpoint as a sharded checkpoint for `layout`.
 
-    model_on: from a rank's mesh to its model, on meta. Collective.
+    The mesh divides the ranks of `layout`. model_on: from a rank's mesh to its model, on meta.
+    Collective.
     """
     reader = open_checkpoint(source, mesh)
     watch(reader)

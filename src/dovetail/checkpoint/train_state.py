@@ -167,9 +167,7 @@ def prefix(role: str, kind: str) -> str:
 
 
 def _saved_as_trained(reader: ShardedReader, role: str) -> list[str]:
-    """Return tensors that were not rounded: optimizer state has the dtype of training, if of no
-    fixed one.
-    """
+    """Return tensors that were not rounded: those of the dtype of their optimizer state."""
     dtypes: dict[str, set[torch.dtype]] = defaultdict(set)
     for name, kind, param in _state_names(reader, role):
         if kind != PARAM:

@@ -66,7 +66,9 @@ def packed_attention(
         raise ModelError(
             f"{name} calls attention with {', '.join(unknown)}, which packed attention does not compute"
         )
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    q = query[0].transpose(0, 1)
+    k = key[0].transpose(0, 1)
+    v = value[0].transpose(0, 1)
     width = q.shape[-1]
     if scaling is not None and scaling != width**-0.5:
         q = q * (scaling * width**0.5)

@@ -1,6 +1,4 @@
-"""A trial whether a model's logits are a product times a constant (Cohere, Granite), as in the
-fused head.
-"""
+"""A trial whether a model's logits are a product times a constant, as in the fused head."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -50,8 +48,8 @@ def logit_scale(model: "transformers.PreTrainedModel", width: int) -> float:
     hidden = torch.randn(1, TOKENS, width, generator=draw, dtype=torch.float64)
     head = nn.Linear(width, WORDS, bias=False, dtype=torch.float64, device="cpu")
     with torch.no_grad():
-        weight = torch.randn(WORDS, width, generator=draw) * LARGEST_LOGIT / width**0.5
-        head.weight.copy_(weight)
+        weight = torch.randn(WORDS, width, generator=draw)
+        head.weight.copy_(weight * LARGEST_LOGIT / width**0.5)
         product = head(hidden)
         parts = {name: model.get_submodule(name) for name in ("model", "lm_head")}
         model.add_module("model", _Base(hidden))
@@ -70,7 +68,8 @@ def logit_scale(model: "transformers.PreTrainedModel", width: int) -> float:
     logits = logits.to(product.dtype)
     scale = 0.0
     if logits.shape == product.shape:
-        scale = float((logits * product).sum() / product.square().sum())
+        covariance = (logits * product).sum()
+        scale = float(covariance / product.square().sum())
     if not scale or (logits / scale - product).abs().max() > SAME * LARGEST_LOGIT:
         raise ModelError(
             f"{type(model).__name__}: {_logit_options(model)} changes the logits by more than "

@@ -18,6 +18,7 @@ from dovetail.errors import ModelError
 from dovetail.kernels.reference import wide, widened
 from dovetail.nn.activation_checkpoint import Recompute, runner
 
+Config = Mapping[str, Any]  # of a JSON file
 TEXT = "deepseek_v3"
 VISION = "kimi_k25"  # transformers' names
 THETA = 10000.0
@@ -26,29 +27,29 @@ MAX_SIDE = 512
 LIMITS = ("in_token_limit", "in_patch_limit")  # of Kimi-VL, of Kimi-K2.5
 MEDIA_PAD = 163605  # where config.json lacks it
 # supported values of keys that transformers' configs lack
-TOWER_ONLY: Mapping[str, Any] = {
+TOWER_ONLY: Config = {
     "merge_type": "sd2_tpool", "mm_projector_type": "patchmerger", "pos_emb_type": "divided_fixed",
     "projector_hidden_act": "gelu", "hidden_act": "gelu_pytorch_tanh",
 }  # fmt: skip
-TEXT_ONLY: Mapping[str, Any] = {
+TEXT_ONLY: Config = {
     "scoring_func": "sigmoid",
     "topk_method": "noaux_tc",
     "moe_layer_freq": 1,
 }
 
 
-def translated(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def translated(config: Config) -> Config:
     """Return config.json as transformers knows it. ModelError."""
     form = FORMS.get(str(config.get("model_type")))
     return config if form is None else form(config)
 
 
-def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _text(config: Config) -> Config:
     _check(config, TEXT_ONLY)
     return {**config, "model_type": TEXT}
 
 
-def _vision(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _vision(config: Config) -> Config:
     text = dict(config.get("text_config") or {})
     published = dict(config.get("vision_config") or {})
     _check(published, TOWER_ONLY)
@@ -71,12 +72,14 @@ def _vision(config: Mapping[str, Any]) -> Mapping[str, Any]:
     }
 
 
-FORMS: Mapping[str, Callable[[Mapping[str, Any]], Mapping[str, Any]]] = {
-    "kimi_k2": _text, "kimi_vl": _vision, "kimi_k25": _vision,
-}  # fmt: skip
+FORMS: Mapping[str, Callable[[Config], Config]] = {
+    "kimi_k2": _text,
+    "kimi_vl": _vision,
+    "kimi_k25": _vision,
+}
 
 
-def _check(config: Mapping[str, Any], supported: Mapping[str, Any]) -> None:
+def _check(config: Config, supported: Config) -> None:
     for name, value in supported.items():
         if config.get(name, value) != value:
             raise ModelError(f"config.json: {name} is {config[name]!r}; supported: {value!r}")
@@ -103,9 +106,7 @@ class PositionTable(nn.Module):
 
 
 def _bicubic(table: Tensor, dim: int, size: int) -> Tensor:
-    """Return the matrix [size, length] of the scaling: a product has deterministic gradients on a
-    GPU.
-    """
+    """Return the matrix [size, length] of a scaling: gradients of products are deterministic."""
     length = table.shape[dim]
     identity = torch.eye(length, dtype=table.dtype, device=table.device)
     return F.interpolate(identity[None, None], size=(size, length), mode="bicubic")[0, 0]
@@ -147,8 +148,8 @@ class Block(nn.Module):
 
         cos and sin [n, 1, C / 2]; counts: patches of each image.
         """
-        qkv = self.wqkv(self.norm0(x)).unflatten(1, (3, self.num_heads, -1))
-        q, k, v = qkv.unbind(1)  # [n, H, C]
+        qkv = self.wqkv(self.norm0(x))
+        q, k, v = qkv.unflatten(1, (3, self.num_heads, -1)).unbind(1)  # [n, H, C]
         q = _rope(q, cos, sin)
         k = _rope(k, cos, sin)
         by_head = [y.transpose(0, 1)[None] for y in (q, k, v)]  # [1, H, n, C]
@@ -160,8 +161,11 @@ class Block(nn.Module):
 
 
 def _rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    a, b = x.to(cos.dtype).unflatten(-1, (-1, 2)).unbind(-1)
-    rotated = torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1)
+    pairs = x.to(cos.dtype).unflatten(-1, (-1, 2))
+    a, b = pairs.unbind(-1)
+    first = a * cos - b * sin
+    second = a * sin + b * cos
+    rotated = torch.stack((first, second), dim=-1)
     return rotated.flatten(-2).to(x.dtype)
 
 
@@ -178,9 +182,9 @@ class Encoder(nn.Module):
         self.recompute: Recompute = "none"
 
     def forward(self, x: Tensor, sizes: Sequence[tuple[int, int]]) -> Tensor:
-        angles = torch.cat([self.angles(height, width, x) for height, width in sizes])[:, None]
-        cos = angles.cos()
-        sin = angles.sin()
+        angles = torch.cat([self.angles(height, width, x) for height, width in sizes])
+        cos = angles[:, None].cos()
+        sin = angles[:, None].sin()
         run = runner(self.recompute)
         counts = [height * width for height, width in sizes]
         for block in self.blocks:
@@ -210,8 +214,9 @@ class MoonViT(nn.Module):
         self.encoder = Encoder(config)
 
     def forward(self, pixel_values: Tensor, grid_thw: Tensor, **_: object) -> Any:
-        """Return pooler_output [n / merged, merged, D] of patches [n, 3, patch, patch] of [images,
-        3] grids.
+        """Return pooler_output [n / merged, merged, D].
+
+        pixel_values: patches [n, 3, patch, patch]. grid_thw [images, 3].
         """
         sizes = [(height, width) for _, height, width in grid_thw.tolist()]
         x = self.encoder(self.patch_embed(pixel_values, sizes), sizes)
@@ -219,8 +224,9 @@ class MoonViT(nn.Module):
         images = x.split([height * width for height, width in sizes])
         rows = []
         for image, (height, width) in zip(images, sizes, strict=True):
-            squares = image.view(height // side, side, width // side, side, -1).transpose(1, 2)
-            rows.append(squares.flatten(0, 1).flatten(1, 2))
+            squares = image.view(height // side, side, width // side, side, -1)
+            merged = squares.transpose(1, 2).flatten(0, 1)
+            rows.append(merged.flatten(1, 2))
         return transformers.modeling_outputs.BaseModelOutputWithPooling(x, torch.cat(rows))
 
 
@@ -235,18 +241,19 @@ def replace_tower(model: "transformers.PreTrainedModel") -> None:
         model.get_submodule("model").add_module("vision_tower", tower)
 
 
-def published(settings: Mapping[str, Any]) -> dict[str, Any] | None:
+def published(settings: Config) -> dict[str, Any] | None:
     """Return the settings of a processor as Kimi publishes them; None: it is another one."""
     merged = {**settings, **(settings.get("media_proc_cfg") or {})}
     return merged if any(name in merged for name in LIMITS) else None
 
 
 class KimiImages:
-    """A processor, called as transformers' are: it scales images down and pads them to whole rows
-    of features.
+    """A processor like transformers'.
+
+    It scales images down and pads them to whole rows of features.
     """
 
-    def __init__(self, settings: Mapping[str, Any]) -> None:
+    def __init__(self, settings: Config) -> None:
         for name, value in (("pad_input", True), ("fixed_output_tokens", None)):
             if settings.get(name, value) != value:
                 raise ModelError(
@@ -279,11 +286,13 @@ class KimiImages:
         for image in images:
             (scaled_height, scaled_width), (height, width) = self._sizes(image.height, image.width)
             x = np.asarray(image.resize((scaled_width, scaled_height), resample=BICUBIC))
-            padding = ((0, height * p - scaled_height), (0, width * p - scaled_width), (0, 0))
-            x = np.pad(x, padding).astype(np.float32)
-            x = (x / np.float32(255) - np.float32(self.mean)) / np.float32(self.std)
-            patches = torch.from_numpy(x).view(height, p, width, p, 3).permute(0, 2, 4, 1, 3)
-            pixels.append(patches.flatten(0, 1))
+            bottom = (0, height * p - scaled_height)
+            right = (0, width * p - scaled_width)
+            x = np.pad(x, (bottom, right, (0, 0))).astype(np.float32)
+            x = x / np.float32(255) - np.float32(self.mean)
+            x = x / np.float32(self.std)
+            patches = torch.from_numpy(x).view(height, p, width, p, 3)
+            pixels.append(patches.permute(0, 2, 4, 1, 3).flatten(0, 1))
             grids.append((1, height, width))
         return {"pixel_values": torch.cat(pixels), "image_grid_thw": torch.tensor(grids)}
 
@@ -300,12 +309,14 @@ class KimiImages:
         scale = min(1.0, math.sqrt(self.limit / patches))
         if self.is_k25:
             scale = min(scale, max_pixels / height, max_pixels / width)
-        scaled = max(1, int(height * scale)), max(1, int(width * scale))
+        scaled_height = max(1, int(height * scale))
+        scaled_width = max(1, int(width * scale))
         cell = p * self.merge_size
-        h, w = (-(-pixels // cell) * self.merge_size for pixels in scaled)
+        h = -(-scaled_height // cell) * self.merge_size
+        w = -(-scaled_width // cell) * self.merge_size
         longest = self.max_side if self.is_k25 else self.max_side - 1
         if max(h, w) > longest:
             raise ValueError(
                 f"an image of {width} x {height} pixels is {w} x {h} patches; at most {longest} fit"
             )
-        return scaled, (h, w)
+        return (scaled_height, scaled_width), (h, w)

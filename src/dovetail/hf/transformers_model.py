@@ -134,10 +134,10 @@ class TransformersModel(StagedModel):
         words = embed(micro.tokens.masked_fill(placeholders, 0))
         places, (first, *deep) = self.vision.encode(micro, words.dtype)
         positions = self.vision.positions(micro.batch)[:, micro.order]
-        inputs = {
-            "inputs_embeds": words.index_copy(0, places, first)[None],
-            "position_ids": positions if len(positions) == 1 else positions[:, None],
-        }
+        if len(positions) > 1:
+            positions = positions[:, None]
+        embeds = words.index_copy(0, places, first)[None]
+        inputs = {"inputs_embeds": embeds, "position_ids": positions}
         if deep:
             nowhere = torch.zeros_like(micro.order, dtype=torch.bool)
             inputs["deepstack_visual_embeds"] = deep
@@ -284,7 +284,8 @@ def _refuse(problems: Iterable[str]) -> None:
 def _config_problems(config: "transformers.PreTrainedConfig") -> Iterator[str]:
     text = config.get_text_config()
     values = vars(text)
-    if any(vars(part).get("quantization_config") is not None for part in (config, text)):
+    quantized = [vars(part).get("quantization_config") for part in (config, text)]
+    if any(value is not None for value in quantized):
         yield (
             "config.json: quantization_config; "
             "convert the checkpoint to float32 or bfloat16 weights first"

@@ -75,7 +75,9 @@ class Vision:
         self.family = family_of(model.config)
         patches = next(m for m in model.modules() if isinstance(m, (nn.Conv2d, nn.Conv3d)))
         shape = patches.weight.shape[1:]
-        self.patch = (shape.numel(),) if isinstance(patches, nn.Conv3d) else tuple(shape)
+        self.patch = tuple(shape)
+        if isinstance(patches, nn.Conv3d):
+            self.patch = (shape.numel(),)
         tower = self.config.vision_config.to_dict()
         self.merge: int = tower.get("spatial_merge_size") or tower["merge_kernel_size"][0]
 
@@ -141,10 +143,9 @@ class Vision:
         return torch.cat(parts, dim=1).to(batch.positions.device)
 
     def encode(self, micro: MicroBatch, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
-        """Return the places [n] of features in the tokens of this rank, ascending, and the
-        features.
+        """Return the places [n] of features in the tokens of this rank, and features [n, D].
 
-        The features [n, D] are the first and the deep ones. Collective over cp.
+        Places ascend; the features are the first and the deep ones. Collective over cp.
         """
         device = micro.order.device
         inputs, places = self._collect(micro.batch)
@@ -155,7 +156,8 @@ class Vision:
         is_local = order[local_places] == places
         rows = torch.tensor(index, dtype=torch.int64)[by_place][is_local]
         features = gathered.index_select(0, rows.to(device))
-        return local_places[is_local].to(device), list(features.split(widths, dim=1))
+        layers = features.split(widths, dim=1)
+        return local_places[is_local].to(device), [*layers]
 
     def _gather(
         self, inputs: list[VisionInputs], dtype: torch.dtype, device: torch.device
@@ -166,11 +168,13 @@ class Vision:
         """
         ranks = range(self.axis.size)
         owners = balance_images([len(x.pixels) for x in inputs], self.axis.size)
+        rank = self.axis.rank
+        own = []
         num_rows = [0 for _ in ranks]
         for x, owner in zip(inputs, owners, strict=True):
             num_rows[owner] += x.rows
-        rank = self.axis.rank
-        own = [x for x, owner in zip(inputs, owners, strict=True) if owner == rank]
+            if owner == rank:
+                own.append(x)
         features, widths = self._run(own, dtype, device)
         height = max(*num_rows, 1)  # gradients flow on every rank
         padding = height - num_rows[rank]
@@ -194,7 +198,8 @@ class Vision:
                 kinds = kinds_of(tokens, self.config)
                 for kind in KINDS:
                     inputs += self.inputs(media, number, kind)
-                    places.append(starts[number] + (kinds == kind.code).nonzero()[:, 0])
+                    found = (kinds == kind.code).nonzero()[:, 0]
+                    places.append(starts[number] + found)
         return inputs, torch.cat(places)
 
     def _run(
@@ -248,10 +253,12 @@ def kinds_of(tokens: Tensor, config: "transformers.PreTrainedConfig") -> Tensor:
 
 
 def as_images(tokens: Tensor, media: Media, config: "transformers.PreTrainedConfig") -> Media:
-    """Return images and frames in the order of their tokens: transformers gives features to all or
-    none.
+    """Return images and frames in the order of their tokens.
+
+    transformers gives features to all or none.
     """
-    codes = [code for code in kinds_of(tokens, config).unique_consecutive().tolist() if code]
+    runs_of_tokens = kinds_of(tokens, config).unique_consecutive()
+    codes = [code for code in runs_of_tokens.tolist() if code]
     frames_left = {}
     for kind in KINDS:
         frames = _frames(media, kind)
@@ -273,8 +280,8 @@ def _frames(media: Media, kind: VisionKind) -> list[tuple[Tensor, tuple[int, int
     grids = []
     for frames, height, width in media[kind.grid].tolist():
         grids += [(1, height, width)] * frames
-    pixels = media[kind.pixels].split([height * width for _, height, width in grids])
-    return list(zip(pixels, grids, strict=True))
+    patches = [height * width for _, height, width in grids]
+    return [*zip(media[kind.pixels].split(patches), grids, strict=True)]
 
 
 def _sequences(batch: PackedBatch) -> Iterator[tuple[Tensor, Media | None]]:

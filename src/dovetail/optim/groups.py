@@ -17,8 +17,7 @@ from dovetail.weights.shards import LocalParam, in_checkpoint_form, local_params
 
 @dataclass(slots=True)
 class ParamGroup:
-    """Parameters whose checkpoint name matches `pattern`, as `model.layers.0.*`; the first match
-    wins.
+    """Parameters whose checkpoint name matches `pattern`, as `model.layers.0.*`. The first match wins.
 
     None: as the first of `engine.param_groups`, which has all other parameters and does not decay
     norms and biases.

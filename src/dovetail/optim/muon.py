@@ -221,9 +221,7 @@ class Muon(UpdateRule):
         return x[shard.local_index]
 
     def _orthogonalize(self, jobs: Sequence[Assignment], gathered: Tensor) -> dict[str, Tensor]:
-        """Return matrix -> update [out, in] for the matrices of this rank; equal shapes are one
-        batch.
-        """
+        """Return the updates [out, in] of this rank's matrices. Equal shapes are one batch."""
         own = [job for job in jobs if job.owner == self.world.rank]
         parts = _split(own, gathered)
         batches: dict[torch.Size, list[tuple[Assignment, Tensor]]] = defaultdict(list)
@@ -252,9 +250,7 @@ class Muon(UpdateRule):
         return self._exchange(moves, part)
 
     def _exchange(self, moves: Sequence[Move], source: Callable[[Move], Tensor]) -> Handle:
-        """Start to send `source(move)` of each move from this rank; the receiver gets them by
-        sender.
-        """
+        """Start to send `source(move)` of all moves. A receiver gets them in order of senders."""
         rank = self.world.rank
         send_sizes = [0] * self.world.size
         receive_sizes = [0] * self.world.size

@@ -122,9 +122,7 @@ class QuantizedAdamW(Elementwise):
 
 
 def _check_copies(shard: LocalShard, block_size: int) -> None:
-    """Raise ConfigError where a block mixes a row that other ranks hold too with rows that they do
-    not.
-    """
+    """Raise ConfigError where a block has rows that other ranks hold too, and other rows."""
     copied = any(region.copies > 1 for region in shard.regions)
     if copied and shard.local.dim() > 1 and shard.local[0].numel() % block_size:
         raise ConfigError(

@@ -2,11 +2,11 @@
 
 forward             backward
 ------------------  ---------------
-all_gather          reduce_scatter   sharded in, whole out; gradients are partial: ranks compute different parts
-gather_replicated   own slice        sharded in, whole out; gradients are equal: ranks compute the same
+all_gather          reduce_scatter   sharded in, whole out; ranks compute different parts
+gather_replicated   own slice        sharded in, whole out; ranks compute the same
 reduce_scatter      all_gather       partial in, sharded out
 gather_in_order     all_to_all, sum  as all_gather; summed in rank order
-tokens_to_heads     heads_to_tokens  some tokens of all heads in, all tokens of some heads (dim 1) out
+tokens_to_heads     heads_to_tokens  tokens of all heads in, all tokens of some heads (dim 1) out
 heads_to_tokens     tokens_to_heads
 all_reduce          identity         partial in, whole out; ranks compute the same
 """
@@ -177,9 +177,7 @@ def all_reduce(x: Tensor, axis: Axis) -> Tensor:
 
 
 def gather_mirrored(x: Tensor, axis: Axis) -> Tensor:
-    """Gather [2 n, ...] -> [2 n * size, ...]: first halves in rank order, then second halves in
-    reverse.
-    """
+    """Gather [2 n, ...] -> [2 n * size, ...]: first halves in rank order, second ones in reverse."""
     if axis.size == 1:
         return x
     first, second = x.contiguous().chunk(2)

@@ -41,9 +41,7 @@ class AsyncCollective:
         return out
 
     def start_backward(self, grad: Tensor, shape: torch.Size) -> Tensor:
-        """Start the inverse, and return a placeholder for autograd, which `_Start.backward`
-        replaces.
-        """
+        """Start the inverse. Return a placeholder for autograd, which `_Start.backward` replaces."""
         assert self.inverse is not None
         self._backward = self.inverse(grad)
         return grad.new_empty(()).expand(shape)

@@ -128,9 +128,7 @@ def _raise_together(
     mesh: Mesh,
     ignore: Collection[str],
 ) -> None:
-    """Raise CheckpointError with the problems of all ranks, who together know which tensors are
-    extra.
-    """
+    """Raise CheckpointError with the problems of all ranks; together they know extra tensors."""
     merged: dict[str, None] = {}
     asked: set[str] = set()
     for their_problems, their_names in of_all([problems, [*present.values()]], mesh):

@@ -1,5 +1,6 @@
-"""The files of a model directory that may be read (none outside, no pickles), and paths that may be
-written.
+"""The files of a model directory that may be read, and paths that may be written.
+
+No file outside of the directory is read, and no pickle.
 
 Imports no torch. Only links of the hub's cache may lead out, from `snapshots/REVISION` into
 `blobs`.

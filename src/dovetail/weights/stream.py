@@ -1,6 +1,4 @@
-"""Export of whole tensors under their HF names, in bounded buckets: one all-gather of flat bytes
-each.
-"""
+"""Export of whole tensors under their HF names, in bounded buckets: one all-gather each."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
