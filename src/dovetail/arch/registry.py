@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
 
 from dovetail.arch.apertus import apertus_spec
+from dovetail.arch.common import Config
 from dovetail.arch.deepseek import deepseek_v2_spec, deepseek_v3_spec
 from dovetail.arch.llama import llama_spec, mistral_spec, mixtral_spec
 from dovetail.arch.qwen import qwen2_moe_spec, qwen2_spec, qwen3_moe_spec, qwen3_spec
@@ -13,7 +13,7 @@ from dovetail.arch.transformers_spec import AnySpec, transformers_spec
 from dovetail.errors import LayoutError, ModelError, OptionError, quoted
 from dovetail.parallel.layout import Layout
 
-FAMILIES: Mapping[str, Callable[[Mapping[str, Any]], ArchSpec]] = {
+FAMILIES: Mapping[str, Callable[[Config], ArchSpec]] = {
     "apertus": apertus_spec,
     "deepseek_v2": deepseek_v2_spec,
     "deepseek_v3": deepseek_v3_spec,
@@ -30,7 +30,7 @@ MAX_LAYERS = 1 << 16
 MAX_DEGREE = 1 << 10
 
 
-def spec_from_config(config: Mapping[str, Any]) -> ArchSpec:
+def spec_from_config(config: Config) -> ArchSpec:
     """Return the spec of a family. ModelError; OptionError for an option."""
     family = config.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
@@ -45,7 +45,7 @@ def spec_from_config(config: Mapping[str, Any]) -> ArchSpec:
     return FAMILIES[family](config)
 
 
-def choose_spec(config: Mapping[str, Any], engine: str) -> AnySpec:
+def choose_spec(config: Config, engine: str) -> AnySpec:
     """Return the spec for an engine.
 
     auto: native if it knows family and options, else transformers.

@@ -14,7 +14,7 @@ from dovetail.jsonl import parse_json
 from dovetail.parallel.consensus import agreed
 from dovetail.parallel.layout import Layout
 from dovetail.parallel.mesh import Mesh
-from dovetail.parallel.placement import Region
+from dovetail.parallel.placement import Region, whole
 from dovetail.weights.config_file import CONFIG
 from dovetail.weights.hf_directory import saved_config
 from dovetail.weights.hf_reader import TensorSource
@@ -59,8 +59,7 @@ def convert_to_sharded(
         for name in reader.names:
             if name not in asked and tolerated(name, rules.get("ignore", ())):
                 shape = reader.shape(name)
-                whole = tuple((0, length) for length in shape)
-                region = Region(name, shape, whole, whole, owned=True)
+                region = Region(name, shape, whole(shape), whole(shape), owned=True)
                 shares[0][name] = [_shard(name, region, reader, specs)]
     auxiliary = _auxiliary(reader.path, mesh, dtype)
     return write_sharded(

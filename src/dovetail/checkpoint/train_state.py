@@ -23,7 +23,7 @@ from dovetail.errors import CheckpointError, listing
 from dovetail.nn.model import StagedModel
 from dovetail.parallel.consensus import agreed
 from dovetail.parallel.mesh import Mesh
-from dovetail.parallel.placement import REPLICATED, Region, checkpoint_shapes
+from dovetail.parallel.placement import REPLICATED, Region, checkpoint_shapes, whole
 from dovetail.weights.load import load_into
 from dovetail.weights.safe_paths import MANIFEST, AuxiliaryFiles
 from dovetail.weights.shards import LocalParam, checkpoint_params, in_checkpoint_form, local_params
@@ -126,8 +126,7 @@ def _other_params(others: Mapping[str, Tensor]) -> list[LocalParam]:
     params = []
     for name, tensor in others.items():
         shape = tuple(tensor.shape)
-        whole = tuple((0, length) for length in shape)
-        region = Region(name, shape, whole, whole, owned=True)
+        region = Region(name, shape, whole(shape), whole(shape), owned=True)
         params.append(LocalParam(name, REPLICATED, shape, tensor, (region,), (), None))
     return params
 

@@ -14,11 +14,11 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
+from dovetail.arch.common import Config
 from dovetail.errors import ModelError
 from dovetail.kernels.reference import wide, widened
 from dovetail.nn.activation_checkpoint import Recompute, runner
 
-Config = Mapping[str, Any]  # of a JSON file
 TEXT = "deepseek_v3"
 VISION = "kimi_k25"  # transformers' names
 THETA = 10000.0

@@ -10,6 +10,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from dovetail.arch.common import Config
 from dovetail.arch.transformers_spec import TransformersSpec
 from dovetail.batch.loss import Loss, LossFn, TokenStats
 from dovetail.batch.micro import MicroBatch
@@ -61,7 +62,7 @@ class TransformersModel(StagedModel):
     def __init__(
         self,
         spec: TransformersSpec,
-        config: Mapping[str, Any],
+        config: Config,
         mesh: Mesh,
         kernels: KernelSet,
         head: Head = "lm",
@@ -212,7 +213,7 @@ def config_errors() -> Iterator[None]:
         raise ModelError(f"transformers makes no model of this config: {problem}") from error
 
 
-def make_model(config: Mapping[str, Any]) -> "transformers.PreTrainedModel":
+def make_model(config: Config) -> "transformers.PreTrainedModel":
     """Return the model in float32, on meta but for computed buffers. ModelError."""
     if NAME not in transformers.AttentionInterface():
         transformers.AttentionInterface.register(NAME, packed_attention)
@@ -246,7 +247,7 @@ def group_even_experts(model: "transformers.PreTrainedModel") -> None:
             return
 
 
-def known_config(config: Mapping[str, Any]) -> "transformers.PreTrainedConfig":
+def known_config(config: Config) -> "transformers.PreTrainedConfig":
     """Return the config as transformers reads it. ModelError."""
     with config_errors():
         options = _floats(dict(translated(config)))

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from dovetail.parallel.mesh import Axis
-from dovetail.parallel.placement import Region, Slices, as_index, overlap, within
+from dovetail.parallel.placement import Region, Slices, as_index, overlap, shape_of, within
 from dovetail.weights.shards import FUSED
 
 ROUND_ELEMENTS = 3 << 26  # of a rank at a time; more where one matrix is larger
@@ -156,4 +156,4 @@ def split_rounds(assignments: Sequence[Assignment], world: Axis) -> list[list[As
 
 
 def num_elements(slices: Slices) -> int:
-    return math.prod(stop - start for start, stop in slices)
+    return math.prod(shape_of(slices))

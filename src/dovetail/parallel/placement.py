@@ -70,7 +70,7 @@ class Region:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(stop - start for start, stop in self.checkpoint_slice)
+        return shape_of(self.checkpoint_slice)
 
     @property
     def num_elements(self) -> int:
@@ -187,7 +187,7 @@ def held_regions(
     held = []
     for ranges in product(*(_part_ranges(split, mesh[split.axis]) for split in splits)):
         tensor = name
-        checkpoint = [(0, length) for length in local_shape]
+        checkpoint = [*whole(local_shape)]
         local = checkpoint.copy()
         owned = is_first
         copies = 1
@@ -202,6 +202,15 @@ def held_regions(
         return tuple(held)
     start, stop = fsdp_rows(local_shape[0], axis.rank, axis.size)
     return narrow_rows(held, start, stop)
+
+
+def whole(shape: Sequence[int]) -> Slices:
+    """Return the slices of a whole tensor."""
+    return tuple((0, length) for length in shape)
+
+
+def shape_of(slices: Slices) -> tuple[int, ...]:
+    return tuple(stop - start for start, stop in slices)
 
 
 def overlap(first: Slices, second: Slices) -> Slices | None:

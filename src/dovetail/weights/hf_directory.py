@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from huggingface_hub import snapshot_download
 
+from dovetail.arch.common import Config
 from dovetail.arch.registry import choose_spec
 from dovetail.arch.transformers_spec import AnySpec, TransformersSpec
 from dovetail.errors import CheckpointError, ModelError
@@ -41,7 +42,7 @@ class Pretrained:
     """An HF model directory, but for its weights."""
 
     path: Path
-    config: Mapping[str, Any]
+    config: Config
     spec: AnySpec
     auxiliary: Mapping[str, Path]
 
@@ -150,9 +151,7 @@ def stored_head(source: TensorSource, pretrained: Pretrained) -> StoredHead:
     return head if head.aliases and not only_token else LM_HEAD
 
 
-def saved_config(
-    config: Mapping[str, Any], head: Head, dtype: torch.dtype | None
-) -> dict[str, Any]:
+def saved_config(config: Config, head: Head, dtype: torch.dtype | None) -> dict[str, Any]:
     """Return the config with the head and dtype of saved weights."""
     changed = dict(config)
     if dtype is not None:

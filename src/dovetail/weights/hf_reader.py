@@ -11,7 +11,7 @@ from torch import Tensor
 from dovetail.errors import CheckpointError, listing
 from dovetail.jsonl import parse_json
 from dovetail.parallel.mesh import Mesh
-from dovetail.parallel.placement import Slices, as_index, overlap, within
+from dovetail.parallel.placement import Slices, as_index, overlap, shape_of, whole, within
 from dovetail.weights.parallel_read import ReadJob, job_parts
 from dovetail.weights.safe_paths import INDEX, SINGLE, contained, refuse_without_safetensors
 from dovetail.weights.safetensors import TensorFile
@@ -28,7 +28,7 @@ class StoredRegion:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(stop - start for start, stop in self.slices)
+        return shape_of(self.slices)
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,8 @@ class TensorSource:
         """Return a tensor, or a rectangle of it."""
         tensor = self.tensors[name]
         if slices is None:
-            slices = tuple((0, length) for length in tensor.shape)
-        out = torch.empty([stop - start for start, stop in slices], dtype=tensor.dtype)
+            slices = whole(tensor.shape)
+        out = torch.empty(shape_of(slices), dtype=tensor.dtype)
         for region in tensor.regions:
             shared = overlap(slices, region.slices)
             if shared is None:
@@ -133,8 +133,7 @@ class HFReader(TensorSource):
         tensors = {}
         for name, file_name in file_of.items():
             entry = files[file_name].entries[name]
-            whole = tuple((0, length) for length in entry.shape)
-            region = StoredRegion(file_name, name, whole)
+            region = StoredRegion(file_name, name, whole(entry.shape))
             tensors[name] = StoredTensor(entry.dtype, entry.shape, (region,))
         super().__init__(path, files, tensors)
 

@@ -13,7 +13,7 @@ from torch import nn
 from dovetail.errors import CheckpointError, listing
 from dovetail.parallel.consensus import agreed, of_all
 from dovetail.parallel.mesh import Mesh
-from dovetail.parallel.placement import as_index, checkpoint_shapes
+from dovetail.parallel.placement import as_index, checkpoint_shapes, whole
 from dovetail.weights.hf_reader import TensorSource
 from dovetail.weights.parallel_read import ReadJob, blocks, run_jobs
 from dovetail.weights.shards import LocalParam, checkpoint_params
@@ -103,8 +103,7 @@ def _equal(source: TensorSource, first: str, other: str) -> bool:
     shape = source.shape(first)
     if shape != source.shape(other):
         return False
-    whole = tuple((0, length) for length in shape)
-    for part, _ in blocks(whole, torch.empty(shape, device="meta"), COMPARED):
+    for part, _ in blocks(whole(shape), torch.empty(shape, device="meta"), COMPARED):
         if not torch.equal(source.read(first, part), source.read(other, part)):
             return False
     return True

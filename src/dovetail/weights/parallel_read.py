@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dovetail.memory import wait_for
-from dovetail.parallel.placement import Slices
+from dovetail.parallel.placement import Slices, shape_of
 
 READERS = 8
 BUFFER_BYTES = 1 << 22  # of a thread
@@ -62,7 +62,7 @@ def job_parts(slices: Slices, out: Tensor, dtype: torch.dtype) -> Iterator[tuple
 
 
 def range_elements(shape: Sequence[int], slices: Slices) -> int:
-    return prod(stop - start for start, stop in slices[_last_cut(shape, slices) :])
+    return prod(shape_of(slices)[_last_cut(shape, slices) :])
 
 
 def byte_ranges(shape: Sequence[int], slices: Slices, itemsize: int) -> tuple[list[int], int]:

@@ -23,7 +23,7 @@ from torch import Tensor
 from dovetail.errors import CheckpointError, quoted
 from dovetail.jsonl import parse_json
 from dovetail.memory import view_at
-from dovetail.parallel.placement import Slices
+from dovetail.parallel.placement import Slices, shape_of, whole
 from dovetail.system import raise_open_files_limit
 from dovetail.weights.parallel_read import (
     MAX_RANGES,
@@ -99,10 +99,10 @@ class TensorFile:
         """Return a tensor, or a rectangle of it."""
         entry = self.entries[name]
         if slices is None:
-            slices = tuple((0, length) for length in entry.shape)
+            slices = whole(entry.shape)
         for (start, stop), length in zip(slices, entry.shape, strict=True):
             assert 0 <= start <= stop <= length, f"{name}: {slices} of {entry.shape}"
-        out = torch.empty([stop - start for start, stop in slices], dtype=entry.dtype)
+        out = torch.empty(shape_of(slices), dtype=entry.dtype)
         self.fill(name, slices, out, torch.empty(0, dtype=torch.uint8))
         return out
 

@@ -30,6 +30,7 @@ from dovetail.parallel.placement import (
     held_regions,
     overlap,
     placements_of,
+    whole,
     within,
 )
 from dovetail.weights.hf_reader import TensorSource
@@ -268,9 +269,8 @@ def _per_expert(param: LocalParam, parts: tuple[str, ...]) -> Iterator[LocalPara
                     continue
                 offset = within(region.checkpoint_slice, region.local_slice)
                 local = param.local[as_index(within(shared, offset))][0]
-                whole = tuple((0, length) for length in local.shape)
                 slices = within(shared, matrix)[1:]
-                regions = (Region(name, shape, slices, whole, region.owned),)
+                regions = (Region(name, shape, slices, whole(local.shape), region.owned),)
             yield LocalParam(name, REPLICATED, shape, local, regions, (), None)
 
 

@@ -13,7 +13,7 @@ from dovetail.memory import aligned, view_at
 from dovetail.parallel.collectives import stack_over
 from dovetail.parallel.consensus import of_all
 from dovetail.parallel.mesh import Mesh
-from dovetail.parallel.placement import Slices, as_index
+from dovetail.parallel.placement import Slices, as_index, shape_of
 from dovetail.weights.safetensors import CODES, DTYPES, TensorSpec
 from dovetail.weights.shards import (
     ExportRules,
@@ -154,9 +154,8 @@ def _buckets(
 
 
 def _num_bytes(slices: Slices, spec: TensorSpec) -> int:
-    return spec.dtype.itemsize * prod(stop - start for start, stop in slices)
+    return spec.dtype.itemsize * prod(shape_of(slices))
 
 
 def _view(flat: Tensor, start: int, slices: Slices, spec: TensorSpec) -> Tensor:
-    shape = [stop - begin for begin, stop in slices]
-    return view_at(flat, start, spec.dtype, shape)
+    return view_at(flat, start, spec.dtype, shape_of(slices))
