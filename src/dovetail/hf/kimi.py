@@ -27,11 +27,11 @@ MAX_SIDE = 512
 LIMITS = ("in_token_limit", "in_patch_limit")  # of Kimi-VL, of Kimi-K2.5
 MEDIA_PAD = 163605  # where config.json lacks it
 # supported values of keys that transformers' configs lack
-TOWER_ONLY: Config = {
+TOWER_ONLY: Mapping[str, Any] = {
     "merge_type": "sd2_tpool", "mm_projector_type": "patchmerger", "pos_emb_type": "divided_fixed",
     "projector_hidden_act": "gelu", "hidden_act": "gelu_pytorch_tanh",
 }  # fmt: skip
-TEXT_ONLY: Config = {
+TEXT_ONLY: Mapping[str, Any] = {
     "scoring_func": "sigmoid",
     "topk_method": "noaux_tc",
     "moe_layer_freq": 1,
