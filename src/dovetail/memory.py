@@ -36,13 +36,13 @@ def chunk_bytes(needed: int, most: int | None = None) -> int:
     return size
 
 
-def host_room() -> int | None:
+def free_pinned_bytes() -> int | None:
     """Bytes that may be pinned; None: unknown."""
     free = free_memory()
     return None if free is None else max(free - HOST_RESERVE, 0)
 
 
-def ask_once(sizes: Iterable[int], device: torch.device) -> None:
+def reserve_device_memory(sizes: Iterable[int], device: torch.device) -> None:
     """Reserve CUDA memory for tensors of these bytes in one call."""
     needed = sum(aligned(size, DEVICE_ALIGNMENT) for size in sizes if size > SMALL_BYTES)
     if device.type == "cuda" and needed:

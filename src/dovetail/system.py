@@ -106,7 +106,7 @@ def limit_memory(more: int) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
-def allow_open_files() -> None:
+def raise_open_files_limit() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
     if 0 <= soft < wanted:  # RLIM_INFINITY is -1

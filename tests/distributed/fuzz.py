@@ -115,7 +115,7 @@ def outcome(folder: str, given: Draw) -> str | Figures:
     engine = _engine(folder, given, given.layout)
     expected = load_file(Path(folder) / "model.safetensors")
     streamed = dict(engine.weights())
-    assert list(streamed) == list(engine.origin.listed)
+    assert list(streamed) == list(engine.origin.checkpoint_names)
     assert_same_tensors(streamed, expected)
     try:
         found, stray = measure(engine, _batch(given), given.loss)

@@ -47,7 +47,7 @@ def through_engines(source: Path, out: Path, layout: Layout) -> None:
     """Load every checkpoint into an engine with float32 masters and save it, in the dtype that it came in."""
     for path in sorted(source.iterdir()):
         engine = from_pretrained(path, layout=layout, dtype=torch.bfloat16, device="cpu")
-        assert [name for name, _ in engine.weights()] == list(engine.origin.listed)
+        assert [name for name, _ in engine.weights()] == list(engine.origin.checkpoint_names)
         engine.save_pretrained(out / path.name)
 
 

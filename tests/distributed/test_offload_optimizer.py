@@ -264,7 +264,7 @@ class SlowLink(PinnedPool):
             self.done += 1
 
 
-@pytest.mark.parametrize("slow", [(), ("_coming",), ("_leaving",), ("_coming", "_leaving")], ids=str)
+@pytest.mark.parametrize("slow", [(), ("_to_device",), ("_to_host",), ("_to_device", "_to_host")], ids=str)
 @pytest.mark.parametrize("count", [1, 2, 3, 8])
 def test_no_copy_is_taken_for_done(slow: tuple[str, ...], count: int) -> None:
     """Whatever of the copies is late, what is computed waits for it, and so does whoever takes its room."""

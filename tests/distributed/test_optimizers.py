@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 import dovetail as dt
-from dovetail.optim import muon
-from dovetail.optim.muon import ROUND_ELEMENTS
+from dovetail.optim import matrices
+from dovetail.optim.matrices import ROUND_ELEMENTS
 from tests.distributed.bodies import Flat, tokenwise
 from tests.harness import run
 from tests.parity.configs import VOCAB, moe_configs, save_tiny, tiny_configs
@@ -53,7 +53,7 @@ def batches() -> list[dt.PackedBatch]:
 
 def train(path: Path, layout: str, rule: str, after: Path, before: Path | None = None) -> dict[str, Tensor]:
     """Three steps. after: where the state of the first two is saved. before: where it is loaded from, in place of them."""
-    with mock.patch.object(muon, "ROUND_ELEMENTS", FEW):
+    with mock.patch.object(matrices, "ROUND_ELEMENTS", FEW):
         engine = made(path, layout, rule)
         if before is not None:
             engine.load_state(before)

@@ -98,7 +98,7 @@ def save(engine: Engine, path: Path) -> None:
     mine = {name: piece for export in exports for name, piece in export.local.items()}
     mesh = engine.mesh
     state = {"updates": engine.updates}
-    write_sharded(path, mesh, specs, {mesh["world"].rank: mine}, mesh.layout, sides={}, state=state)
+    write_sharded(path, mesh, specs, {mesh["world"].rank: mine}, mesh.layout, auxiliary={}, state=state)
 
 
 def whole(engine: Engine) -> Iterator[tuple[str, Tensor]]:

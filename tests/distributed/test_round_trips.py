@@ -24,7 +24,7 @@ def through_engines(source: Path, out: Path, layout: Layout, nudge: bool = False
     for path in sorted(source.iterdir()):
         head: Any = "value" if "value" in path.name else "lm"
         engine = from_pretrained(path, layout=layout, dtype=torch.bfloat16, head=head, device="cpu")
-        assert [name for name, _ in engine.weights()] == list(engine.origin.listed)
+        assert [name for name, _ in engine.weights()] == list(engine.origin.checkpoint_names)
         if nudge:
             with torch.no_grad():
                 engine.optimizer.shards[-1].local.add_(1e-2)

@@ -26,9 +26,9 @@ from dovetail.parallel.mesh import Mesh
 from dovetail.weights.hf_directory import CheckpointSource
 from dovetail.weights.hf_reader import TensorSource
 from dovetail.weights.load import load
-from dovetail.weights.safe_paths import side_files
+from dovetail.weights.safe_paths import auxiliary_files
 from dovetail.weights.save import save
-from dovetail.weights.shards import local_params
+from dovetail.weights.shards import ExportRules, local_params
 from dovetail.weights.stream import stream
 from tests.checkpoints import (
     assert_same_tensors,
@@ -69,11 +69,12 @@ def _through_model(source: Path, out: Path, layout: str, wrap: bool) -> tuple[in
     for param in local_params(model, mesh):
         assert not param.local.isnan().any(), param.name  # padding too
     read, own = reader.bytes_read, sum(r.num_elements for p in local_params(model, mesh) for r in p.regions)
-    streamed = dict(stream(model, mesh, bucket_bytes=SMALL_BUCKET, dtype_of=reader.dtype, listed=reader.names))
+    streamed = dict(stream(model, mesh, bucket_bytes=SMALL_BUCKET, dtype_of=reader.dtype, checkpoint_names=reader.names))
     assert list(streamed) == list(reader.names)
-    sides = side_files(source)
-    save(model, out / "hf", mesh, sides=sides, dtype_of=reader.dtype, listed=reader.names, shard_bytes=SMALL_SHARD)
-    save_sharded(model, out, mesh, sides=sides, step=7, dtype_of=reader.dtype, listed=reader.names)
+    auxiliary = auxiliary_files(source)
+    rules: ExportRules = {"dtype_of": reader.dtype, "checkpoint_names": reader.names}
+    save(model, out / "hf", mesh, auxiliary=auxiliary, shard_bytes=SMALL_SHARD, **rules)
+    save_sharded(model, out, mesh, auxiliary=auxiliary, step=7, **rules)
     return read, own, streamed
 
 
@@ -124,7 +125,7 @@ def _cut_and_load(source: Path, out: Path, cut: str, layout: str) -> dict[str, T
     convert_to_sharded(source, out / "cut", Layout.parse(cut), lambda imagined: decoder_on(source, imagined), mesh)
     model, mesh, reader = _loaded(out / "cut", layout)
     convert_to_hf(out / "cut", out / "hf", mesh, shard_bytes=SMALL_SHARD)
-    return dict(stream(model, mesh, dtype_of=reader.dtype, listed=reader.names))
+    return dict(stream(model, mesh, dtype_of=reader.dtype, checkpoint_names=reader.names))
 
 
 @pytest.mark.parametrize(
@@ -209,9 +210,9 @@ def test_a_flipped_bit_is_refused_on_every_rank(tmp_path: Path) -> None:
 
 def _write(model: nn.Module, out: Path, mesh: Mesh, sharded: bool) -> None:
     if sharded:
-        save_sharded(model, out, mesh, sides={}, step=1)
+        save_sharded(model, out, mesh, auxiliary={}, step=1)
     else:
-        save(model, out / "hf", mesh, sides={}, shard_bytes=SMALL_SHARD, bucket_bytes=SMALL_BUCKET)
+        save(model, out / "hf", mesh, auxiliary={}, shard_bytes=SMALL_SHARD, bucket_bytes=SMALL_BUCKET)
 
 
 def _disk_full(source: Path, out: Path, failing: int, sharded: bool) -> str:
@@ -265,7 +266,7 @@ def _both_tied_names(source: Path, out: Path, layout: str) -> str:
         load(model, reader, mesh)
     except CheckpointError as error:
         return str(error)
-    save(model, out, mesh, sides={}, dtype_of=reader.dtype, listed=reader.names)
+    save(model, out, mesh, auxiliary={}, dtype_of=reader.dtype, checkpoint_names=reader.names)
     return ""
 
 

@@ -36,7 +36,7 @@ def opened(path: Path, resume: str = "auto", index: int | None = None) -> RunDir
     if index is not None:
         die_at(index)
     run.claim()
-    run.open(Contents(engines={}, sides={}, model="m", data="d"))
+    run.open(Contents(engines={}, auxiliary={}, model="m", data="d"))
     run.close()
     return run
 

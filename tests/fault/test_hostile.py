@@ -20,7 +20,7 @@ from dovetail.checkpoint.manifest import Manifest, _checksum
 from dovetail.checkpoint.reader import ShardedReader
 from dovetail.errors import CheckpointError
 from dovetail.weights.hf_reader import HFReader
-from dovetail.weights.safe_paths import INDEX, MANIFEST, side_files
+from dovetail.weights.safe_paths import INDEX, MANIFEST, auxiliary_files
 from dovetail.weights.safetensors import TensorFile
 from tests.fault.saves import Run
 from tests.harness import Apart
@@ -183,10 +183,10 @@ def test_side_files_of_a_model_stay_inside(tmp_path: Path) -> None:
         (root / "tokenizer.json").symlink_to(target)
         (tmp_path / "secret").write_text("x")
         if not (root / "tokenizer.json").is_file():
-            assert "tokenizer.json" not in side_files(root), "devices are not read"
+            assert "tokenizer.json" not in auxiliary_files(root), "devices are not read"
             continue
         with pytest.raises(CheckpointError, match="outside the directory"):
-            side_files(root)
+            auxiliary_files(root)
 
 
 ODD: tuple[Any, ...] = (

@@ -110,7 +110,7 @@ def test_a_checkpoint_is_on_the_disk_before_its_name_and_that_before_an_older_on
 def test_a_model_is_on_the_disk_before_its_name(disk: Disk) -> None:
     specs = [TensorSpec(name, torch.float32, (4, 4)) for name in ("a", "b")]
     made = [(spec.name, torch.zeros(4, 4)) for spec in specs]
-    write_hf(disk.folder / "run" / "hf", Mesh.solo(), specs, lambda *_: iter(made), sides=SIDES, shard_bytes=64)
+    write_hf(disk.folder / "run" / "hf", Mesh.solo(), specs, lambda *_: iter(made), auxiliary=SIDES, shard_bytes=64)
     assert disk.published == ["hf"] and not disk.unnamed
     assert len(list((disk.folder / "run" / "hf").glob("*.safetensors"))) == 2
 

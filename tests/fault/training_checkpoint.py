@@ -51,7 +51,7 @@ def saver_of(engine: Engine, folder: Path, *, keep: int = 10, background: bool =
 
 def save(saver: Saver, engine: Engine, step: int, state: Mapping[str, Any]) -> None:
     """One save, to its end."""
-    saver.save(step, engine.export_training(ROLE, with_model=True), engine.origin.sides, state)
+    saver.save(step, engine.export_training(ROLE, with_model=True), engine.origin.auxiliary, state)
     saver.finish()
 
 

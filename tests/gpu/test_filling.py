@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dovetail.parallel.placement import Slices
-from dovetail.weights.parallel_read import BUFFER_BYTES, Job, job_parts, run_jobs
+from dovetail.weights.parallel_read import BUFFER_BYTES, ReadJob, job_parts, run_jobs
 from dovetail.weights.safetensors import TensorFile, TensorFileWriter, TensorSpec
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -27,7 +27,7 @@ def test_rectangles_arrive_whole_in_any_dtype_and_order(tmp_path: Path) -> None:
     whole: Slices = ((0, ROWS), (0, WIDTH))
     columns: Slices = ((0, ROWS), (WIDTH // 2, WIDTH))
     for out_dtype in (torch.float32, torch.bfloat16):
-        jobs: list[Job] = []
+        jobs: list[ReadJob] = []
         found, cut, turned = {}, {}, {}
         for name, tensor in tensors.items():
             found[name] = torch.full((ROWS, WIDTH), torch.nan, dtype=out_dtype, device=device)

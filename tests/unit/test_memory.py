@@ -22,7 +22,7 @@ from dovetail.memory import (
     OffloadedState,
     PinnedArena,
     aligned,
-    host_room,
+    free_pinned_bytes,
     view_at,
 )
 from dovetail.optim.optimizer import OptimSettings
@@ -241,4 +241,4 @@ def test_an_arena_has_what_it_gives_without_more_memory(sizes: list[int], reserv
 @pytest.mark.parametrize("free", [None, 0, HOST_RESERVE, HOST_RESERVE + 7])
 def test_a_reserve_of_the_host_is_left_alone(free: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "free_memory", lambda: free)
-    assert host_room() == (None if free is None else max(free - HOST_RESERVE, 0))
+    assert free_pinned_bytes() == (None if free is None else max(free - HOST_RESERVE, 0))

@@ -68,7 +68,7 @@ def make_mesh(layout: Layout, device: torch.device, *, timeout: timedelta) -> Me
 
 def make_engine(source: Any, mesh: Mesh, dtype: torch.dtype, head: str, options: Any) -> SimpleNamespace:
     return SimpleNamespace(
-        source=source, mesh=mesh, dtype=dtype, head=head, options=options, origin=SimpleNamespace(sides={})
+        source=source, mesh=mesh, dtype=dtype, head=head, options=options, origin=SimpleNamespace(auxiliary={})
     )
 
 

@@ -22,7 +22,7 @@ from dovetail.parallel.layout import Layout
 from dovetail.parallel.mesh import Mesh
 from dovetail.weights.hf_reader import HFReader
 from dovetail.weights.load import load
-from dovetail.weights.safe_paths import MANIFEST, side_files
+from dovetail.weights.safe_paths import MANIFEST, auxiliary_files
 from dovetail.weights.save import save
 from dovetail.weights.stream import stream
 from tests.checkpoints import assert_same_tensors, decoder_on, digests, tensors_of, write_tiny
@@ -207,15 +207,15 @@ def _crash_at(count: int, action: Callable[[], object]) -> bool:
 @pytest.mark.parametrize("stride", [3, pytest.param(1, marks=pytest.mark.soak)])
 def test_every_crash_leaves_the_old_checkpoint_or_the_new(stride: int, source: Path, tmp_path: Path) -> None:
     model, mesh = _loaded(source)
-    sides = side_files(source)
+    auxiliary = auxiliary_files(source)
     old = tensors_of(source)
-    first = save_sharded(model, tmp_path / "run", mesh, sides=sides, step=5)
+    first = save_sharded(model, tmp_path / "run", mesh, auxiliary=auxiliary, step=5)
     assert first.resolve() == (tmp_path / "run" / "step_000005").resolve()
     nn.init.constant_(model.get_parameter(NORM), 3.0)
     new = dict(stream(model, mesh))
     outcomes = set()
     for count in range(0, 100, stride):
-        died = _crash_at(count, lambda: save_sharded(model, tmp_path / "run", mesh, sides=sides, step=5))
+        died = _crash_at(count, lambda: save_sharded(model, tmp_path / "run", mesh, auxiliary=auxiliary, step=5))
         reader = ShardedReader(tmp_path / "run" / "step_000005")
         reader.verify()
         found = reader.read(NORM)
@@ -228,7 +228,7 @@ def test_every_crash_leaves_the_old_checkpoint_or_the_new(stride: int, source: P
     assert stride > 1 or (True, True) in outcomes, "none died before the link was on the disk"
     out = tmp_path / "hf"
     for count in range(0, 100, stride):
-        died = _crash_at(count, lambda: save(model, out, mesh, sides=sides, shard_bytes=5000))
+        died = _crash_at(count, lambda: save(model, out, mesh, auxiliary=auxiliary, shard_bytes=5000))
         if out.exists():
             assert_same_tensors(tensors_of(out), new)
             shutil.rmtree(out)

@@ -14,7 +14,7 @@ from bench.models import one_rank
 from dovetail.errors import ConfigError, UserError
 from dovetail.factory.engine import EngineOptions, from_pretrained
 from dovetail.optim.groups import ParamGroup, freeze
-from dovetail.optim.muon import Held, pieces_of, share_out
+from dovetail.optim.matrices import LocalShard, assign_owners, matrix_shards
 from dovetail.optim.optimizer import Optimizer, OptimSettings
 from dovetail.parallel.mesh import Mesh
 from dovetail.parallel.placement import Region
@@ -219,11 +219,11 @@ def test_experts_are_matrices_with_gate_and_up_apart() -> None:
     local = nn.Parameter(torch.zeros(2, 10, 3))
     there, here = ((2, 4), (0, 10), (3, 6)), ((0, 2), (0, 10), (0, 3))
     region = Region("layers.0.mlp.experts.gate_up_proj", (4, 10, 6), there, here, owned=True)
-    pieces = [*pieces_of(Held(region.checkpoint_name, local, (region,)))]
+    pieces = [*matrix_shards(LocalShard(region.checkpoint_name, local, (region,)))]
     assert [piece.matrix.removeprefix(f"{region.checkpoint_name}.") for piece in pieces] == ["2.0", "2.1", "3.0", "3.1"]
-    assert {(piece.shape, piece.part) for piece in pieces} == {((5, 6), ((0, 5), (3, 6)))}
+    assert {(piece.shape, piece.slices) for piece in pieces} == {((5, 6), ((0, 5), (3, 6)))}
     for number, piece in enumerate(pieces):
-        local.data[piece.view] += number + 1
+        local.data[piece.local_index] += number + 1
     assert torch.equal(local[:, ::5, 0], torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
     assert local.count_nonzero() == local.numel()
 
@@ -233,7 +233,7 @@ def test_work_is_shared_out() -> None:
     whole, half = ((0, 8), (0, 8)), (((0, 4), (0, 8)), ((4, 8), (0, 8)))
     own = [(f"expert.{n}", (8, 8), whole, True) for n in range(3)]
     shared = [[(f"layer.{n}", (8, 8), half[rank], True) for n in range(3)] for rank in range(2)]
-    owners = {job.matrix: job.owner for job in share_out([[*own, *shared[0]], shared[1]])}
+    owners = {job.matrix: job.owner for job in assign_owners([[*own, *shared[0]], shared[1]])}
     assert owners == {**dict.fromkeys((m for m, *_ in own), 0), **dict.fromkeys((m for m, *_ in shared[0]), 1)}
 
 

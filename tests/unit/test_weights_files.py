@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from dovetail.errors import CheckpointError
 from dovetail.parallel.placement import as_index
 from dovetail.weights.hf_reader import HFReader
-from dovetail.weights.safe_paths import INDEX, SINGLE, side_files
+from dovetail.weights.safe_paths import INDEX, SINGLE, auxiliary_files
 from dovetail.weights.safetensors import CODES, TensorFile, TensorFileWriter, TensorSpec
 
 
@@ -129,7 +129,7 @@ def test_links_out_of_the_directory_are_refused(tmp_path: Path) -> None:
         HFReader(model)
     os.symlink("/etc/hostname", model / "tokenizer.json")
     with pytest.raises(CheckpointError, match="outside the directory"):
-        side_files(model)
+        auxiliary_files(model)
 
 
 def test_the_hub_cache_may_link_to_its_own_blobs(tmp_path: Path) -> None:

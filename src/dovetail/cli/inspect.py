@@ -16,7 +16,7 @@ from dovetail.report.read import METRICS, read_runs
 from dovetail.run.paths import CHECKPOINTS, CONFIG as RUN_CONFIG, HF
 from dovetail.weights.config_file import CONFIG, read_config
 from dovetail.weights.hf_reader import HFReader, StoredTensor
-from dovetail.weights.safe_paths import MANIFEST, side_files
+from dovetail.weights.safe_paths import MANIFEST, auxiliary_files
 
 SHOWN = ("loss", "reward_mean", "grad_norm", "tokens_per_second")
 
@@ -83,7 +83,7 @@ def _model_summary(path: Path) -> str:
         + f", {spec.vocab_size:,} words",
         "positions": str(max_positions(config) or "unknown"),
         "tensors": _sizes(reader.tensors),
-        "files": ", ".join(side_files(path)) or "none",
+        "files": ", ".join(auxiliary_files(path)) or "none",
     }
     return _lines(fields)
 
@@ -102,7 +102,7 @@ def _summary(path: Path, manifest: Manifest) -> str:
         "tensors": _sizes(model),
         "training": "none" if manifest.state is None else _sizes(training),
         "pieces": f"{len(manifest.pieces)} files, {sum(file.size for file in manifest.pieces.values()):,} bytes",
-        "files": ", ".join(manifest.sides) or "none",
+        "files": ", ".join(manifest.auxiliary) or "none",
     }
     details: dict[str, object] = {}
     for role in sorted({name.removeprefix(TRAINING).rpartition("/")[0] for name in training}):

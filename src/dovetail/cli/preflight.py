@@ -229,7 +229,7 @@ def _check_data(path: str) -> None:
 def _check_sampler(spec: AnySpec, layout: Layout) -> None:
     if isinstance(spec, ArchSpec):
         sampling_layout(spec, layout)
-    elif spec.lacking:  # else every rank has the whole model
+    elif spec.missing_features:  # else every rank has the whole model
         check_layout(spec, layout)
 
 

@@ -63,7 +63,12 @@ class EngineState:
         dtype_of = (
             self.origin.dtype_of if dtype is None else parameters_in(dtype, self.resident_model)
         )
-        return stream(self.resident_model, self.mesh, dtype_of=dtype_of, listed=self.origin.listed)
+        return stream(
+            self.resident_model,
+            self.mesh,
+            dtype_of=dtype_of,
+            checkpoint_names=self.origin.checkpoint_names,
+        )
 
     def save_pretrained(self, path: Path | str) -> None:
         """An HF directory, atomically."""
@@ -75,9 +80,9 @@ class EngineState:
 
     def _saved(self) -> dict[str, Any]:
         return {
-            "sides": self.origin.sides,
+            "auxiliary": self.origin.auxiliary,
             "dtype_of": self.origin.dtype_of,
-            "listed": self.origin.listed,
+            "checkpoint_names": self.origin.checkpoint_names,
         }
 
     def export_training(self, role: str, *, with_model: bool = False) -> list[Export]:
@@ -85,7 +90,9 @@ class EngineState:
         model = self.resident_model
         origin = self.origin
         saved = (
-            export(model, self.mesh, dtype_of=origin.dtype_of, listed=origin.listed)
+            export(
+                model, self.mesh, dtype_of=origin.dtype_of, checkpoint_names=origin.checkpoint_names
+            )
             if with_model
             else None
         )
@@ -113,7 +120,7 @@ class EngineState:
             "param_groups": groups,
             "extra": dict(extra or {}),
         }
-        return save_state(Path(path), self.mesh, exports, self.origin.sides, state)
+        return save_state(Path(path), self.mesh, exports, self.origin.auxiliary, state)
 
     def load_state(self, path: Path | str) -> Mapping[str, Any]:
         """Continue from `save_state` or a run's checkpoint, of any layout -> its `extra`."""

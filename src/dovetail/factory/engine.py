@@ -31,7 +31,7 @@ from dovetail.nn.decoder import Decoder, Head, Trunk
 from dovetail.nn.model import StagedModel, StageRange
 from dovetail.nn.tiling import tile_mlps
 from dovetail.optim.optimizer import OptimSettings, shards_of
-from dovetail.optim.rules import try_rule
+from dovetail.optim.rules import check_rule
 from dovetail.parallel.consensus import agreed
 from dovetail.parallel.layout import Layout
 from dovetail.parallel.mesh import TIMEOUT, Mesh
@@ -51,7 +51,7 @@ from dovetail.weights.hf_directory import (
     Pretrained,
     find_value_head,
     refuse_adapters,
-    saved_sides,
+    saved_auxiliary,
 )
 from dovetail.weights.hf_reader import TensorSource
 from dovetail.weights.load import load
@@ -192,7 +192,7 @@ def make_engine(
     if options.offload_optimizer:
         optim = replace(optim, on_host=True)
     with agreed(mesh):
-        try_rule(optim.name, optim.options, mesh.device, master)
+        check_rule(optim.name, optim.options, mesh.device, master)
     reader = open_weights(source, mesh)
     fresh = options.fresh_head_seed is not None
     found = find_value_head(reader, source.path, fresh=fresh, bias=options.head_bias) if head == "value" else LM_HEAD
@@ -210,7 +210,7 @@ def make_engine(
         stored = found.aliases.get(name, name)
         return options.save_dtype or reader.dtype(stored if stored in reader.names else next(iter(reader.names)))
 
-    origin = CheckpointSource(saved_dtype, tuple(reader.names), saved_sides(source, found.kind, options.save_dtype))
+    origin = CheckpointSource(saved_dtype, tuple(reader.names), saved_auxiliary(source, found.kind, options.save_dtype))
     engine = SamplingEngine(
         model, mesh, origin, optim=optim, dtype=dtype, tokens_per_batch=options.tokens_per_batch,
         balance=options.balance, watch=options.watch,
@@ -270,7 +270,7 @@ def make_model(
         model = TransformersModel(source.spec, source.config, mesh, kernels, head, recompute, reader)
     except ModelError as error:
         known = f"config.json: model_type is {source.spec.family!r}; known families: {', '.join(FAMILIES)}"
-        raise ModelError(f"{source.spec.lacking or known}; the transformers engine cannot run it: {error}") from error
+        raise ModelError(f"{source.spec.missing_features or known}; the transformers engine cannot run it: {error}") from error
     return model.hold_in(dtype)
 
 

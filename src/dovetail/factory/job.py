@@ -99,7 +99,7 @@ class Builder(RunParts):
                 run.console.start()
             run.claim(damaged)
             source = self.source
-            model = self.first_weights = model_fingerprint(source.config, source.sides, source.path, self.mesh)
+            model = self.first_weights = model_fingerprint(source.config, source.auxiliary, source.path, self.mesh)
             self.resumed = run.resumed
             if self.resumed is not None:
                 refuse_other("the model's config, tokenizer or weights", self.resumed.state.model, model, "model.path")
@@ -117,7 +117,7 @@ class Builder(RunParts):
             if self.resumed is not None:
                 self.resumed.reader.verify_checksums(self.mesh, training=True)
             run.console.plan(self.recipe.trainer.steps)
-            contents = Contents(engines=engines, sides=engines[POLICY].origin.sides, model=model, data=rows)
+            contents = Contents(engines=engines, auxiliary=engines[POLICY].origin.auxiliary, model=model, data=rows)
             run.check_space(contents)
             at_close = self.at_close.pop_all()
         done = 0 if self.resumed is None else self.resumed.state.step

@@ -19,8 +19,8 @@ def check_layout(spec: AnySpec, layout: Layout) -> Layout:
     if isinstance(spec, TransformersSpec) and (layout.tp, layout.pp, layout.ep) != (1, 1, 1):
         known = f"model_type is {spec.family!r}; known families: {', '.join(FAMILIES)}; others, and those with "
         reason = f"{known}engine=transformers, are cut"
-        if spec.lacking:
-            reason = f"{spec.lacking}; --engine transformers may run it, but cuts"
+        if spec.missing_features:
+            reason = f"{spec.missing_features}; --engine transformers may run it, but cuts"
         raise LayoutError(f"layout {layout}: {reason} by cp and dp alone; set tp=1, pp=1 and ep=1")
     if layout.cp_mode != "auto" and layout.cp == 1:
         raise LayoutError(f"layout: cp_mode={layout.cp_mode} says how to cut by cp; leave it out at cp=1")

@@ -32,7 +32,7 @@ from dovetail.launch.engines import engine_key, started_engines
 from dovetail.launch.progress import Progress, collective_timeout
 from dovetail.optim.groups import ParamGroup
 from dovetail.optim.optimizer import OptimSettings
-from dovetail.optim.rules import try_rule
+from dovetail.optim.rules import check_rule
 from dovetail.parallel.consensus import agreed, refuse_different
 from dovetail.parallel.layout import Layout
 from dovetail.parallel.mesh import Mesh
@@ -96,11 +96,11 @@ class RunParts:
             self.notes += self.source.notes
             check_experts(recipe, self.source.spec)
             optim = optim_settings(recipe, recipe_folder, recipe.optim.lr, POLICY)
-            try_rule(optim.name, optim.options, device, wide(self.dtype))
+            check_rule(optim.name, optim.options, device, wide(self.dtype))
             self.tokenizer: Tokenizer = load_tokenizer(self.source, **trusted)
             if (template := recipe.data.chat_template) is not None:
                 self.tokenizer.chat_template = read_template(template)
-                self.source = replace(self.source, sides={**self.source.sides, TEMPLATE: Path(template)})
+                self.source = replace(self.source, auxiliary={**self.source.auxiliary, TEMPLATE: Path(template)})
             self.processor = load_processor(self.source, **trusted)
         refuse_other_models("model.path", self.source, self.mesh)
 

@@ -21,7 +21,7 @@ from dovetail.weights.hf_directory import Pretrained
 def backend_layout(source: Pretrained, layout: Layout, backend: Backend) -> Layout:
     """dp must be known."""
     if backend == "transformers":
-        if isinstance(source.spec, TransformersSpec) and source.spec.lacking:
+        if isinstance(source.spec, TransformersSpec) and source.spec.missing_features:
             check_layout(source.spec, layout)  # refuses tp
         return Layout(dp=layout.num_ranks)
     named = source.config.get("model_type")

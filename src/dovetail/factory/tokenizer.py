@@ -44,8 +44,8 @@ def load_processor(source: Pretrained, *, trust_remote_code: bool = False) -> Pr
 
     def load(kind: str) -> Any:
         pillow("Image")
-        if kind == "AutoImageProcessor" and PREPROCESSOR_CONFIG in source.sides:
-            file = source.sides[PREPROCESSOR_CONFIG]
+        if kind == "AutoImageProcessor" and PREPROCESSOR_CONFIG in source.auxiliary:
+            file = source.auxiliary[PREPROCESSOR_CONFIG]
             settings = published(parse_json(file.read_bytes(), str(file)))
             if settings is not None:
                 return KimiImages(settings)
@@ -81,8 +81,8 @@ def _loading(path: Path, what: str, *, trusted: bool) -> Iterator[None]:
 def stop_ids(source: Pretrained, tokenizer: Tokenizer | None) -> tuple[int, ...]:
     """From generation_config.json, config.json and the tokenizer."""
     configs: list[Mapping[str, Any]] = [source.config]
-    if GENERATION_CONFIG in source.sides:
-        file = source.sides[GENERATION_CONFIG]
+    if GENERATION_CONFIG in source.auxiliary:
+        file = source.auxiliary[GENERATION_CONFIG]
         configs.insert(0, parse_json(file.read_bytes(), str(file)))
     ids_found: set[int] = set()
     for config in configs:

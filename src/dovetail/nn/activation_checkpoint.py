@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
-from dovetail.memory import PinnedArena, host_room
+from dovetail.memory import PinnedArena, free_pinned_bytes
 
 Recompute = Literal["none", "light", "selective", "full"]
 ATTENTION = ("attention", "varlen_attn")  # in the names of kernels
@@ -200,7 +200,7 @@ class PinnedPool:
         self.device = device
         self.module = torch.get_device_module(device)
         self.side = None if device.type == "cpu" else self.module.Stream(device)
-        self.available = available or (host_room if self.side is not None else lambda: None)
+        self.available = available or (free_pinned_bytes if self.side is not None else lambda: None)
         self.ranks = ranks
         self.free: list[PinnedArena] = []
         self.not_offloaded = 0  # bytes

@@ -15,7 +15,7 @@ from dovetail.batch.routing import RoutingTrace
 from dovetail.bounds import MAX_TEMPERATURE, MIN_TEMPERATURE
 from dovetail.errors import DataError
 from dovetail.kernels.registry import KernelSet
-from dovetail.memory import ask_once
+from dovetail.memory import reserve_device_memory
 from dovetail.nn.activation_checkpoint import Recompute
 from dovetail.nn.heads import LMHead, ValueHead
 from dovetail.nn.layers import WgradQueue
@@ -23,7 +23,7 @@ from dovetail.parallel.mesh import Mesh
 from dovetail.parallel.placement import placements_of
 
 # forms of a layer's experts in a checkpoint: `weights.shards`
-ExpertForm = Literal["fused", "turned", "apart", "mixtral"]
+ExpertForm = Literal["fused", "transposed", "per_expert", "mixtral"]
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class StagedModel(nn.Module):
                 param.to_local() if isinstance(param, DTensor) else param
                 for param in self.parameters()
             ]
-        ask_once([x.numel() * x.element_size() for x in stored], device)
+        reserve_device_memory([x.numel() * x.element_size() for x in stored], device)
         self.to_empty(device=device)
         params = dict(self.named_parameters())
         for name, placement in placements_of(self).items():

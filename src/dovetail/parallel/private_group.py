@@ -16,7 +16,7 @@ GRACE = 60.0  # seconds until torch ends the process
 
 
 class PrivateGroup:
-    """Rank 0 serves the store; the others join at `address` and `port`."""
+    """A group of which rank 0 serves the store; the others join at `address` and `port`."""
 
     def __init__(
         self,
@@ -33,35 +33,37 @@ class PrivateGroup:
         self.size = size
         self.timeout = timeout
         self.rank = rank
-        wait = timedelta(seconds=timeout)
-        self._store = TCPStore(
-            address, port, is_master=rank == 0, wait_for_workers=False, timeout=wait
-        )
+        self._store = self._open_store(port, is_master=rank == 0)
         self.port = self._store.port
         self._group: Any = None
 
-    def connect(self, device: torch.device) -> None:
-        if self.backend == "gloo":
-            self._group = dist.ProcessGroupGloo(
-                self._store, self.rank, self.size, timedelta(seconds=self.timeout)
-            )
-            return
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timedelta(seconds=self.timeout + GRACE)
-        self._group = dist.ProcessGroupNCCL(self._store, self.rank, self.size, options)
-        self._finish(
-            self._group.allreduce([torch.ones(1, device=device)])
-        )  # makes the communicator
-
-    def unique_id(self) -> bytes:
-        """For those without the store. Waits for `connect` on another thread, over a connection of its own."""
+    def _open_store(self, port: int, *, is_master: bool) -> TCPStore:
         wait = timedelta(seconds=self.timeout)
         return TCPStore(
-            self.address, self.port, is_master=False, wait_for_workers=False, timeout=wait
-        ).get(UNIQUE_ID)
+            self.address, port, is_master=is_master, wait_for_workers=False, timeout=wait
+        )
+
+    def connect(self, device: torch.device) -> None:
+        """Join the group, which waits for all ranks."""
+        timeout = timedelta(seconds=self.timeout)
+        if self.backend == "gloo":
+            self._group = dist.ProcessGroupGloo(self._store, self.rank, self.size, timeout)
+            return
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout + timedelta(seconds=GRACE)
+        self._group = dist.ProcessGroupNCCL(self._store, self.rank, self.size, options)
+        first = self._group.allreduce([torch.ones(1, device=device)])  # makes the communicator
+        self._finish(first)
+
+    def unique_id(self) -> bytes:
+        """Return the id for those without the store.
+
+        It waits for `connect` on another thread, over a connection of its own.
+        """
+        return self._open_store(self.port, is_master=False).get(UNIQUE_ID)
 
     def broadcast(self, data: Tensor) -> None:
-        """RuntimeError after `timeout`."""
+        """Broadcast from rank 0. RuntimeError after `timeout`."""
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0

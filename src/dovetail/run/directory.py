@@ -44,7 +44,7 @@ from dovetail.run.resume import Resumed, find
 from dovetail.run.state import RunState, random_state, restore_random_state
 from dovetail.run.trainer import Outcome, Row, evaluation_of
 from dovetail.weights.atomic import make_directory, replace_file
-from dovetail.weights.safe_paths import SideFiles
+from dovetail.weights.safe_paths import AuxiliaryFiles
 from dovetail.weights.stream import Export
 
 POLICY, CRITIC = MODEL_ROLE, "critic"
@@ -59,7 +59,7 @@ class Contents:
     """model, data: fingerprints."""
 
     engines: Mapping[str, Engine]
-    sides: SideFiles
+    auxiliary: AuxiliaryFiles
     model: str
     data: str
 
@@ -221,7 +221,7 @@ class RunDirectory:
         self._finish_save()
         self._order += 1
         self._saving = step
-        self._saver.save(step, _exports(self.contents), self.contents.sides, dict(self._state(step)))
+        self._saver.save(step, _exports(self.contents), self.contents.auxiliary, dict(self._state(step)))
         if not self.recipe.trainer.async_save:
             self._finish_save()
 

@@ -20,7 +20,7 @@ from dovetail.errors import CheckpointError
 from dovetail.parallel.consensus import agreed, of_all, refuse_different
 from dovetail.parallel.mesh import Mesh
 from dovetail.weights.hf_directory import Pretrained
-from dovetail.weights.safe_paths import SideFiles
+from dovetail.weights.safe_paths import AuxiliaryFiles
 
 CHUNK, READERS = 1 << 24, 4  # bytes of a checksum, and threads of a rank
 SAMPLED, BLOCK = 64, 1 << 12  # blocks of a weight file, and their bytes
@@ -66,9 +66,9 @@ class RunState(BaseModel):
             raise CheckpointError(f"{path}: its training state is not whole: {problems}") from None
 
 
-def model_fingerprint(config: Mapping[str, Any], sides: SideFiles, directory: Path, mesh: Mesh) -> str:
+def model_fingerprint(config: Mapping[str, Any], auxiliary: AuxiliaryFiles, directory: Path, mesh: Mesh) -> str:
     """Collective. Config, tokenizer and every byte of the weights, for any number of ranks."""
-    digest = _text_digest(config, sides)
+    digest = _text_digest(config, auxiliary)
     world, own, chunks = mesh["world"], list[str](), list[tuple[Path, int]]()
     with agreed(mesh, directory):
         for path, size in _weight_files(directory, digest):
@@ -98,7 +98,7 @@ def refuse_other_models(key: str, source: Pretrained, mesh: Mesh) -> None:
 
 def sampled_fingerprint(source: Pretrained) -> str:
     """Config, tokenizer and a sample of the weights."""
-    digest = _text_digest(source.config, source.sides)
+    digest = _text_digest(source.config, source.auxiliary)
     for path, size in _weight_files(source.path, digest):
         with open(path, "rb") as file:
             for part in range(SAMPLED + 1):
@@ -114,11 +114,11 @@ def _weight_files(directory: Path, digest: Any) -> Iterator[tuple[Path, int]]:
         yield path, size
 
 
-def _text_digest(config: Mapping[str, Any], sides: SideFiles) -> Any:
+def _text_digest(config: Mapping[str, Any], auxiliary: AuxiliaryFiles) -> Any:
     digest = hashlib.sha256(_stable({key: value for key, value in config.items() if key not in VOLATILE}))
-    for name in sorted(sides):
+    for name in sorted(auxiliary):
         if name.startswith(TEXT_FILES):
-            content = sides[name]
+            content = auxiliary[name]
             digest.update(name.encode() + (content if isinstance(content, bytes) else content.read_bytes()))
     return digest
 
