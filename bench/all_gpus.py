@@ -27,7 +27,9 @@ TWO_A_MICRO = "--tokens-per-batch 16384"  # two sequences, which are computed in
 SMALL_TURNS = "--tokens-per-batch 128 --in-turns on"
 PYTEST = "--maxfail=3 -q -p no:cacheprovider tests/gpu/test_layouts.py -k"
 PACKED_BYTES = 15 << 20  # of an archive at most
-PIPELINES = "pp=4,dp=2 pp=4,dp=2,virtual_stages=2,schedule=interleaved pp=4,dp=2,schedule=zero_bubble"
+PIPELINES = (
+    "pp=4,dp=2 pp=4,dp=2,virtual_stages=2,schedule=interleaved pp=4,dp=2,schedule=zero_bubble"
+)
 
 
 @dataclass(frozen=True)
@@ -49,10 +51,29 @@ class Bench:
 
 EIGHT = (
     Bench("dp8", "bench.layouts", "dp=8 --profile --ragged", 50, 210, f"dp=2 --ragged {SMALL}"),
-    Bench("dense", "bench.layouts", "dp=8 tp=2,dp=4 tp=4,pp=2 --profile", 70, 170, f"dp=2 tp=2 pp=2 {SMALL}"),
-    Bench("tp2dp4", "bench.layouts", f"tp=2,dp=4 --profile {TWO_A_MICRO}", 45, 150, f"tp=2 {SMALL} {SMALL_TURNS}"),
     Bench(
-        "tp4pp2", "bench.layouts", f"tp=4,pp=2 --profile --bubbles {TWO_A_MICRO}", 50, 180, f"pp=2 --bubbles {SMALL}"
+        "dense",
+        "bench.layouts",
+        "dp=8 tp=2,dp=4 tp=4,pp=2 --profile",
+        70,
+        170,
+        f"dp=2 tp=2 pp=2 {SMALL}",
+    ),
+    Bench(
+        "tp2dp4",
+        "bench.layouts",
+        f"tp=2,dp=4 --profile {TWO_A_MICRO}",
+        45,
+        150,
+        f"tp=2 {SMALL} {SMALL_TURNS}",
+    ),
+    Bench(
+        "tp4pp2",
+        "bench.layouts",
+        f"tp=4,pp=2 --profile --bubbles {TWO_A_MICRO}",
+        50,
+        180,
+        f"pp=2 --bubbles {SMALL}",
     ),
     Bench(
         "ep8",
@@ -70,7 +91,9 @@ EIGHT = (
         75,
         f"cp=2,cp_mode=gather cp=2 {SMALL}",
     ),
-    Bench("weights", "bench.weights_stream", "tp=2,dp=4", 40, 120, "tp=2 --shape tiny --device cpu"),
+    Bench(
+        "weights", "bench.weights_stream", "tp=2,dp=4", 40, 120, "tp=2 --shape tiny --device cpu"
+    ),
     Bench("parity", "bench.parity", "--device cuda --layout tp=2,pp=2,cp=2", 40, 100),
     Bench("load", "bench.load", "tp=4,dp=2 dp=8", 60, 200, "tp=2 dp=2 --shape tiny --device cpu"),
     Bench(
@@ -81,7 +104,14 @@ EIGHT = (
         200,
         f"{SMALL_RL} --layout dp=2",
     ),
-    Bench("hf_ep8", "bench.hf_fsdp", "--shape 30b-a3b --sequences 16", 60, 110, f"--shape tiny-moe {SMALL_HF}"),
+    Bench(
+        "hf_ep8",
+        "bench.hf_fsdp",
+        "--shape 30b-a3b --sequences 16",
+        60,
+        110,
+        f"--shape tiny-moe {SMALL_HF}",
+    ),
     Bench("hf_7b", "bench.hf_fsdp", "--ragged", 60, 150, f"--shape tiny {SMALL_HF} --ragged"),
     Bench("nccl", "pytest", f"{PYTEST} test_every_plan_over_nccl", 60, 200, alone=True),
     Bench("models", "pytest", f"{PYTEST} test_layout_equals_one_gpu", 120, 420, alone=True),
@@ -93,7 +123,13 @@ EIGHT = (
         240,
         f"pp=2,virtual_stages=2,schedule=interleaved pp=2,schedule=zero_bubble --bubbles {SMALL}",
     ),
-    Bench("8k", "bench.layouts", "cp=8,cp_mode=gather cp=8 --tokens-per-batch 65536 --steps 2", 60, 120),
+    Bench(
+        "8k",
+        "bench.layouts",
+        "cp=8,cp_mode=gather cp=8 --tokens-per-batch 65536 --steps 2",
+        60,
+        120,
+    ),
     Bench(
         "32k",
         "bench.layouts",
@@ -122,7 +158,14 @@ EIGHT = (
     ),
 )
 ONE = (
-    Bench("one_dp1", "bench.layouts", "dp=1 --shape 1.5b --sequences 8 --profile --ragged", 40, 120, gpus=1),
+    Bench(
+        "one_dp1",
+        "bench.layouts",
+        "dp=1 --shape 1.5b --sequences 8 --profile --ragged",
+        40,
+        120,
+        gpus=1,
+    ),
     *(
         Bench(f"one_rl_{shape}", "bench.rl_step", f"--shape {shape}", 60, 200, gpus=1)
         for shape in ("1.5b", "0.5b", "3b")
@@ -149,7 +192,14 @@ ONE = (
 SMALL_GPU = "--shape 0.5b --length 4096 --sequences 8 --steps 2"
 TWO = (
     Bench("two_nccl", "pytest", f"{PYTEST} test_every_plan_over_nccl", 40, 180, gpus=2, alone=True),
-    Bench("two_dense", "bench.layouts", f"dp=2 tp=2 cp=2 cp=2,cp_mode=gather {SMALL_GPU} --profile", 40, 150, gpus=2),
+    Bench(
+        "two_dense",
+        "bench.layouts",
+        f"dp=2 tp=2 cp=2 cp=2,cp_mode=gather {SMALL_GPU} --profile",
+        40,
+        150,
+        gpus=2,
+    ),
     Bench(
         "two_pipelines",
         "bench.layouts",
@@ -158,19 +208,50 @@ TWO = (
         120,
         gpus=2,
     ),
-    Bench("two_ep", "bench.layouts", "ep=2,dp=2 --shape 30b-a3b --depth 4 --sequences 4 --profile", 40, 120, gpus=2),
+    Bench(
+        "two_ep",
+        "bench.layouts",
+        "ep=2,dp=2 --shape 30b-a3b --depth 4 --sequences 4 --profile",
+        40,
+        120,
+        gpus=2,
+    ),
     Bench("two_weights", "bench.weights_stream", "tp=2 dp=2 --shape 1.5b", 30, 60, gpus=2),
     Bench("two_load", "bench.load", "tp=2 dp=2 --shape 1.5b", 30, 90, gpus=2),
-    Bench("two_rl", "bench.rl_step", "--shape 0.5b --layout tp=2 --prompts 8 --new-tokens 128", 40, 120, gpus=2),
-    Bench("two_models", "pytest", f"{PYTEST} test_layout_equals_one_gpu", 90, 400, gpus=2, alone=True),
+    Bench(
+        "two_rl",
+        "bench.rl_step",
+        "--shape 0.5b --layout tp=2 --prompts 8 --new-tokens 128",
+        40,
+        120,
+        gpus=2,
+    ),
+    Bench(
+        "two_models", "pytest", f"{PYTEST} test_layout_equals_one_gpu", 90, 400, gpus=2, alone=True
+    ),
 )
 PROFILED = "{} --sequences 16 --profile"
 FOUR = (
     Bench("four_dp4", "bench.layouts", PROFILED.format("dp=4"), 60, 130, gpus=4),
-    Bench("four_tp2dp2", "bench.layouts", f"{PROFILED.format('tp=2,dp=2')} {TWO_A_MICRO}", 60, 130, gpus=4),
+    Bench(
+        "four_tp2dp2",
+        "bench.layouts",
+        f"{PROFILED.format('tp=2,dp=2')} {TWO_A_MICRO}",
+        60,
+        130,
+        gpus=4,
+    ),
     Bench("four_tp4", "bench.layouts", f"{PROFILED.format('tp=4')} {TWO_A_MICRO}", 60, 130, gpus=4),
     Bench("four_load", "bench.load", "tp=4 dp=4", 40, 90, gpus=4),
-    Bench("four_models", "pytest", f"{PYTEST} test_layout_equals_one_gpu", 120, 500, gpus=4, alone=True),
+    Bench(
+        "four_models",
+        "pytest",
+        f"{PYTEST} test_layout_equals_one_gpu",
+        120,
+        500,
+        gpus=4,
+        alone=True,
+    ),
 )
 BENCHES = {1: ONE, 2: TWO, 4: FOUR, 8: EIGHT}
 
@@ -183,7 +264,9 @@ def main() -> None:
     parser.add_argument("--only", default="", help="names, separated by commas, in this order")
     parser.add_argument("--skip", default="", help="names, separated by commas")
     parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "all_gpus")
-    parser.add_argument("--pack", type=Path, help="an archive of all that is in --out so far, results first")
+    parser.add_argument(
+        "--pack", type=Path, help="an archive of all that is in --out so far, results first"
+    )
     parser.add_argument("--smoke", action="store_true", help="tiny models on two ranks of a CPU")
     given = parser.parse_args()
     known = {bench.name: bench for some in BENCHES.values() for bench in some}
@@ -193,7 +276,9 @@ def main() -> None:
     if not given.smoke:
         check_visible("cuda", given.gpus)
     deadline = time.monotonic() + 60 * given.minutes
-    chosen = [known[name] for name in given.only.split(",")] if given.only else list(BENCHES[given.gpus])
+    chosen = (
+        [known[name] for name in given.only.split(",")] if given.only else list(BENCHES[given.gpus])
+    )
     told = []
     for bench in chosen:
         if bench.name in given.skip.split(",") or (given.smoke and not bench.smoke):
@@ -216,7 +301,14 @@ def arguments_of(bench: Bench, seconds: float, out: Path, *, smoke: bool = False
     if bench.module == "bench.parity":
         arguments += ["--out", str(out)]
     elif bench.module != "pytest":
-        arguments += ["--out", str(out), "--name", bench.name, "--row-seconds", str(max(10.0, seconds - 5))]
+        arguments += [
+            "--out",
+            str(out),
+            "--name",
+            bench.name,
+            "--row-seconds",
+            str(max(10.0, seconds - 5)),
+        ]
     return arguments
 
 
@@ -246,7 +338,9 @@ def _run(bench: Bench, seconds: float, out: Path, *, smoke: bool) -> Iterator[st
     ended = "too late" if status is None else f"exit status {status}" if status else "done"
     yield f"{bench.name}: {ended} after {took}"
     if result.exists():
-        yield from (f"    {row['title']}: {row['figure']}" for row in json.loads(result.read_text())["rows"])
+        yield from (
+            f"    {row['title']}: {row['figure']}" for row in json.loads(result.read_text())["rows"]
+        )
     if status != 0 or not result.exists():
         yield from (f"    | {line[:160]}" for line in _telling(log).splitlines()[-8:])
 

@@ -95,7 +95,12 @@ def deterministic(wanted: bool) -> Iterator[None]:
 
 
 def rows(
-    heads: tuple[int, ...], lengths: tuple[int, ...], device: torch.device, rounds: int, *, again: bool
+    heads: tuple[int, ...],
+    lengths: tuple[int, ...],
+    device: torch.device,
+    rounds: int,
+    *,
+    again: bool,
 ) -> list[Row]:
     """Every kernel on one pack. again: with deterministic algorithms."""
     queries, groups, dim, dim_v = heads
@@ -122,7 +127,9 @@ def rows(
         first = next(iter(timed.values()), None)
         if first is not None:
             apart = float((found - first[0]()).abs().max())  # type: ignore[operator]
-            assert apart < 0.05, f"{name} is {apart} from the others; a comparison would mean nothing"
+            assert apart < 0.05, (
+                f"{name} is {apart} from the others; a comparison would mean nothing"
+            )
         timed[name] = forward, both
     long = max(lengths) >= LONG
     rounds, each = (max(1, rounds // 3), 1) if long else (rounds, 5)
@@ -130,7 +137,11 @@ def rows(
     with deterministic(again):
         ms = milliseconds(runs, device, rounds, each)
     work = 4 * queries * (dim + dim_v) / 2 * sum(n * n / 2 for n in lengths) / 1e9
-    pack = f"{len(lengths)} x {lengths[0]}" if len(set(lengths)) == 1 else f"{len(lengths)} ragged, {tokens}"
+    pack = (
+        f"{len(lengths)} x {lengths[0]}"
+        if len(set(lengths)) == 1
+        else f"{len(lengths)} ragged, {tokens}"
+    )
     return [
         Row(
             heads,
@@ -163,8 +174,13 @@ def plan_seconds(device: torch.device, name: str) -> float:
     """What the first pass over a new shape takes beyond the second: planning, or compiling, or nothing."""
     attention, n = known(device)[name], 5120
     spans = Spans(cumulative((n,)).to(device), (n,))
-    q, k, v = (torch.randn(n, h, 128, device=device, dtype=torch.bfloat16).requires_grad_() for h in (28, 4, 4))
-    first, second = (clock(lambda: attention(q, k, v, spans, spans).sum().backward()) for _ in range(2))
+    q, k, v = (
+        torch.randn(n, h, 128, device=device, dtype=torch.bfloat16).requires_grad_()
+        for h in (28, 4, 4)
+    )
+    first, second = (
+        clock(lambda: attention(q, k, v, spans, spans).sum().backward()) for _ in range(2)
+    )
     return first - second
 
 
@@ -190,7 +206,9 @@ def main() -> None:
         print("flash-attn-4 is not installed, or not for this device: no rows of it")
     limit = ceiling(device, 8192 // given.shrink)
     print(f"a product of {8192 // given.shrink}^3 runs at {limit:.1f} TFLOP/s")
-    print(f"{'heads':>20} {'pack':>18} {'kernel':>10} {'forward':>8} {'both':>8} {'of product':>10}")
+    print(
+        f"{'heads':>20} {'pack':>18} {'kernel':>10} {'forward':>8} {'both':>8} {'of product':>10}"
+    )
     found = []
     for again, cases in ((False, CASES), (True, REPEATED)):
         for heads, lengths in cases:
@@ -208,7 +226,11 @@ def main() -> None:
     if device.type == "cuda":
         plans = {name: round(plan_seconds(device, name), 4) for name in known(device)}  # type: ignore[arg-type]
         print(f"seconds that a new shape takes at first: {plans}")
-    versions = {d.name: d.version for d in metadata.distributions() if d.name in ("flash-attn-4", "nvidia-cutlass-dsl")}
+    versions = {
+        d.name: d.version
+        for d in metadata.distributions()
+        if d.name in ("flash-attn-4", "nvidia-cutlass-dsl")
+    }
     result = {
         "bench": "attention",
         **surroundings(),

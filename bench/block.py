@@ -68,12 +68,20 @@ def works(s: Sizes, device: torch.device) -> Iterator[Work]:
     yield Work("add_norm", lambda k: k.add_norm(x, y, w, 1e-6), (x, y, w), 4 * t * d, 4 * t * d)
     angles = torch.rand(t, s.channels // 2, device=device) * 6
     tables = angles.cos().to(torch.bfloat16), angles.sin().to(torch.bfloat16)
-    for name, counts, normed in (("heads", s.heads, False), ("heads, normed", s.normed_heads, True)):
+    for name, counts, normed in (
+        ("heads", s.heads, False),
+        ("heads, normed", s.normed_heads, True),
+    ):
         turned, every = (t * s.channels * (counts[0] + n * counts[1]) for n in (1, 2))
-        qkv, gains = drawn(t, every // t), (drawn(s.channels), drawn(s.channels)) if normed else None
+        qkv, gains = (
+            drawn(t, every // t),
+            (drawn(s.channels), drawn(s.channels)) if normed else None,
+        )
         yield Work(
             name,
-            lambda k, qkv=qkv, counts=counts, gains=gains: k.heads(qkv, counts, *tables, gains, 1e-6),
+            lambda k, qkv=qkv, counts=counts, gains=gains: k.heads(
+                qkv, counts, *tables, gains, 1e-6
+            ),
             (qkv, *(gains or ())),
             2 * turned,
             2 * every + (turned if normed else 0),
@@ -100,7 +108,10 @@ def rows(work: Work, device: torch.device, rounds: int) -> Iterator[Row]:
         up = [torch.randn_like(out) for out in outputs]
         return lambda: torch.autograd.grad(outputs, work.inputs, up, retain_graph=True)
 
-    for direction, make, numbers in (("forward", forward, work.forward), ("backward", backward, work.backward)):
+    for direction, make, numbers in (
+        ("forward", forward, work.forward),
+        ("backward", backward, work.backward),
+    ):
         half = slice(0, numbers // 2)
         runs = {name: make(kernels) for name, kernels in sets.items()}
         runs["copy"] = lambda half=half: other[half].copy_(copied[half])
@@ -133,7 +144,12 @@ def main() -> None:
         for row in rows(work, device, given.rounds):
             found.append(row)
             print(line(row), flush=True)
-    result = {"bench": "block", **surroundings(), "sizes": asdict(sizes), "results": [asdict(row) for row in found]}
+    result = {
+        "bench": "block",
+        **surroundings(),
+        "sizes": asdict(sizes),
+        "results": [asdict(row) for row in found],
+    }
     given.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(given.out)
 

@@ -41,7 +41,9 @@ def block_launches(tokens: int, scale: int, device: torch.device) -> Iterator[Ch
 
     def gate(piece: int, many: int) -> object:
         grid = (tokens * triton.cdiv(ffn, piece),)
-        return block._swiglu_grad[grid](joint, half, wide, (2 * ffn, ffn), ffn, piece, num_warps=many, **block.EXACT)
+        return block._swiglu_grad[grid](
+            joint, half, wide, (2 * ffn, ffn), ffn, piece, num_warps=many, **block.EXACT
+        )
 
     yield "swiglu, backward", gate, list(product(PIECES, WARPS)), (block.PIECE, 4)
 
@@ -59,7 +61,9 @@ def block_launches(tokens: int, scale: int, device: torch.device) -> Iterator[Ch
         found = torch.empty(programs, width, device=device)
         given = (x, gain, inverse, dy, ds)
         ahead = block.stages(3, size, x)
-        block._norm_grad[(programs,)](given, dx, found, tokens, width, size, ahead, num_warps=many, **block.EXACT)
+        block._norm_grad[(programs,)](
+            given, dx, found, tokens, width, size, ahead, num_warps=many, **block.EXACT
+        )
         return block.column_sums(found, gain.dtype)
 
     yield (
@@ -70,17 +74,33 @@ def block_launches(tokens: int, scale: int, device: torch.device) -> Iterator[Ch
     )
 
     heads = drawn(tokens, 36, 128)
-    tables, made = (drawn(tokens, 64), drawn(tokens, 64)), (drawn(tokens, 28, 128), drawn(tokens, 4, 128))
+    tables, made = (
+        (drawn(tokens, 64), drawn(tokens, 64)),
+        (drawn(tokens, 28, 128), drawn(tokens, 4, 128)),
+    )
 
     def turn(numbers: int, many: int) -> object:
         tile, shape = block.Tile(128, max(1, numbers // 128), 128), qkv.Shape(28, 4, 64)
         grid = (triton.cdiv(tokens * 32, tile.rows),)
         given = (heads, *tables, None, None)
         return qkv._rotate[grid](
-            given, (*made, None), tokens, (36 * 128, 128), 0.0, shape, tile, num_warps=many, **block.EXACT
+            given,
+            (*made, None),
+            tokens,
+            (36 * 128, 128),
+            0.0,
+            shape,
+            tile,
+            num_warps=many,
+            **block.EXACT,
         )
 
-    yield "heads", turn, list(product((1024, 2048, 4096, 8192), WARPS)), (block.TILE_SIZE, block.tile_for(128)[1])
+    yield (
+        "heads",
+        turn,
+        list(product((1024, 2048, 4096, 8192), WARPS)),
+        (block.TILE_SIZE, block.tile_for(128)[1]),
+    )
 
 
 def expert_launches(tokens: int, device: torch.device) -> Iterator[Choice]:
@@ -92,7 +112,10 @@ def expert_launches(tokens: int, device: torch.device) -> Iterator[Choice]:
     )
     rows = rows.to(torch.bfloat16)
     places, _ends = moe.sort_rows(chosen, experts)
-    moved, weights = rows.new_empty(tokens * copies, 2048), torch.rand(tokens, copies, device=device)
+    moved, weights = (
+        rows.new_empty(tokens * copies, 2048),
+        torch.rand(tokens, copies, device=device),
+    )
 
     def permute_tokens(piece: int, many: int) -> object:
         grid = (tokens * triton.cdiv(2048, piece),)
@@ -103,7 +126,9 @@ def expert_launches(tokens: int, device: torch.device) -> Iterator[Choice]:
     def collect(piece: int, many: int) -> object:
         grid = (tokens * triton.cdiv(2048, piece),)
         size = moe.RowSize(2048, copies, piece)
-        return moe._unpermute[grid](moved, places, weights, rows, 2048, len(moved), size, num_warps=many, **moe.EXACT)
+        return moe._unpermute[grid](
+            moved, places, weights, rows, 2048, len(moved), size, num_warps=many, **moe.EXACT
+        )
 
     yield "rows to experts", permute_tokens, list(product(PIECES[:3], WARPS)), (moe.PIECE, 4)
     yield "rows back, weighted", collect, list(product(PIECES[:3], WARPS)), (moe.PIECE, 4)
@@ -125,17 +150,36 @@ def main() -> None:
     parser.add_argument("--tokens", type=positive, default=32768)
     parser.add_argument("--device", type=device_here, default="cuda")
     parser.add_argument("--rounds", type=positive, default=3)
-    parser.add_argument("--scale", type=positive, default=1, help="divides widths, to see that it runs")
+    parser.add_argument(
+        "--scale", type=positive, default=1, help="divides widths, to see that it runs"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS / "block_sizes_h200.json")
     given = parser.parse_args()
     device = torch.device(given.device)
     found = []
-    every = chain(block_launches(given.tokens, given.scale, device), expert_launches(given.tokens, device))
+    every = chain(
+        block_launches(given.tokens, given.scale, device), expert_launches(given.tokens, device)
+    )
     for name, launch, choices, used in every:
-        runs: dict[str, Run] = {f"{a} / {b}": (lambda a=a, b=b, launch=launch: launch(a, b)) for a, b in choices}
-        for (a, b), time in zip(choices, milliseconds(runs, device, given.rounds).values(), strict=True):
-            found.append({"kernel": name, "size": a, "warps": b, "in use": (a, b) == used, "ms": round(time, 4)})
-            print(f"{name:28} {a:6} / {b:2} {time:8.4f} ms {'<- in use' if (a, b) == used else ''}", flush=True)
+        runs: dict[str, Run] = {
+            f"{a} / {b}": (lambda a=a, b=b, launch=launch: launch(a, b)) for a, b in choices
+        }
+        for (a, b), time in zip(
+            choices, milliseconds(runs, device, given.rounds).values(), strict=True
+        ):
+            found.append(
+                {
+                    "kernel": name,
+                    "size": a,
+                    "warps": b,
+                    "in use": (a, b) == used,
+                    "ms": round(time, 4),
+                }
+            )
+            print(
+                f"{name:28} {a:6} / {b:2} {time:8.4f} ms {'<- in use' if (a, b) == used else ''}",
+                flush=True,
+            )
     result = {"bench": "block_sizes", **surroundings(), "tokens": given.tokens, "results": found}
     given.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(given.out)

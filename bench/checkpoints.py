@@ -62,24 +62,39 @@ def main() -> None:
     parser.add_argument("--device", type=device_here, default="cpu")
     parser.add_argument("--rounds", type=positive, default=5)
     parser.add_argument("--tokens", type=positive, default=2048, help="of a training step")
-    parser.add_argument("--folder", type=Path, default=None, help="where to write; default: the system's")
+    parser.add_argument(
+        "--folder", type=Path, default=None, help="where to write; default: the system's"
+    )
     given = parser.parse_args()
     with one_rank(), tempfile.TemporaryDirectory(dir=given.folder) as folder:
         dtype = torch.float32 if given.device == "cpu" else torch.bfloat16
-        engine = smollm2_pair(dtype, master=torch.float32, depth=given.depth, device=given.device).engine
+        engine = smollm2_pair(
+            dtype, master=torch.float32, depth=given.depth, device=given.device
+        ).engine
         assert isinstance(engine, Engine)
         bench = Bench(engine, Path(folder), given.tokens)
         results = [compare(case, given.rounds) for case in bench.cases()]
         stall = bench.stall(given.rounds)
     for result in results:
         gb = result.tokens / 1e9
-        print(f"{result.name:36} {gb / result.ours_seconds:6.2f} GB/s, {1 / result.ratio:5.2f} x the raw time")
-    print(f"{'background save, one in ten steps':36} {stall['call_share']:.2%} of the steps' time for the call itself,")
+        print(
+            f"{result.name:36} {gb / result.ours_seconds:6.2f} GB/s, {1 / result.ratio:5.2f} x the raw time"
+        )
+    print(
+        f"{'background save, one in ten steps':36} {stall['call_share']:.2%} of the steps' time for the call itself,"
+    )
     print(f"{'':36} {stall['share']:.2%} with what writing takes from the steps beside it,")
     print(f"{'':36} {stall['beside_share']:.2%} where another process writes as much beside them")
-    found = {"bench": "checkpoints", **surroundings(), "results": [asdict(r) for r in results], "stall": stall}
+    found = {
+        "bench": "checkpoints",
+        **surroundings(),
+        "results": [asdict(r) for r in results],
+        "stall": stall,
+    }
     kind = engine.mesh.device.type
-    (RESULTS / f"checkpoints_{kind}.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    (RESULTS / f"checkpoints_{kind}.json").write_text(
+        json.dumps(found, indent=1) + "\n", encoding="utf-8"
+    )
 
 
 class Bench:
@@ -102,7 +117,10 @@ class Bench:
         n = self.num_bytes
         return [
             Case(
-                "save, with its checksums", n, lambda: self._removed(self._save("new", background=False)), self._write
+                "save, with its checksums",
+                n,
+                lambda: self._removed(self._save("new", background=False)),
+                self._write,
             ),
             Case("load, checked", n, self._load, self._read),
             Case("offload and onload", 2 * self.resident, self._step_aside, self._copy_twice),
@@ -129,15 +147,29 @@ class Bench:
         plain = found["plain"]
 
         def share(name: str) -> float:
-            return statistics.median(with_it / without - 1 for with_it, without in zip(found[name], plain, strict=True))
+            return statistics.median(
+                with_it / without - 1 for with_it, without in zip(found[name], plain, strict=True)
+            )
 
         call_share = statistics.median(found["call"]) / statistics.median(plain)
-        return {"share": share("saving"), "call_share": call_share, "beside_share": share("beside"), "seconds": found}
+        return {
+            "share": share("saving"),
+            "call_share": call_share,
+            "beside_share": share("beside"),
+            "seconds": found,
+        }
 
     @contextmanager
     def _other_process(self) -> Iterator[None]:
         """A process that sums and writes as many bytes as a save has; it begins with the block."""
-        argv = [sys.executable, "-c", WRITER, str(self.folder / "other"), str(self.num_bytes), str(CHUNK)]
+        argv = [
+            sys.executable,
+            "-c",
+            WRITER,
+            str(self.folder / "other"),
+            str(self.num_bytes),
+            str(CHUNK),
+        ]
         with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
             assert process.stdin is not None and process.stdout is not None
             process.stdout.readline()
@@ -187,7 +219,10 @@ class Bench:
         for path in self.files:
             size = path.stat().st_size
             spans = [(start, min(size, start + JOB_BYTES)) for start in range(0, size, JOB_BYTES)]
-            jobs += [partial(_read_part, path, start, view[at + start : at + stop]) for start, stop in spans]
+            jobs += [
+                partial(_read_part, path, start, view[at + start : at + stop])
+                for start, stop in spans
+            ]
             at += size
         with ThreadPoolExecutor(READERS) as threads:
             for done in [threads.submit(job) for job in jobs]:

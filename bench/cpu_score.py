@@ -14,7 +14,10 @@ def cases(dtype: torch.dtype, tokens: int, depth: int) -> list[Case]:
     """Equal lengths, which padding does not hurt, and ragged ones."""
     pair = smollm2_pair(dtype, master=dtype, depth=depth)
     equal, ragged = [256] * max(1, tokens // 256), ragged_lengths(tokens)
-    return [case("score, equal lengths (256)", pair, equal), case("score, ragged lengths (32-1024)", pair, ragged)]
+    return [
+        case("score, equal lengths (256)", pair, equal),
+        case("score, ragged lengths (32-1024)", pair, ragged),
+    ]
 
 
 def case(name: str, pair: Pair, lengths: Sequence[int]) -> Case:
@@ -26,12 +29,20 @@ def case(name: str, pair: Pair, lengths: Sequence[int]) -> Case:
     counted = batch.mask
     real = padded.mask[:, 1:]
     off = max(
-        (logprob[real] - stats.logprob[counted]).abs().max(), (entropy[real] - stats.entropy[counted]).abs().max()
+        (logprob[real] - stats.logprob[counted]).abs().max(),
+        (entropy[real] - stats.entropy[counted]).abs().max(),
     )
     limit = 1e-4 if pair.dtype == torch.float32 else 0.5
-    assert off <= limit, f"{name}: ours and the peer's differ by {off}; the comparison would mean nothing"
+    assert off <= limit, (
+        f"{name}: ours and the peer's differ by {off}; the comparison would mean nothing"
+    )
     label = f"{name}, {str(pair.dtype).removeprefix('torch.')}"
-    return Case(label, len(batch), lambda: pair.engine.score(batch), lambda: transformers_score(pair, padded))
+    return Case(
+        label,
+        len(batch),
+        lambda: pair.engine.score(batch),
+        lambda: transformers_score(pair, padded),
+    )
 
 
 @torch.no_grad()

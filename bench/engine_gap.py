@@ -28,7 +28,13 @@ from dovetail.rollout.remote.vllm import GENERATE
 from dovetail.weights.hf_directory import Pretrained
 
 PROMPT = 64
-SAMPLING: Mapping[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "logprobs": 0, "ignore_eos": True}
+SAMPLING: Mapping[str, Any] = {
+    "temperature": 1.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "logprobs": 0,
+    "ignore_eos": True,
+}
 OPTIONS = EngineOptions(tokens_per_batch=1 << 14)
 FIGURES = ("mean", "p99", "max")
 Drawn = tuple[Sequence[int], Sequence[float]]  # ids and log-probs behind a prompt
@@ -39,9 +45,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.engine_gap", description=__doc__)
     parser.add_argument("model", help="a directory or a hub name")
     parser.add_argument("--url", help="of a vLLM server")
-    parser.add_argument("--offline", action="store_true", help="vLLM in this process, on 0.4 of the GPU's memory")
     parser.add_argument(
-        "--head", choices=["model", "float32"], default="model", help="dtype of the offline vLLM's logits"
+        "--offline", action="store_true", help="vLLM in this process, on 0.4 of the GPU's memory"
+    )
+    parser.add_argument(
+        "--head",
+        choices=["model", "float32"],
+        default="model",
+        help="dtype of the offline vLLM's logits",
     )
     parser.add_argument("--prompts", type=positive, default=32)
     parser.add_argument("--new", type=positive, default=128)
@@ -69,17 +80,27 @@ def main() -> None:
     for name, each in drawn.items():
         theirs = torch.tensor([x for _, log_probs in each for x in log_probs], dtype=torch.float64)
         ours, exact = scores[name]
-        pairs = {"score": (theirs, ours), "float32": (theirs, exact), "score to float32": (ours, exact)}
+        pairs = {
+            "score": (theirs, ours),
+            "float32": (theirs, exact),
+            "score to float32": (ours, exact),
+        }
         for what, (a, b) in pairs.items():
             away = (a - b).abs()
             found = [float(x) for x in (away.mean(), away.quantile(0.99), away.max())]
             gaps[f"{name}: {what}"] = dict(zip(FIGURES, found, strict=True))
             print(f"{name + ': ' + what:<46}" + "".join(f"{x:>11.6f}" for x in found))
-    print(json.dumps({**surroundings(), **vars(given), "tokens": given.prompts * given.new, "gaps": gaps}))
+    print(
+        json.dumps(
+            {**surroundings(), **vars(given), "tokens": given.prompts * given.new, "gaps": gaps}
+        )
+    )
 
 
 def pieces(source: Pretrained, count: int) -> list[list[int]]:
-    text = "\n".join(file.read_text() for file in sorted((Path(__file__).parents[1] / "docs").glob("*.md")))
+    text = "\n".join(
+        file.read_text() for file in sorted((Path(__file__).parents[1] / "docs").glob("*.md"))
+    )
     ids: list[int] = load_tokenizer(source)(text, add_special_tokens=False)["input_ids"]
     stride = (len(ids) - PROMPT) // count
     return [ids[i * stride : i * stride + PROMPT] for i in range(count)]
@@ -90,7 +111,9 @@ def served(url: str, prompts: Sequence[Sequence[int]], new: int) -> list[Drawn]:
     client, how = Client(url, timeout=600.0), {**SAMPLING, "max_tokens": new}
 
     def draw(ids: Sequence[int]) -> Drawn:
-        (choice,) = client.post(GENERATE, {"token_ids": list(ids), "sampling_params": how})["choices"]
+        (choice,) = client.post(GENERATE, {"token_ids": list(ids), "sampling_params": how})[
+            "choices"
+        ]
         return choice["token_ids"], [each["logprob"] for each in choice["logprobs"]["content"]]
 
     with ThreadPoolExecutor(len(prompts)) as threads:
@@ -106,10 +129,15 @@ def offline(path: str, prompts: Sequence[Sequence[int]], given: argparse.Namespa
     how = vllm.SamplingParams(max_tokens=given.new, **SAMPLING)
     replies = llm.generate([{"prompt_token_ids": list(ids)} for ids in prompts], how)
     every = [reply.outputs[0] for reply in replies]
-    return [(x.token_ids, [at[i].logprob for i, at in zip(x.token_ids, x.logprobs, strict=True)]) for x in every]
+    return [
+        (x.token_ids, [at[i].logprob for i, at in zip(x.token_ids, x.logprobs, strict=True)])
+        for x in every
+    ]
 
 
-def scored(engine: SamplingEngine, prompts: Sequence[Sequence[int]], drawn: Sequence[Drawn]) -> Tensor:
+def scored(
+    engine: SamplingEngine, prompts: Sequence[Sequence[int]], drawn: Sequence[Drawn]
+) -> Tensor:
     """The engine's log-probs of the drawn tokens, in their order."""
     pairs = zip(prompts, (ids for ids, _ in drawn), strict=True)
     batch = PackedBatch.pack([Row([*a, *b], [False] * len(a) + [True] * len(b)) for a, b in pairs])

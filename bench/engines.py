@@ -38,7 +38,11 @@ from dovetail.weights.hf_directory import CheckpointSource
 
 OFFLOAD = ("activations", "optimizer")  # what may wait on the host
 DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-GEMM = (8192, 3584, 152064)  # tokens, width and vocabulary of the product whose rate tells how fast the machine is
+GEMM = (
+    8192,
+    3584,
+    152064,
+)  # tokens, width and vocabulary of the product whose rate tells how fast the machine is
 RECORDED_GEMM = 722e12  # its rate where the peers were recorded
 
 _QWEN: Mapping[str, Any] = {
@@ -51,13 +55,31 @@ _QWEN: Mapping[str, Any] = {
 }
 
 
-def _dense(vocab: int, width: int, ffn: int, depth: int, heads: tuple[int, int], **others: Any) -> Mapping[str, Any]:
-    sizes = {"vocab_size": vocab, "hidden_size": width, "intermediate_size": ffn, "num_hidden_layers": depth}
-    return {**_QWEN, **sizes, "num_attention_heads": heads[0], "num_key_value_heads": heads[1], **others}
+def _dense(
+    vocab: int, width: int, ffn: int, depth: int, heads: tuple[int, int], **others: Any
+) -> Mapping[str, Any]:
+    sizes = {
+        "vocab_size": vocab,
+        "hidden_size": width,
+        "intermediate_size": ffn,
+        "num_hidden_layers": depth,
+    }
+    return {
+        **_QWEN,
+        **sizes,
+        "num_attention_heads": heads[0],
+        "num_key_value_heads": heads[1],
+        **others,
+    }
 
 
 def _experts(dense: Mapping[str, Any], experts: int, ffn: int, head_dim: int) -> Mapping[str, Any]:
-    sizes = {"num_experts": experts, "num_experts_per_tok": 8, "moe_intermediate_size": ffn, "head_dim": head_dim}
+    sizes = {
+        "num_experts": experts,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": ffn,
+        "head_dim": head_dim,
+    }
     return {**dense, **sizes, "model_type": "qwen3_moe", "norm_topk_prob": True}
 
 
@@ -106,7 +128,12 @@ def layout_of(text: str) -> dt.Layout:
 def name_of(layout: dt.Layout) -> str:
     """As `layout_of` reads it."""
     extras = {"virtual_stages": 1, "schedule": "1f1b", "cp_mode": "auto"}
-    return ",".join([str(layout), *(f"{k}={getattr(layout, k)}" for k, v in extras.items() if getattr(layout, k) != v)])
+    return ",".join(
+        [
+            str(layout),
+            *(f"{k}={getattr(layout, k)}" for k, v in extras.items() if getattr(layout, k) != v),
+        ]
+    )
 
 
 def random_engine(
@@ -135,7 +162,9 @@ def random_engine(
     model.materialize(device)
     with torch.no_grad():
         for shard in shards_of(model, mesh):
-            shard.local.fill_(1.0) if shard.name.endswith("norm.weight") else shard.local.normal_(std=0.02)
+            shard.local.fill_(1.0) if shard.name.endswith("norm.weight") else shard.local.normal_(
+                std=0.02
+            )
     return Engine(
         model,
         mesh,
@@ -161,7 +190,9 @@ def ragged_batch(spec: ArchSpec, longest: int, tokens: int) -> dt.PackedBatch:
     draw, lengths = torch.Generator().manual_seed(2), list[int]()
     while (left := tokens - sum(lengths)) > 0:
         normal = float(torch.randn((), generator=draw))
-        drawn = longest * 0.2 * 2.718281828 ** (0.85 * normal)  # mean 0.25 longest, once those above it are cut
+        drawn = (
+            longest * 0.2 * 2.718281828 ** (0.85 * normal)
+        )  # mean 0.25 longest, once those above it are cut
         lengths.append(max(1, min(int(drawn), longest, left)))
     return random_tokens(spec, lengths)
 
@@ -175,7 +206,8 @@ def random_tokens(spec: ArchSpec, lengths: list[int]) -> dt.PackedBatch:
     counted[ends - 1] = False
     return dt.PackedBatch(
         tokens=tokens,
-        positions=torch.arange(total) - torch.repeat_interleave(ends - torch.tensor(lengths), torch.tensor(lengths)),
+        positions=torch.arange(total)
+        - torch.repeat_interleave(ends - torch.tensor(lengths), torch.tensor(lengths)),
         cu_seqlens=torch.cat((torch.zeros(1), ends)).to(torch.int32),
         targets=tokens.roll(-1).where(counted, 0),
         mask=counted,
@@ -229,7 +261,9 @@ def gemm_rate(device: torch.device) -> float | None:
         end.record()
         torch.cuda.synchronize()
         found.append(start.elapsed_time(end) / 1000)
-    rate = torch.tensor(2.0 * n * width * vocab / median(found[5:]), dtype=torch.float64, device=device)
+    rate = torch.tensor(
+        2.0 * n * width * vocab / median(found[5:]), dtype=torch.float64, device=device
+    )
     dist.all_reduce(rate)
     del a, b
     torch.cuda.empty_cache()
@@ -251,7 +285,9 @@ def launch_seconds(device: torch.device) -> float | None:
     return median(found)
 
 
-def leave(limit: Limit, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def leave(
+    limit: Limit, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
     """End this process with what went wrong. Its normal end would wait for kernels that wait for other ranks."""
     traceback.print_exception(kind, error, trace, file=limit.terminal)
     limit.close()
@@ -265,7 +301,9 @@ def add_options(parser: argparse.ArgumentParser, name: str) -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--name", default=name, help="of the JSON file")
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--row-seconds", type=float, default=600.0, help="a row that takes longer ends the program")
+    parser.add_argument(
+        "--row-seconds", type=float, default=600.0, help="a row that takes longer ends the program"
+    )
 
 
 @dataclass
@@ -285,7 +323,9 @@ class Session:
         device = pick_device(given.device)
         check_shape(getattr(given, "shape", "tiny"), device.type)
         rank = int(os.environ.get("RANK", "0"))
-        limit = Limit(given.name, rank, given.row_seconds, given.out / f"{given.name}.stacks.log.{rank}")
+        limit = Limit(
+            given.name, rank, given.row_seconds, given.out / f"{given.name}.stacks.log.{rank}"
+        )
         dt.ensure_process_group(device)
         sys.excepthook = partial(
             leave, limit
@@ -318,7 +358,9 @@ class Session:
             text = json.dumps({**found, "options": options, "rows": self.rows}, indent=1) + "\n"
             fresh = self.given.out / f".{self.given.name}.json"
             fresh.write_text(text, encoding="utf-8")
-            fresh.replace(self.given.out / f"{self.given.name}.json")  # whole, whenever this process is killed
+            fresh.replace(
+                self.given.out / f"{self.given.name}.json"
+            )  # whole, whenever this process is killed
         dist.barrier()
 
     def say(self, text: str) -> None:

@@ -10,7 +10,11 @@ import torch
 from dovetail.errors import ConfigError, UserError
 from dovetail.parallel.process_group import pick_device
 
-CPU_SHAPES = ("tiny", "tiny-moe", "0.5b")  # of `engines.SHAPES` and `sampler.SHAPES`: the others are for GPUs
+CPU_SHAPES = (
+    "tiny",
+    "tiny-moe",
+    "0.5b",
+)  # of `engines.SHAPES` and `sampler.SHAPES`: the others are for GPUs
 
 
 def positive(text: str) -> int:
@@ -36,7 +40,9 @@ def device(text: str) -> str:
 def check_visible(on: str, ranks: int) -> None:
     """Refuse fewer GPUs than ranks. For programs that start others: nothing is put on a GPU, whose memory is theirs."""
     if on == "cuda" and torch.cuda.device_count() < ranks:
-        raise ConfigError(f"GPUs needed: {ranks}; torch {torch.__version__} sees {torch.cuda.device_count()}")
+        raise ConfigError(
+            f"GPUs needed: {ranks}; torch {torch.__version__} sees {torch.cuda.device_count()}"
+        )
 
 
 def check_shape(shape: str, on: str) -> None:

@@ -78,7 +78,12 @@ def table(results: Sequence[Result]) -> str:
 def write(name: str, results: Sequence[Result], load_before: Sequence[float]) -> Path:
     """What a machine reads: results with hardware, versions, date, command and the load average before and after."""
     load = {"before": list(load_before), "after": list(os.getloadavg())}
-    found = {"bench": name, **surroundings(), "load_average": load, "results": [asdict(r) for r in results]}
+    found = {
+        "bench": name,
+        **surroundings(),
+        "load_average": load,
+        "results": [asdict(r) for r in results],
+    }
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
@@ -114,5 +119,9 @@ def _seconds(run: Callable[[], object]) -> tuple[float, float]:
 def _processor() -> str:
     """What the processor calls itself, where the system tells."""
     info = Path("/proc/cpuinfo")
-    names = [line for line in info.read_text().splitlines() if line.startswith("model name")] if info.is_file() else []
+    names = (
+        [line for line in info.read_text().splitlines() if line.startswith("model name")]
+        if info.is_file()
+        else []
+    )
     return names[0].partition(":")[2].strip() if names else platform.machine()

@@ -24,6 +24,7 @@ from dovetail.batch.packed import PackedBatch
 from dovetail.kernels import reference
 from dovetail.kernels.registry import kernels_for
 from dovetail.nn.heads import VocabShard, fused_loss, fused_token_stats
+from dovetail.nn.products import Products
 from dovetail.parallel.mesh import Axis
 from dovetail.parallel.process_group import pick_device
 
@@ -60,13 +61,20 @@ class Work:
     plain: bool = False  # whether the passes over the logits are torch's operations
 
     @classmethod
-    def random(cls, tokens: int, sizes: tuple[int, int], chunk: int, device: torch.device, deviation: float) -> "Work":
+    def random(
+        cls, tokens: int, sizes: tuple[int, int], chunk: int, device: torch.device, deviation: float
+    ) -> "Work":
         """`sizes`: width and vocabulary; `deviation`: of the logits."""
         width, vocab = sizes
         torch.manual_seed(0)
         half = torch.bfloat16
         x = torch.randn(tokens, width, device=device).to(half).requires_grad_()
-        weight = torch.randn(vocab, width, device=device).mul_(deviation * width**-0.5).to(half).requires_grad_()
+        weight = (
+            torch.randn(vocab, width, device=device)
+            .mul_(deviation * width**-0.5)
+            .to(half)
+            .requires_grad_()
+        )
         batch = PackedBatch.pack([torch.randint(vocab, (tokens + 1,))]).to(device)
         batch = batch.with_fields(advantage=torch.randn(tokens + 1, device=device))
         return cls(x, weight, batch.compact(torch.arange(tokens, device=device)), chunk)
@@ -75,8 +83,13 @@ class Work:
     def shard(self) -> VocabShard:
         kernels = replace(kernels_for(self.x.device), head_chunk=self.chunk)
         if self.plain:
-            kernels = replace(kernels, head=None, vocab_stats=reference.vocab_stats, vocab_grad_=reference.vocab_grad_)
-        return VocabShard(self.weight, 0, Axis("tp"), kernels)
+            kernels = replace(
+                kernels,
+                head=None,
+                vocab_stats=reference.vocab_stats,
+                vocab_grad_=reference.vocab_grad_,
+            )
+        return VocabShard(self.weight, 0, Axis("tp"), Products(kernels))
 
     def gradients(self, total: Tensor) -> tuple[Tensor, ...]:
         return torch.autograd.grad(total, (self.x, self.weight))
@@ -147,7 +160,12 @@ def peers(work: Work, *, backward: bool) -> Iterator[tuple[str, Callable[[], obj
     """Every peer that is installed, as a run of one pass."""
     x, weight, targets = work.x, work.weight, work.batch.targets
     for name, run in with_entropy(work):
-        yield name, (lambda run=run: work.gradients(work.policy(*run()))) if backward else _without_gradient(run)
+        yield (
+            name,
+            (lambda run=run: work.gradients(work.policy(*run())))
+            if backward
+            else _without_gradient(run),
+        )
     if not backward:
         return
     liger = _installed("liger_kernel.transformers")
@@ -171,7 +189,9 @@ def _without_gradient(run: Callable[[], object]) -> Callable[[], object]:
 
 
 def _installed(name: str) -> Any:
-    return importlib.import_module(name) if importlib.util.find_spec(name.partition(".")[0]) else None
+    return (
+        importlib.import_module(name) if importlib.util.find_spec(name.partition(".")[0]) else None
+    )
 
 
 def rows(work: Work, rounds: int, *, backward: bool, only: list[str]) -> Iterator[Row]:
@@ -186,7 +206,9 @@ def rows(work: Work, rounds: int, *, backward: bool, only: list[str]) -> Iterato
         found.append(("ours, four products", lambda: train(work, WholePolicy())))
         found.append(("ours, passes by torch", lambda: train(replace(work, plain=True), Policy())))
     found += peers(work, backward=backward)
-    ours: Callable[[], object] = (lambda: train(work, Policy())) if backward else (lambda: score(work))
+    ours: Callable[[], object] = (
+        (lambda: train(work, Policy())) if backward else (lambda: score(work))
+    )
     extra = _extra_gib(work, ours, backward=backward)
     for peer, run in found:
         if only and not peer.startswith(tuple(only)):
@@ -244,7 +266,9 @@ def accuracies(work: Work) -> dict[str, dict[str, float]]:
     """Of ours and of the peers that know entropies."""
     with torch.no_grad():
         others = {name: TokenStats(*run()) for name, run in with_entropy(work)}
-        return {name: errors(work, found) for name, found in {"ours": score(work), **others}.items()}
+        return {
+            name: errors(work, found) for name, found in {"ours": score(work), **others}.items()
+        }
 
 
 def main() -> None:
@@ -252,12 +276,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.head", description=__doc__)
     parser.add_argument("--tokens", type=positive, nargs="+", default=[32768, 8192])
     parser.add_argument(
-        "--chunks", type=positive, nargs="*", default=[], help="tokens a chunk; default: the kernels' own"
+        "--chunks",
+        type=positive,
+        nargs="*",
+        default=[],
+        help="tokens a chunk; default: the kernels' own",
     )
     parser.add_argument("--width", type=positive, default=3584)
     parser.add_argument("--vocab", type=positive, default=152064)
     parser.add_argument("--rounds", type=positive, default=7)
-    parser.add_argument("--peers", nargs="*", default=[], help="starts of the names of peers; default: all installed")
+    parser.add_argument(
+        "--peers",
+        nargs="*",
+        default=[],
+        help="starts of the names of peers; default: all installed",
+    )
     parser.add_argument("--out", type=Path, default=RESULTS / "head_h200.json")
     given = parser.parse_args()
     device = pick_device("cuda")
@@ -265,7 +298,9 @@ def main() -> None:
     accuracy: dict[str, dict[str, dict[str, float]]] = {}
     sizes = (given.width, given.vocab)
     for deviation in DEVIATIONS:
-        accuracy[f"logits of deviation {deviation}"] = accuracies(Work.random(2048, sizes, 2048, device, deviation))
+        accuracy[f"logits of deviation {deviation}"] = accuracies(
+            Work.random(2048, sizes, 2048, device, deviation)
+        )
     print(accuracy)
     for tokens in given.tokens:
         for chunk in given.chunks or [kernels_for(device).head_chunk]:

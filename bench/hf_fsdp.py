@@ -15,7 +15,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from bench.engines import SHAPES, Session, add_options, dense_batch, flops_of, ragged_batch, spec_of, timed
+from bench.engines import (
+    SHAPES,
+    Session,
+    add_options,
+    dense_batch,
+    flops_of,
+    ragged_batch,
+    spec_of,
+    timed,
+)
 from bench.given import positive, run_main
 from dovetail.device import peak_flops, peak_memory_gib
 
@@ -27,7 +36,9 @@ def main() -> int:
     parser.add_argument("--length", type=positive, default=8192)
     parser.add_argument("--sequences", type=positive, default=16, help="of the global batch")
     parser.add_argument("--steps", type=positive, default=2)
-    parser.add_argument("--ragged", action="store_true", help="also lengths as RL has them, padded to the longest")
+    parser.add_argument(
+        "--ragged", action="store_true", help="also lengths as RL has them, padded to the longest"
+    )
     add_options(parser, "hf_fsdp")
     given = parser.parse_args()
     session = Session.start(given)
@@ -35,7 +46,9 @@ def main() -> int:
     spec, device, world = spec_of(given.shape), session.device, dist.get_world_size()
     model = sharded(given.shape, device, world)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
-    batches = {f"{given.sequences} x {given.length}": dense_batch(spec, given.length, given.sequences)}
+    batches = {
+        f"{given.sequences} x {given.length}": dense_batch(spec, given.length, given.sequences)
+    }
     if given.ragged:
         batches["ragged, padded"] = ragged_batch(spec, given.length, given.length * given.sequences)
     for name, batch in batches.items():
@@ -48,7 +61,10 @@ def main() -> int:
             for _ in range(1 + given.steps)
         ]
         middle, peak = median(seconds[1:]), peak_flops(device)
-        rate, mfu = len(batch) / middle / world, flops_of(spec, batch) / middle / world / (peak or 1.0)
+        rate, mfu = (
+            len(batch) / middle / world,
+            flops_of(spec, batch) / middle / world / (peak or 1.0),
+        )
         row: dict[str, Any] = {
             "title": f"transformers + FSDP2, {given.shape}, {name}, {world} ranks",
             "figure": f"{middle:.3f} s a step, {rate:.0f} tokens/s a rank, MFU {100 * mfu * bool(peak):.1f}%, "
@@ -87,13 +103,19 @@ def sharded(shape: str, device: torch.device, world: int) -> nn.Module:
 
 
 def step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, rows: list[Tensor], length: int, device: torch.device
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    rows: list[Tensor],
+    length: int,
+    device: torch.device,
 ) -> None:
     """Every row a micro-batch, padded to the same length, as is usual; one update."""
     for row in rows:
         ids = nn.functional.pad(row, (0, length - len(row)))[None].to(device)
         mask = torch.arange(length, device=device)[None] < len(row)
-        logits = model(input_ids=ids, attention_mask=None if len(row) == length else mask).logits[0, :-1]
+        logits = model(input_ids=ids, attention_mask=None if len(row) == length else mask).logits[
+            0, :-1
+        ]
         labels = torch.where(mask, ids, -100)[0, 1:]
         nn.functional.cross_entropy(logits.to(torch.float32), labels).backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)

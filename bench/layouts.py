@@ -56,7 +56,9 @@ from dovetail.pipeline.schedule import Action, Costs, make_plan, simulate
 from dovetail.rl.losses import SFTLoss
 
 TURNS = {"auto": None, "on": True, "off": False}
-ATTENTION_RATE = 600e12  # FLOP/s, forward and backward, of the best packed kernel measured on an H200
+ATTENTION_RATE = (
+    600e12  # FLOP/s, forward and backward, of the best packed kernel measured on an H200
+)
 
 
 @dataclass(frozen=True)
@@ -83,9 +85,7 @@ class Row:
     peers: dict[str, float]  # tokens/s a GPU, recorded there and scaled by this run's product
     goal: float | None
     make_seconds: float = 0.0  # of groups, weights and all else before the first step
-    outside_gib: float = (
-        0.0  # of a device that torch's allocator knows nothing of: contexts, and communicators above all
-    )
+    outside_gib: float = 0.0  # of a device that torch's allocator knows nothing of: contexts, and communicators above all
     ratio_to_dense: float | None = None
     bubble: float | None = None
     predicted_bubble: float | None = None
@@ -102,17 +102,38 @@ def main() -> int:
     parser.add_argument("--dtype", choices=list(DTYPES), default="bfloat16")
     parser.add_argument("--length", type=positive, default=8192, help="tokens of a sequence")
     parser.add_argument("--sequences", type=positive, default=32, help="of the global batch")
-    parser.add_argument("--tokens-per-batch", type=positive, help="of a replica's micro-batch; default: one sequence")
-    parser.add_argument("--recompute", choices=["none", "light", "selective", "full"], default="none")
-    parser.add_argument("--offload", nargs="+", choices=OFFLOAD, default=[], help="what waits on the host")
+    parser.add_argument(
+        "--tokens-per-batch",
+        type=positive,
+        help="of a replica's micro-batch; default: one sequence",
+    )
+    parser.add_argument(
+        "--recompute", choices=["none", "light", "selective", "full"], default="none"
+    )
+    parser.add_argument(
+        "--offload", nargs="+", choices=OFFLOAD, default=[], help="what waits on the host"
+    )
     parser.add_argument("--mlp-tile-tokens", type=natural, default=0)
     parser.add_argument("--window", type=positive, help="latest tokens that attention sees")
     parser.add_argument("--warm-length", type=positive, help="of the step that is not measured")
-    parser.add_argument("--in-turns", choices=list(TURNS), default="auto", help="halves of micro-batches, see nn.turns")
+    parser.add_argument(
+        "--in-turns",
+        choices=list(TURNS),
+        default="auto",
+        help="halves of micro-batches, see nn.turns",
+    )
     parser.add_argument("--steps", type=positive, default=3, help="measured, after one that is not")
-    parser.add_argument("--ragged", action="store_true", help="also as many tokens in lengths as RL has them")
-    parser.add_argument("--deterministic", action="store_true", help="each step also as trainer.deterministic has it")
-    parser.add_argument("--bubbles", action="store_true", help="also the waiting of a pipeline's ranks")
+    parser.add_argument(
+        "--ragged", action="store_true", help="also as many tokens in lengths as RL has them"
+    )
+    parser.add_argument(
+        "--deterministic",
+        action="store_true",
+        help="each step also as trainer.deterministic has it",
+    )
+    parser.add_argument(
+        "--bubbles", action="store_true", help="also the waiting of a pipeline's ranks"
+    )
     parser.add_argument("--profile", action="store_true", help="also a trace of one step")
     add_options(parser, "layouts")
     given = parser.parse_args()
@@ -135,7 +156,11 @@ def measure(layout: dt.Layout, session: Session) -> None:
     given, device = session.given, session.device
     changes: dict[str, Any] = {"num_hidden_layers": given.depth} if given.depth else {}
     if given.window:
-        changes |= {"use_sliding_window": True, "sliding_window": given.window, "max_window_layers": 0}
+        changes |= {
+            "use_sliding_window": True,
+            "sliding_window": given.window,
+            "max_window_layers": 0,
+        }
     spec, begun = spec_of(given.shape, **changes), time.perf_counter()
     engine = random_engine(
         spec,
@@ -147,7 +172,9 @@ def measure(layout: dt.Layout, session: Session) -> None:
         mlp_tile_tokens=given.mlp_tile_tokens,
         offload=given.offload,
     )
-    engine.dual_batch = DualBatch.of(engine.model.supports_dual_batch, engine.mesh, TURNS[given.in_turns])
+    engine.dual_batch = DualBatch.of(
+        engine.model.supports_dual_batch, engine.mesh, TURNS[given.in_turns]
+    )
     made = time.perf_counter() - begun
     batch = dense_batch(spec, given.length, given.sequences)
     warm = dense_batch(spec, given.warm_length or given.length, given.sequences)
@@ -170,24 +197,33 @@ def measure(layout: dt.Layout, session: Session) -> None:
         session.limit.at("its ragged steps")
         ragged_tokens = ragged_batch(spec, given.length, given.length * given.sequences)
         ragged = _steps(engine, "ragged", ragged_tokens, ragged_tokens, session)
-        ragged["ratio_to_dense"] = ragged["tokens_per_second_per_rank"] / row["tokens_per_second_per_rank"]
+        ragged["ratio_to_dense"] = (
+            ragged["tokens_per_second_per_rank"] / row["tokens_per_second_per_rank"]
+        )
         _keep(session, ragged)
 
 
 def _keep(session: Session, row: dict[str, Any]) -> None:
     named = Row(**row)
-    row["title"], row["figure"] = f"{named.shape}, {named.layout}, {named.batch}", " ".join(figures(named))
+    row["title"], row["figure"] = (
+        f"{named.shape}, {named.layout}, {named.batch}",
+        " ".join(figures(named)),
+    )
     session.keep(row)
     session.say(f"{row['title']}: {row['figure']}")
 
 
-def _steps(engine: Engine, name: str, warm: dt.PackedBatch, batch: dt.PackedBatch, session: Session) -> dict[str, Any]:
+def _steps(
+    engine: Engine, name: str, warm: dt.PackedBatch, batch: dt.PackedBatch, session: Session
+) -> dict[str, Any]:
     """The fields of a row, from a step on the first batch and some on the second."""
     given, device, layout = session.given, session.device, engine.mesh.layout
     spec: Any = engine.model.spec
     first = timed(device, lambda: engine.train_step(warm, SFTLoss()))
     modes: dict[bool, list[float]] = {False: [], True: []} if given.deterministic else {False: []}
-    for number in range(given.steps + given.deterministic):  # the first deterministic step may compile
+    for number in range(
+        given.steps + given.deterministic
+    ):  # the first deterministic step may compile
         for mode, times in modes.items():
             with deterministic(mode):
                 took = timed(device, lambda: engine.train_step(batch, SFTLoss()))
@@ -195,7 +231,10 @@ def _steps(engine: Engine, name: str, warm: dt.PackedBatch, batch: dt.PackedBatc
     seconds = modes[False]
     middle, in_a_row = statistics.median(seconds), None
     if given.steps > 2:
-        in_a_row = timed(device, lambda: [engine.train_step(batch, SFTLoss()) for _ in seconds]) / given.steps
+        in_a_row = (
+            timed(device, lambda: [engine.train_step(batch, SFTLoss()) for _ in seconds])
+            / given.steps
+        )
     ranks, peak = layout.num_ranks, peak_flops(device)
     memory = stack_over(torch.tensor(peak_memory_gib(device), device=device), engine.mesh["world"])
     is_7b = given.shape == "7b" and given.length == 8192 and not given.depth and name != "ragged"
@@ -241,7 +280,9 @@ def traced(
     """
     ranks = engine.mesh.layout.num_ranks
     attention = attention_flops_of(spec, batch) / ranks
-    rates = {"attention": (attention * 7 / 6, ATTENTION_RATE)}  # its backward pass computes the scores again
+    rates = {
+        "attention": (attention * 7 / 6, ATTENTION_RATE)
+    }  # its backward pass computes the scores again
     if session.gemm:
         rates["gemm"] = (flops_of(spec, batch) / ranks - attention, session.gemm)
     if session.device.type != "cuda":
@@ -272,7 +313,9 @@ class Timed:
         return self._time("forward", stage, partial(self.work.forward, stage, micro, x))
 
     def backward(self, action: Action, grad: Tensor | None, *, last: bool) -> Tensor | None:
-        return self._time(action.kind, action.stage, partial(self.work.backward, action, grad, last=last))
+        return self._time(
+            action.kind, action.stage, partial(self.work.backward, action, grad, last=last)
+        )
 
     def weight(self, stage: int, micro: int) -> None:
         self._time("weight", stage, partial(self.work.weight, stage, micro))
@@ -280,7 +323,8 @@ class Timed:
     def seconds(self) -> dict[str, float]:
         """Median by "kind stage"."""
         return {
-            f"{kind} {stage}": statistics.median(map(_elapsed, pairs)) for (kind, stage), pairs in self.times.items()
+            f"{kind} {stage}": statistics.median(map(_elapsed, pairs))
+            for (kind, stage), pairs in self.times.items()
         }
 
     def _time(self, kind: str, stage: int, run: Any) -> Any:

@@ -10,7 +10,9 @@ import time
 from pathlib import Path
 from typing import TextIO
 
-LATE_SECONDS = 2.0  # from the first rank's line to the end of any: a launcher ends all when one ends
+LATE_SECONDS = (
+    2.0  # from the first rank's line to the end of any: a launcher ends all when one ends
+)
 ENDED = 128 + signal.SIGTERM  # the exit status that shells give for it
 
 
@@ -26,7 +28,9 @@ class Limit:
         self._stacks = open(stacks, "w", encoding="utf-8")  # noqa: SIM115 -- closed by `close`
         self._signals, told = os.pipe()
         os.set_blocking(told, False)
-        signal.signal(signal.SIGTERM, lambda *_: None)  # the number of the signal goes to the pipe at once
+        signal.signal(
+            signal.SIGTERM, lambda *_: None
+        )  # the number of the signal goes to the pipe at once
         signal.set_wakeup_fd(told)
         self._closed = threading.Event()
         self.begin("before the first row")
@@ -36,7 +40,9 @@ class Limit:
         """A row begins, and with it a new limit."""
         self.row, self.begun = row, time.monotonic()
         faulthandler.cancel_dump_traceback_later()  # the last resort, where no thread of Python can run
-        faulthandler.dump_traceback_later(self.seconds + 2 * LATE_SECONDS, exit=True, file=self._stacks)
+        faulthandler.dump_traceback_later(
+            self.seconds + 2 * LATE_SECONDS, exit=True, file=self._stacks
+        )
 
     def at(self, part: str) -> None:
         """The row has come to some part of it."""
@@ -59,17 +65,26 @@ class Limit:
 
     def _watch(self) -> None:
         while not self._closed.is_set():
-            passed, limit = time.monotonic() - self.begun, self.seconds + (LATE_SECONDS if self.rank else 0.0)
+            passed, limit = (
+                time.monotonic() - self.begun,
+                self.seconds + (LATE_SECONDS if self.rank else 0.0),
+            )
             if passed >= limit:
                 self._leave(1, f"not done within {self.seconds:g} s", LATE_SECONDS)
             if select.select([self._signals], [], [], limit - passed)[0]:
                 if signal.SIGTERM in os.read(self._signals, 1):
-                    self._leave(ENDED, f"cut off by SIGTERM after {time.monotonic() - self.begun:.0f} s")
+                    self._leave(
+                        ENDED, f"cut off by SIGTERM after {time.monotonic() - self.begun:.0f} s"
+                    )
 
     def _leave(self, status: int, why: str, patience: float = 0.0) -> None:
         """End the process. Its normal end would wait for kernels that wait for other ranks."""
         faulthandler.dump_traceback(self._stacks)
         if self.rank == 0:
-            print(f"{self.name}: {self.row}: {why}; where it was: {self.path}", file=sys.stderr, flush=True)
+            print(
+                f"{self.name}: {self.row}: {why}; where it was: {self.path}",
+                file=sys.stderr,
+                flush=True,
+            )
             time.sleep(patience)
         os._exit(status)

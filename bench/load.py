@@ -42,13 +42,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.load", description=__doc__)
     parser.add_argument("layouts", nargs="+", metavar="LAYOUT")
     parser.add_argument("--shape", choices=list(SHAPES), default="7b")
-    parser.add_argument("--folder", type=Path, help="default: memory, where it is large enough, or the system's")
+    parser.add_argument(
+        "--folder", type=Path, help="default: memory, where it is large enough, or the system's"
+    )
     add_options(parser, "load")
     given = parser.parse_args()
     session = Session.start(given)
     world = Axis("world", dist.get_world_size(), dist.get_rank(), dist.group.WORLD)
     here = given.folder or _roomy(given.shape)
-    folder = Path(gather_objects(str(here / f"bench_load_{time.time_ns()}"), world, session.device)[0])
+    folder = Path(
+        gather_objects(str(here / f"bench_load_{time.time_ns()}"), world, session.device)[0]
+    )
     try:
         write(folder, given.shape, world)
         raw, copied = raw_read(folder, session, world)
@@ -73,7 +77,8 @@ def write(folder: Path, shape: str, world: Axis) -> None:
     """A Hugging Face directory of bfloat16 tensors, each rank its shards."""
     solo = Mesh.solo("meta")
     specs = export_specs(
-        checkpoint_params(make_decoder(spec_of(shape), solo, torch.bfloat16), solo), dtype_of=lambda _: torch.bfloat16
+        checkpoint_params(make_decoder(spec_of(shape), solo, torch.bfloat16), solo),
+        dtype_of=lambda _: torch.bfloat16,
     )
     total, shards = sum(spec.num_bytes for spec in specs), SHARDS_A_RANK * world.size
     parts: list[list[TensorSpec]] = [[] for _ in range(shards)]
@@ -88,7 +93,9 @@ def write(folder: Path, shape: str, world: Axis) -> None:
     for start in range(CHUNK // 2, len(noise), CHUNK // 2):
         part = noise[start : start + CHUNK // 2]
         part.copy_(noise[: len(part)])
-    for name, part in zip(names[world.rank :: world.size], parts[world.rank :: world.size], strict=True):
+    for name, part in zip(
+        names[world.rank :: world.size], parts[world.rank :: world.size], strict=True
+    ):
         writer = TensorFileWriter(folder / name, part)
         for spec in part:
             writer.write(spec.name, noise[: spec.num_bytes // 2].view(spec.shape))
@@ -105,7 +112,9 @@ def raw_read(folder: Path, session: Session, world: Axis) -> tuple[float, float]
     """Seconds of reading an equal part of all files on every rank; and with a copy to the device."""
     files = sorted(folder.glob("*.safetensors"))
     sizes = [path.stat().st_size for path in files]
-    spans = [(size * world.rank // world.size, size * (world.rank + 1) // world.size) for size in sizes]
+    spans = [
+        (size * world.rank // world.size, size * (world.rank + 1) // world.size) for size in sizes
+    ]
     pinned = session.device.type == "cuda"
     room = torch.zeros(sum(b - a for a, b in spans), dtype=torch.uint8, pin_memory=pinned)
     there = torch.empty_like(room, device=session.device)
@@ -122,7 +131,10 @@ def raw_read(folder: Path, session: Session, world: Axis) -> tuple[float, float]
                         there[at : at + got].copy_(room[at : at + got], non_blocking=True)
                     at, first = at + got, first + got
 
-    found = [median([timed(session.device, lambda c=c: read(copy=c)) for _ in range(ROUNDS)]) for c in (False, True)]
+    found = [
+        median([timed(session.device, lambda c=c: read(copy=c)) for _ in range(ROUNDS)])
+        for c in (False, True)
+    ]
     return found[0], found[1]
 
 
@@ -134,7 +146,9 @@ def read_and_tell(folder: Path, device: torch.device) -> None:
                 if dist.get_rank() == 0:
                     tensor = file.get_tensor(name).to(device)
                 else:
-                    tensor = torch.empty(file.get_slice(name).get_shape(), dtype=torch.bfloat16, device=device)
+                    tensor = torch.empty(
+                        file.get_slice(name).get_shape(), dtype=torch.bfloat16, device=device
+                    )
                 dist.broadcast(tensor, 0)
 
 
@@ -145,7 +159,9 @@ def measure(folder: Path, text: str, session: Session, peers: tuple[float, float
     mesh = make_mesh(layout_of(text), session.device)
     rounds = [_parts(folder, mesh) for _ in range(ROUNDS)]
     names = list(rounds[0])
-    table = torch.tensor([[parts[name] for name in names] for parts in rounds], device=session.device)
+    table = torch.tensor(
+        [[parts[name] for name in names] for parts in rounds], device=session.device
+    )
     dist.all_reduce(table, op=dist.ReduceOp.MAX)
     middle = dict(zip(names, table.cpu().median(0).values.tolist(), strict=True))
     total = sum(middle.values())

@@ -30,12 +30,18 @@ def main() -> int:
     parser.add_argument("--shape", choices=list(SHAPES), default="7b")
     parser.add_argument("--start", type=positive, default=1 << 18, help="tokens of the first try")
     parser.add_argument("--window", type=positive, default=4096)
-    parser.add_argument("--options", default="--recompute full --mlp-tile-tokens 8192", help="of bench.layouts")
-    parser.add_argument("--offload", nargs="*", choices=OFFLOAD, help="what waits on the host; one rank: all of it")
+    parser.add_argument(
+        "--options", default="--recompute full --mlp-tile-tokens 8192", help="of bench.layouts"
+    )
+    parser.add_argument(
+        "--offload", nargs="*", choices=OFFLOAD, help="what waits on the host; one rank: all of it"
+    )
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--seconds", type=float, default=500.0, help="for all tries")
     parser.add_argument("--try-seconds", type=float, default=150.0)
-    parser.add_argument("--row-seconds", type=float, default=0.0, help="not used: tries have limits of their own")
+    parser.add_argument(
+        "--row-seconds", type=float, default=0.0, help="not used: tries have limits of their own"
+    )
     parser.add_argument("--name", default="long_context")
     parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args()
@@ -49,13 +55,23 @@ def main() -> int:
         row, why = attempt(given, length, min(given.try_seconds, deadline - time.monotonic()))
         if row is None and why == "no time":
             tries.append(
-                {"title": f"{length} tokens", "figure": "no time left to tell", "tokens": length, "fits": None}
+                {
+                    "title": f"{length} tokens",
+                    "figure": "no time left to tell",
+                    "tokens": length,
+                    "fits": None,
+                }
             )
             break
         if row is None:
             fails = min(fails or length, length)
             tries.append(
-                {"title": f"{length} tokens", "figure": f"does not fit: {why}", "tokens": length, "fits": False}
+                {
+                    "title": f"{length} tokens",
+                    "figure": f"does not fit: {why}",
+                    "tokens": length,
+                    "fits": False,
+                }
             )
         else:
             fits = max(fits, length)
@@ -73,13 +89,32 @@ def main() -> int:
     return 0 if fits else 1
 
 
-def attempt(given: argparse.Namespace, length: int, seconds: float) -> tuple[dict[str, Any] | None, str]:
+def attempt(
+    given: argparse.Namespace, length: int, seconds: float
+) -> tuple[dict[str, Any] | None, str]:
     """The row of one step of one sequence of that length; or None, and why."""
     layout = given.layout or (f"cp={given.ranks},cp_mode=gather" if given.ranks > 1 else "dp=1")
     name = f"{given.name}_{length}"
     arguments = [
-        *(layout, "--shape", given.shape, "--length", str(length), "--sequences", "1", "--steps", "1"),
-        *("--warm-length", str(max(256, length // 64)), "--window", str(given.window), "--device", given.device),
+        *(
+            layout,
+            "--shape",
+            given.shape,
+            "--length",
+            str(length),
+            "--sequences",
+            "1",
+            "--steps",
+            "1",
+        ),
+        *(
+            "--warm-length",
+            str(max(256, length // 64)),
+            "--window",
+            str(given.window),
+            "--device",
+            given.device,
+        ),
         *(
             "--out",
             str(given.out),
@@ -97,7 +132,10 @@ def attempt(given: argparse.Namespace, length: int, seconds: float) -> tuple[dic
     if status == 0:
         row: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))["rows"][0]
         return row, ""
-    logs = [path.read_text(encoding="utf-8", errors="replace") for path in sorted(given.out.glob(f"{log.name}*"))]
+    logs = [
+        path.read_text(encoding="utf-8", errors="replace")
+        for path in sorted(given.out.glob(f"{log.name}*"))
+    ]
     if any("out of memory" in text.lower() for text in logs):
         return None, "out of memory"
     return None, "no time" if status is None else f"exit status {status}: see {log}"
@@ -106,7 +144,9 @@ def attempt(given: argparse.Namespace, length: int, seconds: float) -> tuple[dic
 def _told(given: argparse.Namespace, row: dict[str, Any], length: int) -> dict[str, Any]:
     """One try's line, with the time that attention to all tokens would add."""
     whole = spec_of(given.shape)
-    seen = spec_of(given.shape, use_sliding_window=True, sliding_window=given.window, max_window_layers=0)
+    seen = spec_of(
+        given.shape, use_sliding_window=True, sliding_window=given.window, max_window_layers=0
+    )
     missing = 3 * (whole.flops(length) - seen.flops(length)) / given.ranks
     extrapolated = row["seconds"] + missing / (ATTENTION_SHARE * RECORDED_GEMM)
     figure = (
@@ -114,7 +154,9 @@ def _told(given: argparse.Namespace, row: dict[str, Any], length: int) -> dict[s
         f"with all tokens {extrapolated:.0f} s (extrapolated)"
     )
     if "optimizer" in given.offload:
-        figure += f"; {moments_seconds(whole, given.ranks):.1f} s of it for copies of moments (predicted)"
+        figure += (
+            f"; {moments_seconds(whole, given.ranks):.1f} s of it for copies of moments (predicted)"
+        )
     title = f"{length} tokens of {given.shape} on {given.ranks} ranks"
     return {"title": title, "figure": figure, "extrapolated_full_attention_seconds": extrapolated}
 

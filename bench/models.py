@@ -46,7 +46,9 @@ def one_rank() -> Iterator[None]:
             dist.destroy_process_group()
 
 
-def smollm2_pair(dtype: torch.dtype, master: torch.dtype, depth: int = 30, device: str = "cpu") -> Pair:
+def smollm2_pair(
+    dtype: torch.dtype, master: torch.dtype, depth: int = 30, device: str = "cpu"
+) -> Pair:
     """SmolLM2-135M's shapes with random weights: speed does not ask what the weights say.
 
     `master` is the type in which our weights are held: `dtype` for scoring, float32 for training. `device` is our engine's;
@@ -67,7 +69,9 @@ def smollm2_pair(dtype: torch.dtype, master: torch.dtype, depth: int = 30, devic
         use_cache=False,
     )
     hf = LlamaForCausalLM(config).eval()
-    options = dt.EngineOptions(master_dtype=master, optim=dt.OptimSettings(lr=LR), tokens_per_batch=TOKENS_PER_BATCH)
+    options = dt.EngineOptions(
+        master_dtype=master, optim=dt.OptimSettings(lr=LR), tokens_per_batch=TOKENS_PER_BATCH
+    )
     with tempfile.TemporaryDirectory() as folder:
         hf.save_pretrained(folder)
         engine = dt.from_pretrained(folder, dtype=dtype, device=device, options=options)

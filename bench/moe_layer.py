@@ -27,7 +27,12 @@ from dovetail.kernels.registry import KernelSet, kernels_for
 from dovetail.nn.moe import MoE
 from dovetail.parallel.mesh import Mesh
 
-SHAPE = {"hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
+SHAPE = {
+    "hidden_size": 2048,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+}
 TINY = {"hidden_size": 128, "moe_intermediate_size": 16, "num_experts": 8, "num_experts_per_tok": 2}
 
 
@@ -60,11 +65,15 @@ class Layer:
         scores = kernels.router_logits(x, moe.gate.weight).softmax(-1)
         indices, weights = moe.gate(x, Routes())
         moved, rows, ends = kernels.permute(x, indices, moe.moe.num_experts)
-        first, second = (w.transpose(1, 2) for w in (moe.experts.gate_up_proj, moe.experts.down_proj))
+        first, second = (
+            w.transpose(1, 2) for w in (moe.experts.gate_up_proj, moe.experts.down_proj)
+        )
         gate_up = kernels.grouped_mm(moved, first, ends)
         half = kernels.swiglu(gate_up)
         back = kernels.grouped_mm(half, second, ends)
-        return cls(moe, x, kernels, scores, indices, weights, moved, rows, ends, gate_up, half, back)
+        return cls(
+            moe, x, kernels, scores, indices, weights, moved, rows, ends, gate_up, half, back
+        )
 
     def forward(self) -> Tensor:
         with torch.no_grad():
@@ -89,8 +98,16 @@ def parts(a: Layer) -> dict[str, tuple[Run, Run, int]]:
             lambda: r.router_logits(a.x, gate),
             t * (d + 2 * count),
         ),
-        "router, choice": (lambda: k.top_k(a.scores, top), lambda: r.top_k(a.scores, top), t * (2 * count + 4 * top)),
-        "router, all of it": (lambda: moe.gate(a.x, Routes()), lambda: moe.gate(a.x, Routes()), t * (d + 8 * count)),
+        "router, choice": (
+            lambda: k.top_k(a.scores, top),
+            lambda: r.top_k(a.scores, top),
+            t * (2 * count + 4 * top),
+        ),
+        "router, all of it": (
+            lambda: moe.gate(a.x, Routes()),
+            lambda: moe.gate(a.x, Routes()),
+            t * (d + 8 * count),
+        ),
         "rows to experts": (
             lambda: k.permute(a.x, a.indices, count),
             lambda: r.permute(a.x, a.indices, count),
@@ -110,13 +127,19 @@ def backwards(a: Layer) -> dict[str, tuple[Run, Run, int]]:
     moe = a.moe
     count, (t, d), copies, f = moe.moe.num_experts, a.x.shape, a.rows.numel(), a.half.shape[1]
 
-    def back(op: Callable[[KernelSet, Tensor, Tensor], Tensor], x: Tensor, other: Tensor) -> tuple[Run, Run]:
+    def back(
+        op: Callable[[KernelSet, Tensor, Tensor], Tensor], x: Tensor, other: Tensor
+    ) -> tuple[Run, Run]:
         found: list[Run] = []
         for kernels in (a.kernels, KernelSet()):
             leaves = [x.detach().requires_grad_(), other.detach().requires_grad_()]
             y = op(kernels, *leaves)
             up = torch.randn_like(y)
-            found.append(lambda y=y, up=up, of=leaves: torch.autograd.grad(y, of, up, True, allow_unused=True))
+            found.append(
+                lambda y=y, up=up, of=leaves: torch.autograd.grad(
+                    y, of, up, True, allow_unused=True
+                )
+            )
         return found[0], found[1]
 
     return {
@@ -124,7 +147,10 @@ def backwards(a: Layer) -> dict[str, tuple[Run, Run, int]]:
             *back(lambda k, x, w: k.router_logits(x, w), a.x, moe.gate.weight),
             t * (2 * d + 2 * count),
         ),
-        "rows to experts": (*back(lambda k, x, _: k.permute(x, a.indices, count)[0], a.x, a.x), (t + copies) * d),
+        "rows to experts": (
+            *back(lambda k, x, _: k.permute(x, a.indices, count)[0], a.x, a.x),
+            (t + copies) * d,
+        ),
         "swiglu": (*back(lambda k, x, _: k.swiglu(x), a.gate_up, a.x), 5 * copies * f),
         "rows back, weighted": (
             *back(lambda k, x, w: k.unpermute(x, a.rows, w), a.back, a.weights),
@@ -137,11 +163,16 @@ def products(a: Layer) -> dict[str, Run]:
     """The grouped products as they are and laid out otherwise, and one dense product of as many operations."""
     grouped, experts = a.kernels.grouped_mm, a.moe.experts
     found: dict[str, Run] = {}
-    pairs = (("gate and up", a.moved, experts.gate_up_proj.detach()), ("down", a.half, experts.down_proj.detach()))
+    pairs = (
+        ("gate and up", a.moved, experts.gate_up_proj.detach()),
+        ("down", a.half, experts.down_proj.detach()),
+    )
     even = torch.arange(1, len(a.ends) + 1, device=a.ends.device) * (len(a.moved) // len(a.ends))
     even[-1] = len(a.moved)
     narrow = a.ends.to(torch.int32)
-    tiled = ((a.ends + 64) // 128 * 128).clamp(max=len(a.moved))  # experts that end where tiles of a product do
+    tiled = ((a.ends + 64) // 128 * 128).clamp(
+        max=len(a.moved)
+    )  # experts that end where tiles of a product do
     tiled[-1] = len(a.moved)
     for name, x, weight in pairs:
         turned, dense = weight.transpose(1, 2), weight[0].T
@@ -161,7 +192,10 @@ def products(a: Layer) -> dict[str, Run]:
 def measured(a: Layer, device: torch.device, rounds: int) -> dict[str, dict[str, Any]]:
     """All tables."""
     whole = milliseconds({"forward": a.forward, "forward and backward": a.both}, device, rounds)
-    flops = {name: 2 * a.moved.numel() * n for name, n in (("gate", a.gate_up.shape[1]), ("down", a.half.shape[1]))}
+    flops = {
+        name: 2 * a.moved.numel() * n
+        for name, n in (("gate", a.gate_up.shape[1]), ("down", a.half.shape[1]))
+    }
     each = {}
     with torch.no_grad():
         for name, time in milliseconds(products(a), device, rounds).items():
@@ -169,16 +203,22 @@ def measured(a: Layer, device: torch.device, rounds: int) -> dict[str, dict[str,
     return {
         "layer": {name: round(time, 4) for name, time in whole.items()},
         "parts, forward": {name: _row(*part, device, rounds) for name, part in parts(a).items()},
-        "parts, backward": {name: _row(*part, device, rounds) for name, part in backwards(a).items()},
+        "parts, backward": {
+            name: _row(*part, device, rounds) for name, part in backwards(a).items()
+        },
         "products, forward": each,
     }
 
 
-def _row(ours: Run, theirs: Run, numbers: int, device: torch.device, rounds: int) -> dict[str, float]:
+def _row(
+    ours: Run, theirs: Run, numbers: int, device: torch.device, rounds: int
+) -> dict[str, float]:
     copied = torch.empty(numbers // 2, device=device, dtype=torch.bfloat16)
     other = torch.empty_like(copied)
     runs = {"ours": ours, "torch": theirs, "copy": lambda: other.copy_(copied)}
-    return {f"{name}_ms": round(time, 4) for name, time in milliseconds(runs, device, rounds).items()}
+    return {
+        f"{name}_ms": round(time, 4) for name, time in milliseconds(runs, device, rounds).items()
+    }
 
 
 def main() -> None:
@@ -197,7 +237,13 @@ def main() -> None:
         print(title)
         for name, row in table.items():
             print(f"  {name:40} {row}")
-    result = {"bench": "moe_layer", **surroundings(), "shape": shape, "tokens": given.tokens, **found}
+    result = {
+        "bench": "moe_layer",
+        **surroundings(),
+        "shape": shape,
+        "tokens": given.tokens,
+        **found,
+    }
     given.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(given.out)
 

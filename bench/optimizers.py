@@ -12,7 +12,16 @@ from statistics import median
 import torch.distributed as dist
 
 import dovetail as dt
-from bench.engines import SHAPES, Session, add_options, dense_batch, layout_of, random_engine, spec_of, timed
+from bench.engines import (
+    SHAPES,
+    Session,
+    add_options,
+    dense_batch,
+    layout_of,
+    random_engine,
+    spec_of,
+    timed,
+)
 from bench.given import positive, run_main
 from dovetail.device import peak_memory_gib
 from dovetail.engine.native import Engine
@@ -35,7 +44,9 @@ class Row:
     all_seconds: list[float]
 
 
-def measured(engine: Engine, optimizers: dict[str, Optimizer], batch: dt.PackedBatch, session: Session) -> list[Row]:
+def measured(
+    engine: Engine, optimizers: dict[str, Optimizer], batch: dt.PackedBatch, session: Session
+) -> list[Row]:
     steps: dict[str, list[float]] = {name: [] for name in optimizers}
     updates: dict[str, list[float]] = {name: [] for name in optimizers}
     few = batch.select([0])
@@ -67,15 +78,30 @@ def measured(engine: Engine, optimizers: dict[str, Optimizer], batch: dt.PackedB
 def main() -> int:
     """Print one table and write one JSON."""
     parser = argparse.ArgumentParser(prog="python -m bench.optimizers", description=__doc__)
-    parser.add_argument("layout", nargs="?", default="dp=auto", metavar="LAYOUT", help="default: dp over all ranks")
-    parser.add_argument("--optimizers", nargs="+", default=["adamw", "muon"], help="names of OptimSettings")
+    parser.add_argument(
+        "layout", nargs="?", default="dp=auto", metavar="LAYOUT", help="default: dp over all ranks"
+    )
+    parser.add_argument(
+        "--optimizers", nargs="+", default=["adamw", "muon"], help="names of OptimSettings"
+    )
     parser.add_argument("--shape", choices=list(SHAPES), default="7b")
     parser.add_argument("--depth", type=positive, default=14, help="layers")
     parser.add_argument("--length", type=positive, default=8192, help="tokens of a sequence")
     parser.add_argument("--sequences", type=positive, default=32, help="of the global batch")
-    parser.add_argument("--tokens-per-batch", type=positive, help="of a replica's micro-batch; default: one sequence")
-    parser.add_argument("--recompute", choices=["none", "light", "selective", "full"], default="light")
-    parser.add_argument("--steps", type=positive, default=5, help="of each optimizer, after one that is not measured")
+    parser.add_argument(
+        "--tokens-per-batch",
+        type=positive,
+        help="of a replica's micro-batch; default: one sequence",
+    )
+    parser.add_argument(
+        "--recompute", choices=["none", "light", "selective", "full"], default="light"
+    )
+    parser.add_argument(
+        "--steps",
+        type=positive,
+        default=5,
+        help="of each optimizer, after one that is not measured",
+    )
     add_options(parser, "optimizers")
     given = parser.parse_args()
     session = Session.start(given)
@@ -83,15 +109,23 @@ def main() -> int:
     layout = dt.Layout(dp=None) if given.layout == "dp=auto" else layout_of(given.layout)
     spec = spec_of(given.shape, num_hidden_layers=given.depth)
     budget = given.tokens_per_batch or given.length
-    engine = random_engine(spec, layout, session.device, tokens_per_batch=budget, recompute=given.recompute)
+    engine = random_engine(
+        spec, layout, session.device, tokens_per_batch=budget, recompute=given.recompute
+    )
     batch = dense_batch(spec, given.length, given.sequences)
-    session.say(f"{given.shape}, {given.depth} layers, {len(batch):,} tokens a step, {engine.mesh.layout}\n")
+    session.say(
+        f"{given.shape}, {given.depth} layers, {len(batch):,} tokens a step, {engine.mesh.layout}\n"
+    )
     optimizers = {"adamw": engine.optimizer}
     for name in given.optimizers:
         if name != "adamw":
-            optimizers[name] = Optimizer(engine.model, engine.mesh, dt.OptimSettings(name=name, lr=LR))
+            optimizers[name] = Optimizer(
+                engine.model, engine.mesh, dt.OptimSettings(name=name, lr=LR)
+            )
     chosen = {name: optimizers[name] for name in given.optimizers}
-    session.say(f"{'optimizer':12}{'step s':>9}{'ratio':>8}{'update s':>10}{'state GiB':>11}{'peak GiB':>10}")
+    session.say(
+        f"{'optimizer':12}{'step s':>9}{'ratio':>8}{'update s':>10}{'state GiB':>11}{'peak GiB':>10}"
+    )
     for row in measured(engine, chosen, batch, session):
         session.keep(row)
         session.say(

@@ -99,7 +99,11 @@ def main() -> int:
     name = "_".join(["parity", device.type, *given.layout.replace("=", "").split(",")]).rstrip("_")
     target = given.out / f"{name}.json"
     target.write_text(
-        json.dumps({**surroundings(), "layout": name_of(layout), "within bounds": good, "rows": rows}, indent=1) + "\n"
+        json.dumps(
+            {**surroundings(), "layout": name_of(layout), "within bounds": good, "rows": rows},
+            indent=1,
+        )
+        + "\n"
     )
     print(f"{'all within bounds' if good else 'A BOUND IS BROKEN'}; {target}")
     shutil.rmtree(shared)
@@ -119,13 +123,21 @@ def _batch() -> dt.PackedBatch:
 
 
 def _objective(stats: dt.TokenStats, batch: dt.PackedBatch) -> dt.Loss:
-    total = (batch.fields["of_logprob"] * stats.logprob + batch.fields["of_entropy"] * stats.entropy).sum()
+    total = (
+        batch.fields["of_logprob"] * stats.logprob + batch.fields["of_entropy"] * stats.entropy
+    ).sum()
     return dt.Loss(total, batch.mask.sum(), {})
 
 
-def _reference(folder: str, device: torch.device, dtype: torch.dtype) -> tuple[PreTrainedModel, dt.TokenStats]:
+def _reference(
+    folder: str, device: torch.device, dtype: torch.dtype
+) -> tuple[PreTrainedModel, dt.TokenStats]:
     """transformers' statistics, sequence by sequence; its logits are widened before the softmax."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa").to(device).eval()
+    model = (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
+        .to(device)
+        .eval()
+    )
     found = []
     for row in _sequences():
         z = model(row[None].to(device)).logits[0].to(torch.float32).log_softmax(-1)
@@ -142,7 +154,9 @@ def _float32(folder: str, mesh: Mesh) -> dict[str, float]:
     batch = _batch()
     # With beta1 = 0 AdamW's first moment is the gradient of the mean itself; with lr = 0 the step changes nothing.
     options = dt.EngineOptions(optim=dt.OptimSettings(lr=0.0, betas=(0.0, 0.95), clip_norm=None))
-    engine = make_engine(Pretrained.open(folder, options.engine), mesh, torch.float32, "lm", options)
+    engine = make_engine(
+        Pretrained.open(folder, options.engine), mesh, torch.float32, "lm", options
+    )
     got = engine.score(batch)
     error = max(
         float(((a.to(device) - b.detach()).abs() / b.detach().abs().clamp(min=1.0)).max())
@@ -161,7 +175,9 @@ def _float32(folder: str, mesh: Mesh) -> dict[str, float]:
             theirs = expected[region.checkpoint_name][as_index(region.checkpoint_slice)]
             scale = max(float(expected[region.checkpoint_name].abs().max()), 0.01 * largest)
             worst = max(worst, float((ours - theirs).abs().max()) / scale)
-    everywhere = stack_over(torch.tensor(worst, dtype=torch.float64, device=device), engine.mesh["world"])
+    everywhere = stack_over(
+        torch.tensor(worst, dtype=torch.float64, device=device), engine.mesh["world"]
+    )
     return {"float32": error, "float32 grad": float(everywhere.max())}
 
 
@@ -176,13 +192,18 @@ def _bfloat16(folder: str, mesh: Mesh) -> dict[str, float]:
         _, wanted = _reference(folder, device, torch.float32)
         _, peer = _reference(folder, device, torch.bfloat16)
     options = dt.EngineOptions(master_dtype=torch.bfloat16)
-    got = make_engine(Pretrained.open(folder, options.engine), mesh, torch.bfloat16, "lm", options).score(_batch())
+    got = make_engine(
+        Pretrained.open(folder, options.engine), mesh, torch.bfloat16, "lm", options
+    ).score(_batch())
     ratios: dict[str, float] = {"bf16 mean": 0.0, "bf16 p99": 0.0}
     for ours, theirs, truth in zip(got, peer, wanted, strict=True):
         a, b = (ours.to(device) - truth).abs(), (theirs - truth).abs()
         ratios["bf16 mean"] = max(ratios["bf16 mean"], float(a.mean() / b.mean()))
         ratios["bf16 p99"] = max(ratios["bf16 p99"], float(a.quantile(0.99) / b.quantile(0.99)))
-    return {**ratios, "bf16 our mean error": float((got.logprob.to(device) - wanted.logprob).abs().mean())}
+    return {
+        **ratios,
+        "bf16 our mean error": float((got.logprob.to(device) - wanted.logprob).abs().mean()),
+    }
 
 
 if __name__ == "__main__":

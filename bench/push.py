@@ -46,7 +46,9 @@ class TimedClient(Client):
         super().__init__(url, timeout=300.0)
         self.calls: list[tuple[str, float, float]] = []
 
-    def post(self, path: str, body: Mapping[str, Any] | None = None, *, timeout: float | None = None) -> dict[str, Any]:
+    def post(
+        self, path: str, body: Mapping[str, Any] | None = None, *, timeout: float | None = None
+    ) -> dict[str, Any]:
         begun = time.monotonic()
         try:
             return super().post(path, body, timeout=timeout)
@@ -82,7 +84,9 @@ def measure(way: str, engine: Engine, session: Session) -> None:
     sums_of(held)
     sums = median([timed(device, lambda: sums_of(held)) for _ in range(session.given.rounds)])
     held.clear()
-    gather = median([timed(device, lambda: [None for _ in engine.weights(torch.bfloat16)]) for _ in range(3)])
+    gather = median(
+        [timed(device, lambda: [None for _ in engine.weights(torch.bfloat16)]) for _ in range(3)]
+    )
     with tempfile.TemporaryDirectory() as folder, serving(way, session, Path(folder)) as client:
         options = PushSection(
             transport="nccl" if way == "native" else way,
@@ -104,9 +108,17 @@ def measure(way: str, engine: Engine, session: Session) -> None:
             row |= refusal(pusher, engine, session)
             row["digests"] = digests(engine, client)
         else:
-            row["digests"] = f"{pusher.proved[0]} parameters, {pusher.proved[1]} of them without an expected digest"
+            row["digests"] = (
+                f"{pusher.proved[0]} parameters, {pusher.proved[1]} of them without an expected digest"
+            )
         pusher.close()
-    row |= {"way": way, "bytes": total, "sums": sums, "gather": gather, "sums_share": sums / row["seconds"]}
+    row |= {
+        "way": way,
+        "bytes": total,
+        "sums": sums,
+        "gather": gather,
+        "sums_share": sums / row["seconds"],
+    }
     session.keep(row)
     session.say(
         f"{session.given.shape} {way}: push {row['seconds']:.3f} s ({total / row['seconds'] / 1e9:.1f} GB/s; gathering alone "
@@ -124,7 +136,10 @@ def one_push(
     errors = pusher.push(engine.weights(torch.bfloat16), version)
     ended = time.monotonic()
     assert errors == [None], errors
-    calls = {path: [round(b - a, 4) for p, a, b in client.calls if p == path] for path, _, _ in client.calls}
+    calls = {
+        path: [round(b - a, 4) for p, a, b in client.calls if p == path]
+        for path, _, _ in client.calls
+    }
     stop = next(b for path, _, b in client.calls if path == "/pause")
     go = next(b for path, _, b in client.calls if path == "/resume")
     time.sleep(0.5)
@@ -190,7 +205,11 @@ def generating(client: Client) -> Iterator[list[list[float]]]:
     for thread in threads:
         thread.start()
     end = time.monotonic() + 20
-    while any(thread.is_alive() for thread in threads) and time.monotonic() < end and any(len(t) < 4 for t in times):
+    while (
+        any(thread.is_alive() for thread in threads)
+        and time.monotonic() < end
+        and any(len(t) < 4 for t in times)
+    ):
         time.sleep(0.05)
     try:
         yield times
@@ -205,17 +224,41 @@ def serving(way: str, session: Session, folder: Path) -> Iterator[TimedClient]:
     given, device = session.given, session.device
     model = folder / "model"
     model.mkdir()
-    config = {**SHAPES[given.shape], "architectures": ["Qwen2ForCausalLM"], "max_position_embeddings": 32768}
+    config = {
+        **SHAPES[given.shape],
+        "architectures": ["Qwen2ForCausalLM"],
+        "max_position_embeddings": 32768,
+    }
     config |= {"torch_dtype": "bfloat16", "bos_token_id": 0, "eos_token_id": 1}
     (model / "config.json").write_text(json.dumps(config))
     info = folder / "dovetail_vllm-0.1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: dovetail-vllm\nVersion: 0.1.0\n")
-    (info / "entry_points.txt").write_text("[vllm.general_plugins]\ndovetail = dovetail_vllm:register\n")
+    (info / "entry_points.txt").write_text(
+        "[vllm.general_plugins]\ndovetail = dovetail_vllm:register\n"
+    )
     backend = "nccl" if way == "native" else f"dovetail_{way}"
     port = 8300 + os.getpid() % 500
-    words = [given.python, "-m", "vllm.entrypoints.cli.main", "serve", model, "--host", "127.0.0.1", "--port", port]
-    words += ["--served-model-name", "policy", "--load-format", "dummy", "--skip-tokenizer-init", "--dtype", "bfloat16"]
+    words = [
+        given.python,
+        "-m",
+        "vllm.entrypoints.cli.main",
+        "serve",
+        model,
+        "--host",
+        "127.0.0.1",
+        "--port",
+        port,
+    ]
+    words += [
+        "--served-model-name",
+        "policy",
+        "--load-format",
+        "dummy",
+        "--skip-tokenizer-init",
+        "--dtype",
+        "bfloat16",
+    ]
     words += [
         "--max-model-len",
         4096,
@@ -223,12 +266,20 @@ def serving(way: str, session: Session, folder: Path) -> Iterator[TimedClient]:
         "--weight-transfer-config",
         json.dumps({"backend": backend}),
     ]
-    settings = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "NCCL_NVLS_ENABLE": "0", "HF_HUB_OFFLINE": "1"}
+    settings = {
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "NCCL_NVLS_ENABLE": "0",
+        "HF_HUB_OFFLINE": "1",
+    }
     if device.type == "cuda":
         apart = way in ("nccl", "native")
         settings["CUDA_VISIBLE_DEVICES"] = "1" if apart else "0"
         words += ["--gpu-memory-utilization", 0.7 if apart else 0.3]
-        words += ["--compilation-config", json.dumps({"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"})]
+        words += [
+            "--compilation-config",
+            json.dumps({"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}),
+        ]
     paths = [folder, PLUGIN, *([given.vllm] if given.vllm else [])]
     line = " ".join(shlex.quote(str(word)) for word in words) + " " + given.serve
     source = f". {shlex.quote(str(given.vllm.resolve() / 'env.sh'))}; " if given.vllm else ""
@@ -243,7 +294,9 @@ def serving(way: str, session: Session, folder: Path) -> Iterator[TimedClient]:
 def started(line: str, log: Path, settings: Mapping[str, str], client: Client) -> Iterator[None]:
     """A server by a line of bash, from when it answers; ends with the block. settings: added to the environment."""
     with open(log, "wb") as file:
-        process = subprocess.Popen(["bash", "-c", line], env={**os.environ, **settings}, stdout=file, stderr=file)
+        process = subprocess.Popen(
+            ["bash", "-c", line], env={**os.environ, **settings}, stdout=file, stderr=file
+        )
         try:
             wait(client, process, str(log))
             yield

@@ -18,7 +18,13 @@ LOOPBACK = "lo"  # where gloo need not ask the network for this machine's name, 
 
 
 def run_ranks(
-    module: str, arguments: Sequence[str], ranks: int, seconds: float, log: Path, *, sessions: bool = False
+    module: str,
+    arguments: Sequence[str],
+    ranks: int,
+    seconds: float,
+    log: Path,
+    *,
+    sessions: bool = False,
 ) -> int | None:
     """The first exit status that is not 0, or 0; None where the limit came first. Rank r > 0 writes to LOG.r.
 
@@ -27,12 +33,16 @@ def run_ranks(
     log.parent.mkdir(parents=True, exist_ok=True)
     shared = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(
-            os.pathsep
-        ),
+        "PYTHONPATH": os.pathsep.join(
+            [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]
+        ).rstrip(os.pathsep),
         "PYTHONUNBUFFERED": "1",
-        "PYTORCH_CUDA_ALLOC_CONF": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"),
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks))),
+        "PYTORCH_CUDA_ALLOC_CONF": os.environ.get(
+            "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"
+        ),
+        "OMP_NUM_THREADS": os.environ.get(
+            "OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks))
+        ),
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1",
@@ -45,11 +55,18 @@ def run_ranks(
     with ExitStack() as stack:
         started = []
         for rank in range(ranks):
-            out = stack.enter_context(open(log if rank == 0 else f"{log}.{rank}", "w", encoding="utf-8"))
+            out = stack.enter_context(
+                open(log if rank == 0 else f"{log}.{rank}", "w", encoding="utf-8")
+            )
             mine = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             started.append(
                 subprocess.Popen(
-                    command, cwd=ROOT, env=mine, stdout=out, stderr=subprocess.STDOUT, start_new_session=sessions
+                    command,
+                    cwd=ROOT,
+                    env=mine,
+                    stdout=out,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=sessions,
                 )
             )
         deadline, statuses = time.monotonic() + seconds, [process.poll() for process in started]

@@ -72,7 +72,10 @@ class Coin:
     def __call__(
         self, prompts: Sequence[Prompt], completions: Sequence[Completion], texts: Sequence[str]
     ) -> list[RewardResult]:
-        return [RewardResult(float(random.Random(f"{c.row}/{c.sample}").random() < 0.5), None) for c in completions]
+        return [
+            RewardResult(float(random.Random(f"{c.row}/{c.sample}").random() < 0.5), None)
+            for c in completions
+        ]
 
 
 class ScoringTask(RLTask):
@@ -119,13 +122,20 @@ def score(engine: Engine, spec: ArchSpec, session: Session) -> None:
     for _ in range(4):
         for name, batch in batches.items():
             seconds[name].append(timed(device, lambda batch=batch: engine.score(batch)))
-    rates = {name: total / median(times[1:]) / engine.mesh.layout.num_ranks for name, times in seconds.items()}
+    rates = {
+        name: total / median(times[1:]) / engine.mesh.layout.num_ranks
+        for name, times in seconds.items()
+    }
     _keep(
         session,
         f"score, {given.shape}, {name_of(engine.mesh.layout)}, lengths to {given.length}",
         f"ragged {rates['ragged']:.0f} tokens/s a rank, dense {rates['dense']:.0f}: "
         f"{rates['ragged'] / rates['dense']:.2f} x, goal 0.9",
-        {"tokens_per_second_per_rank": rates, "ratio": rates["ragged"] / rates["dense"], "seconds": seconds},
+        {
+            "tokens_per_second_per_rank": rates,
+            "ratio": rates["ragged"] / rates["dense"],
+            "seconds": seconds,
+        },
     )
 
 
@@ -135,15 +145,25 @@ def step(engine: Engine, spec: ArchSpec, session: Session, dtype: torch.dtype) -
     clock = Clock(device)
     engine.watch = StepWatch(clock)
     sampler = NativeSampler(
-        spec, make_mesh(sampling_layout(spec, engine.mesh.layout), device), kernels_for(device), dtype
+        spec,
+        make_mesh(sampling_layout(spec, engine.mesh.layout), device),
+        kernels_for(device),
+        dtype,
     )
     draw = torch.Generator().manual_seed(1)
     prompts = [
-        Prompt(id=i, ids=tuple(torch.randint(spec.vocab_size, (given.prompt_length,), generator=draw).tolist()))
+        Prompt(
+            id=i,
+            ids=tuple(
+                torch.randint(spec.vocab_size, (given.prompt_length,), generator=draw).tolist()
+            ),
+        )
         for i in range(given.prompts)
     ]
     stops = tuple(range(0, spec.vocab_size, max(1, given.new_tokens // 4)))
-    sampling = SamplingParams(samples=given.samples, max_new_tokens=given.new_tokens, stop_ids=stops)
+    sampling = SamplingParams(
+        samples=given.samples, max_new_tokens=given.new_tokens, stop_ids=stops
+    )
     rewards: Any = Coin()
     recipe: Any = SimpleNamespace(  # this machine may have no pydantic
         algorithm=SimpleNamespace(

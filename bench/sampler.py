@@ -92,8 +92,14 @@ class Parts:
 class Contest:
     """The two models and the work that all do."""
 
-    def __init__(self, shape: str, device: torch.device, dtype: torch.dtype, prompts: int, length: int) -> None:
-        family = transformers.Qwen3MoeConfig if "num_experts" in SHAPES[shape] else transformers.Qwen2Config
+    def __init__(
+        self, shape: str, device: torch.device, dtype: torch.dtype, prompts: int, length: int
+    ) -> None:
+        family = (
+            transformers.Qwen3MoeConfig
+            if "num_experts" in SHAPES[shape]
+            else transformers.Qwen2Config
+        )
         config = family(**SHAPES[shape], max_position_embeddings=8192, tie_word_embeddings=False)
         torch.manual_seed(0)
         with device:
@@ -101,18 +107,26 @@ class Contest:
         spec, mesh = spec_from_config(config.to_dict()), Mesh.solo(device)
         kernels, options = kernels_for(device), SamplerOptions(keep_cache=True)
         self.sampler = NativeSampler(spec, mesh, kernels, dtype, options=options)
-        self.plain = NativeSampler(spec, mesh, kernels, dtype, options=options, capture=lambda fn: fn)
+        self.plain = NativeSampler(
+            spec, mesh, kernels, dtype, options=options, capture=lambda fn: fn
+        )
         for sampler in (self.sampler, self.plain):
             sampler.refill(self.hf.state_dict().items())
         self.device, vocabulary = device, config.vocab_size
         self.attention = ""
-        self.ids = torch.randint(vocabulary, (prompts, length), generator=torch.Generator().manual_seed(1))
+        self.ids = torch.randint(
+            vocabulary, (prompts, length), generator=torch.Generator().manual_seed(1)
+        )
         self.prompts = [Prompt(i, row) for i, row in enumerate(self.ids.tolist())]
-        self.weight_bytes = sum(p.numel() * p.element_size() for p in self.sampler.model.parameters())
+        self.weight_bytes = sum(
+            p.numel() * p.element_size() for p in self.sampler.model.parameters()
+        )
 
     def ours(self, new: int, *, captured: bool = True) -> None:
         """All of it, to the host."""
-        done = (self.sampler if captured else self.plain).sample(self.prompts, SamplingParams(max_new_tokens=new))
+        done = (self.sampler if captured else self.plain).sample(
+            self.prompts, SamplingParams(max_new_tokens=new)
+        )
         assert all(len(c.ids) == new for c in done)
 
     def generate(self, new: int, cache: str | None = None) -> None:
@@ -121,7 +135,9 @@ class Contest:
         config = self._greedy(new, cache_implementation=cache)
         self._note(self.hf)
         with torch.no_grad():
-            done = self.hf.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
+            done = self.hf.generate(
+                ids, attention_mask=torch.ones_like(ids), generation_config=config
+            )
         assert done.cpu().shape[1] == ids.shape[1] + new
 
     def continuous(self, new: int) -> None:
@@ -147,7 +163,12 @@ class Contest:
 
     def _greedy(self, new: int, **more: object) -> Any:
         return transformers.GenerationConfig(
-            max_new_tokens=new, min_new_tokens=None, do_sample=False, eos_token_id=None, pad_token_id=0, **more
+            max_new_tokens=new,
+            min_new_tokens=None,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+            **more,
         )
 
 
@@ -158,7 +179,9 @@ def parts_of(contest: Contest, new: int, rounds: int) -> Parts:
     step = (_median(lambda: contest.ours(new), rounds) - prompts) / (new - 1)
     uncaptured = (_median(lambda: contest.ours(few, captured=False), rounds) - prompts) / (few - 1)
     rate = contest.weight_bytes / step / 1e12
-    return Parts(round(prompts * 1e3, 2), round(step * 1e3, 3), round(uncaptured * 1e3, 3), round(rate, 3))
+    return Parts(
+        round(prompts * 1e3, 2), round(step * 1e3, 3), round(uncaptured * 1e3, 3), round(rate, 3)
+    )
 
 
 def _median(run: Callable[[], None], rounds: int) -> float:
@@ -181,9 +204,21 @@ def rows_of(contest: Contest, new: int, rounds: int, peers: Sequence[str]) -> li
     found = []
     for name in peers:
         run = known[name]
-        one = compare(Case(name, len(contest.ids) * new, lambda: contest.ours(new), lambda r=run: r(new)), rounds)  # type: ignore[misc]
+        one = compare(
+            Case(name, len(contest.ids) * new, lambda: contest.ours(new), lambda r=run: r(new)),
+            rounds,
+        )  # type: ignore[misc]
         ours, peer = one.tokens / one.ours_seconds, one.tokens / one.peer_seconds
-        found.append(Row(name, contest.attention, round(ours, 1), round(peer, 1), round(one.ratio, 3), one.ratios))
+        found.append(
+            Row(
+                name,
+                contest.attention,
+                round(ours, 1),
+                round(peer, 1),
+                round(one.ratio, 3),
+                one.ratios,
+            )
+        )
         print(found[-1], flush=True)
     return found
 
@@ -196,7 +231,9 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
     parser.add_argument("--prompts", type=positive, default=64)
     parser.add_argument("--prompt-tokens", type=positive, default=128)
-    parser.add_argument("--new", type=positive, default=256, help="tokens of every completion, 2 or more")
+    parser.add_argument(
+        "--new", type=positive, default=256, help="tokens of every completion, 2 or more"
+    )
     parser.add_argument("--rounds", type=positive, default=3)
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=PEERS)
     parser.add_argument("--out", type=Path, default=RESULTS / "sampler_h200.json")
@@ -206,7 +243,9 @@ def main() -> None:
         parser.error("--new: 2 or more, since the time of a token is that between two")
     logging.getLogger("transformers").setLevel(logging.ERROR)
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[given.dtype]
-    contest = Contest(given.shape, torch.device(given.device), dtype, given.prompts, given.prompt_tokens)
+    contest = Contest(
+        given.shape, torch.device(given.device), dtype, given.prompts, given.prompt_tokens
+    )
     parts = parts_of(contest, given.new, given.rounds)
     print(parts, flush=True)
     rows = rows_of(contest, given.new, given.rounds, given.peers)

@@ -15,7 +15,9 @@ Run = Callable[[], object]
 WAIT = 12_000_000  # cycles, about 7 ms, in which the host sends what is timed
 
 
-def milliseconds(runs: Mapping[str, Run], device: torch.device, rounds: int = 7, each: int = 5) -> dict[str, float]:
+def milliseconds(
+    runs: Mapping[str, Run], device: torch.device, rounds: int = 7, each: int = 5
+) -> dict[str, float]:
     """The median over `rounds` of each run's time; a round takes every run in turn, `each` times in a row."""
     for run in runs.values():
         run(), run()

@@ -32,9 +32,16 @@ KINDS: tuple[tuple[str, str], ...] = (
     ("experts", r"grouped|GroupProblem|permute|moe"),
     ("gemm", r"nvjet|gemm|xmma|cutlass|cublas|gemv|splitk|wgmma"),
     ("norm, rope, swiglu", r"norm|rope|rotary|swiglu|silu|triton"),
-    ("elementwise", r"elementwise|reduce_kernel|CatArray|index|scatter|gather|fill|copy|softmax|sort|scan"),
+    (
+        "elementwise",
+        r"elementwise|reduce_kernel|CatArray|index|scatter|gather|fill|copy|softmax|sort|scan",
+    ),
 )
-WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")  # calls for which the host stops
+WAITS = (
+    "cudaStreamSynchronize",
+    "cudaDeviceSynchronize",
+    "cudaEventSynchronize",
+)  # calls for which the host stops
 SHOWN_LOSSES, SHOWN_KERNELS = 5, 12
 
 
@@ -105,7 +112,10 @@ class TraceSummary:
     @classmethod
     def of_dict(cls, found: Mapping[str, Any]) -> "TraceSummary":
         """What `as_dict` gave."""
-        losses, kernels = (Loss(**x) for x in found["losses"]), (Kernel(**x) for x in found["kernels"])
+        losses, kernels = (
+            (Loss(**x) for x in found["losses"]),
+            (Kernel(**x) for x in found["kernels"]),
+        )
         return cls(**{**found, "losses": tuple(losses), "kernels": tuple(kernels)})
 
     @property
@@ -121,10 +131,14 @@ class TraceSummary:
             rows.append(f"  {kind:38}{_ms(seconds)}{note}")
         rows.append(f"{'exposed communication':40}{_ms(self.exposed)}")
         rows.append(f"{'copies alone':40}{_ms(self.copying)}")
-        rows.append(f"{'idle':40}{_ms(self.idle)}   {self.gaps} gaps, the longest {_ms(self.longest_gap).strip()}")
+        rows.append(
+            f"{'idle':40}{_ms(self.idle)}   {self.gaps} gaps, the longest {_ms(self.longest_gap).strip()}"
+        )
         rows.append(f"{'waits of the host':40}{self.waits:10}")
         rows.append("largest losses")
-        rows += [f"  {loss.name:38}{_ms(loss.seconds)}{100 * loss.share:7.1f}%" for loss in self.losses]
+        rows += [
+            f"  {loss.name:38}{_ms(loss.seconds)}{100 * loss.share:7.1f}%" for loss in self.losses
+        ]
         rows.append("longest kernels")
         rows += [f"  {k.name[:38]:38}{_ms(k.seconds)}   {k.calls} x {k.kind}" for k in self.kernels]
         return "\n".join(rows)
@@ -144,7 +158,11 @@ def summarize(events: Iterable[Event], ideal: Mapping[str, float] | None = None)
     """Where the step of these events went. `ideal`: seconds that a kind could not do without; of any other kind 0."""
     found = list(events)
     ran = [e for e in found if e.stream is not None]
-    ideal, kinds, kernels = dict(ideal or {}), defaultdict[str, float](float), defaultdict[str, list[Event]](list)
+    ideal, kinds, kernels = (
+        dict(ideal or {}),
+        defaultdict[str, float](float),
+        defaultdict[str, list[Event]](list),
+    )
     for event in ran:
         kinds[event.kind] += event.seconds
         kernels[event.name].append(event)
@@ -159,8 +177,14 @@ def summarize(events: Iterable[Event], ideal: Mapping[str, float] | None = None)
     for kind in {*kinds, *ideal} - {COMMUNICATION, COPY}:
         lost[kind] = _length(_union(e for e in ran if e.kind == kind)) - ideal.get(kind, 0.0)
     step = stop - start
-    losses = sorted((Loss(name, x, x / step if step else 0.0) for name, x in lost.items()), key=lambda x: -x.seconds)
-    longest = [Kernel(name, kind_of(name), sum(e.seconds for e in runs), len(runs)) for name, runs in kernels.items()]
+    losses = sorted(
+        (Loss(name, x, x / step if step else 0.0) for name, x in lost.items()),
+        key=lambda x: -x.seconds,
+    )
+    longest = [
+        Kernel(name, kind_of(name), sum(e.seconds for e in runs), len(runs))
+        for name, runs in kernels.items()
+    ]
     return TraceSummary(
         step=step,
         by_kind=dict(sorted(kinds.items(), key=lambda item: -item[1])),

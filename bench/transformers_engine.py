@@ -20,7 +20,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Qwen2_5_VLConfig, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    Qwen2_5_VLConfig,
+    Qwen3Config,
+)
 
 import dovetail as dt
 from bench.cpu_train import NegativeLogLikelihood
@@ -54,8 +59,16 @@ def sighted_config(layers: int) -> Qwen2_5_VLConfig:
         "num_attention_heads": 16, "num_key_value_heads": 2, "max_position_embeddings": 32768, "tie_word_embeddings": True,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]},
     }  # fmt: skip
-    tower = {"depth": layers or 32, "out_hidden_size": 2048, "fullatt_block_indexes": [7, 15, 23, 31]}
-    ids = {"image_token_id": IMAGE, "vision_start_token_id": VISION_START, "vision_end_token_id": VISION_END}
+    tower = {
+        "depth": layers or 32,
+        "out_hidden_size": 2048,
+        "fullatt_block_indexes": [7, 15, 23, 31],
+    }
+    ids = {
+        "image_token_id": IMAGE,
+        "vision_start_token_id": VISION_START,
+        "vision_end_token_id": VISION_END,
+    }
     return Qwen2_5_VLConfig(text_config=text, vision_config=tower, tie_word_embeddings=True, **ids)
 
 
@@ -76,9 +89,13 @@ FAMILIES: Mapping[str, Family] = {
 
 def main() -> None:
     """Print one line a family and write one JSON."""
-    parser = argparse.ArgumentParser(prog="python -m bench.transformers_engine", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.transformers_engine", description=__doc__
+    )
     parser.add_argument("names", nargs="*", help=f"any of {', '.join(FAMILIES)}; default: all")
-    parser.add_argument("--layers", type=natural, default=0, help="of text and tower; 0: the real model's")
+    parser.add_argument(
+        "--layers", type=natural, default=0, help="of text and tower; 0: the real model's"
+    )
     parser.add_argument("--sequences", type=positive, default=64)
     parser.add_argument("--longest", type=positive, default=2048)
     parser.add_argument("--rounds", type=positive, default=3)
@@ -106,10 +123,16 @@ def measure(family: Family, given: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         with torch.device(given.device):
             torch.manual_seed(0)
-            family.auto.from_config(family.config(given.layers), dtype=torch.bfloat16).save_pretrained(folder)
+            family.auto.from_config(
+                family.config(given.layers), dtype=torch.bfloat16
+            ).save_pretrained(folder)
         peer = family.auto.from_pretrained(folder, dtype=torch.float32).to(given.device)
-        options = EngineOptions(engine="transformers", tokens_per_batch=MICRO, optim=OptimSettings(lr=LR))
-        engine = dt.from_pretrained(folder, dtype=torch.bfloat16, device=given.device, options=options)
+        options = EngineOptions(
+            engine="transformers", tokens_per_batch=MICRO, optim=OptimSettings(lr=LR)
+        )
+        engine = dt.from_pretrained(
+            folder, dtype=torch.bfloat16, device=given.device, options=options
+        )
     found = errors(peer, engine, rows[:COMPARED], given.device)
     step = peer_step(peer, rows, given.device)
     ours: list[float] = []
@@ -142,7 +165,9 @@ def ragged(count: int, longest: int, *, images: bool) -> list[Sequence]:
         media = None
         ids = torch.randint(WORDS, (length,), generator=draw).tolist()
         if images:
-            ids = [VISION_START, *[IMAGE] * FEATURES, VISION_END, *ids][: max(longest, FEATURES + 2)]
+            ids = [VISION_START, *[IMAGE] * FEATURES, VISION_END, *ids][
+                : max(longest, FEATURES + 2)
+            ]
             pixels = torch.randn(GRID[1] * GRID[2], 3 * 2 * 14 * 14, generator=draw)
             media = {"pixel_values": pixels, "image_grid_thw": torch.tensor([GRID])}
         rows.append(Sequence(ids, media=media))
@@ -151,7 +176,10 @@ def ragged(count: int, longest: int, *, images: bool) -> list[Sequence]:
 
 def inputs_of(rows: list[Sequence], device: str, length: int) -> tuple[dict[str, Tensor], Tensor]:
     """What transformers takes, padded on the right to `length`; and which targets count [S, length - 1]."""
-    ids, mask = torch.zeros(len(rows), length, dtype=torch.int64), torch.zeros(len(rows), length, dtype=torch.int64)
+    ids, mask = (
+        torch.zeros(len(rows), length, dtype=torch.int64),
+        torch.zeros(len(rows), length, dtype=torch.int64),
+    )
     for i, row in enumerate(rows):
         ids[i, : len(row.ids)], mask[i, : len(row.ids)] = torch.tensor(list(row.ids)), 1
     found = {"input_ids": ids, "attention_mask": mask}
@@ -173,7 +201,9 @@ def log_probs(model: nn.Module, rows: list[Sequence], device: str) -> Tensor:
     return torch.cat(found)
 
 
-def errors(peer: nn.Module, engine: dt.Engine, rows: list[Sequence], device: str) -> dict[str, float]:
+def errors(
+    peer: nn.Module, engine: dt.Engine, rows: list[Sequence], device: str
+) -> dict[str, float]:
     """Mean and 99th percentile of |log-prob - float32's|: ours over transformers' own in bfloat16."""
     truth = log_probs(peer, rows, device)
     half = copy.deepcopy(peer).to(torch.bfloat16)

@@ -10,7 +10,16 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from bench.engines import SHAPES, Session, add_options, layout_of, name_of, random_engine, spec_of, timed
+from bench.engines import (
+    SHAPES,
+    Session,
+    add_options,
+    layout_of,
+    name_of,
+    random_engine,
+    spec_of,
+    timed,
+)
 from bench.given import run_main
 from dovetail.parallel.collectives import stack_over
 
@@ -38,7 +47,9 @@ def measure(text: str, session: Session) -> None:
     engine = random_engine(spec, layout_of(text), device)
     world = engine.mesh["world"]
     held: dict[str, Tensor] = {}
-    for name, tensor in engine.weights(torch.bfloat16):  # what communicates and allocates, does so once before
+    for name, tensor in engine.weights(
+        torch.bfloat16
+    ):  # what communicates and allocates, does so once before
         held[name] = torch.empty_like(tensor)
     total = sum(tensor.nbytes for tensor in held.values())
 

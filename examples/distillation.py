@@ -19,7 +19,11 @@ def sampled_batch(student: dt.SamplingEngine) -> dt.PackedBatch:
     rows = []
     for completion in student.generate(PROMPTS, n=2, max_tokens=8):
         prompt = PROMPTS[completion.row]
-        rows.append(dt.Sequence([*prompt, *completion.ids], [False] * len(prompt) + [True] * len(completion.ids)))
+        rows.append(
+            dt.Sequence(
+                [*prompt, *completion.ids], [False] * len(prompt) + [True] * len(completion.ids)
+            )
+        )
     return dt.PackedBatch.pack(rows)
 
 
@@ -27,11 +31,15 @@ def main(student_path: str, teacher_path: str, out: str, layout: dt.Layout) -> l
     """A few steps. Every rank runs all of this, with the same batch. The teacher may have a layout of its own."""
     options = dt.EngineOptions(optim=dt.OptimSettings(lr=1e-3), tokens_per_batch=64)
     student = dt.from_pretrained(student_path, layout=layout, dtype=torch.float32, options=options)
-    teacher = Teacher.of(dt.from_pretrained(teacher_path, layout=layout, dtype=torch.float32), student)
+    teacher = Teacher.of(
+        dt.from_pretrained(teacher_path, layout=layout, dtype=torch.float32), student
+    )
     reports = []
     for _ in range(4):
         batch, states = teacher.read(sampled_batch(student))
-        reports.append(student.train_step(batch, DistillationLoss(teacher=states, divergence="jsd", beta=0.5)))
+        reports.append(
+            student.train_step(batch, DistillationLoss(teacher=states, divergence="jsd", beta=0.5))
+        )
     student.save_pretrained(out)
     return reports
 
@@ -41,4 +49,6 @@ if __name__ == "__main__":
         sys.exit(__doc__)
     student_path, teacher_path, out = sys.argv[1:]
     for report in main(student_path, teacher_path, out, dt.Layout()):
-        print(f"divergence {report.metrics['divergence']:.4f}  entropy {report.metrics['entropy_mean']:.3f}")
+        print(
+            f"divergence {report.metrics['divergence']:.4f}  entropy {report.metrics['entropy_mean']:.3f}"
+        )

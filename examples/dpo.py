@@ -17,7 +17,9 @@ PAIRS = [  # prompt, chosen and rejected completion, as token ids
 def pair_batch() -> dt.PackedBatch:
     """A group for each pair, first the chosen one; only completions are counted."""
     return dt.PackedBatch.pack(
-        dt.Sequence([*prompt, *completion], [False] * len(prompt) + [True] * len(completion), group=number)
+        dt.Sequence(
+            [*prompt, *completion], [False] * len(prompt) + [True] * len(completion), group=number
+        )
         for number, (prompt, *pair) in enumerate(PAIRS)
         for completion in pair
     )
@@ -28,7 +30,9 @@ def main(model: str, out: str, layout: dt.Layout) -> list[dt.StepReport]:
     options = dt.EngineOptions(optim=dt.OptimSettings(lr=1e-3), tokens_per_batch=64)
     engine = dt.from_pretrained(model, layout=layout, dtype=torch.float32, options=options)
     batch = pair_batch()
-    batch = batch.with_fields(reference_logprob=engine.score(batch).logprob)  # precomputed: the model before training
+    batch = batch.with_fields(
+        reference_logprob=engine.score(batch).logprob
+    )  # precomputed: the model before training
     reports = [engine.train_step(batch, DPOLoss(beta=0.1)) for _ in range(4)]
     engine.save_pretrained(out)
     return reports

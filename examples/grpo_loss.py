@@ -13,7 +13,10 @@ REWARDS = torch.tensor([1.0, 0.0, 0.0])
 
 def clipped(stats: dt.TokenStats, batch: dt.PackedBatch) -> dt.Loss:
     """PPO's clipped objective: a sum over `batch`, which has the counted tokens of some sequences, and how many they are."""
-    advantage, ratio = batch.fields["advantage"], (stats.logprob - batch.fields["old_logprob"]).exp()
+    advantage, ratio = (
+        batch.fields["advantage"],
+        (stats.logprob - batch.fields["old_logprob"]).exp(),
+    )
     loss = -torch.minimum(advantage * ratio, advantage * ratio.clamp(0.8, 1.2))
     count = batch.mask.sum()
     return dt.Loss(loss.sum(), count, {"ratio": dt.Sum(ratio.detach().sum(), count)})
@@ -27,7 +30,8 @@ def main(model: str, out: str, layout: dt.Layout) -> list[dt.StepReport]:
     batch = dt.PackedBatch.pack(
         dt.Sequence(
             [*PROMPT, *answer],
-            mask=[False] * len(PROMPT) + [True] * len(answer),  # entry j: whether the prediction of ids[j] counts
+            mask=[False] * len(PROMPT)
+            + [True] * len(answer),  # entry j: whether the prediction of ids[j] counts
             fields={
                 "advantage": advantage,
                 "temperature": 0.7,
@@ -46,4 +50,6 @@ if __name__ == "__main__":
         sys.exit(__doc__)
     reports = main(sys.argv[1], sys.argv[2], dt.Layout(tp=2))
     for report in reports if torch.distributed.get_rank() == 0 else ():
-        print(f"loss {report.loss:.4f}  ratio {report.metrics['ratio']:.4f}  grad_norm {report.grad_norm:.3f}")
+        print(
+            f"loss {report.loss:.4f}  ratio {report.metrics['ratio']:.4f}  grad_norm {report.grad_norm:.3f}"
+        )

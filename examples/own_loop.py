@@ -24,8 +24,12 @@ def policy_loss(stats: dt.TokenStats, batch: dt.PackedBatch) -> dt.Loss:
 def train_step(engine: dt.SamplingEngine, tokenizer: AutoTokenizer) -> float:
     """Every rank runs all of this, with the same samples. The mean reward."""
     prompts = [tokenizer.encode(prompt) for prompt in PROMPTS]
-    drawn = engine.generate(prompts, n=SAMPLES, max_tokens=4, stop_token_ids=[tokenizer.eos_token_id])
-    rewards = torch.tensor([reward(tokenizer.decode(each.ids, skip_special_tokens=True)) for each in drawn])
+    drawn = engine.generate(
+        prompts, n=SAMPLES, max_tokens=4, stop_token_ids=[tokenizer.eos_token_id]
+    )
+    rewards = torch.tensor(
+        [reward(tokenizer.decode(each.ids, skip_special_tokens=True)) for each in drawn]
+    )
     groups = rewards.view(-1, SAMPLES)
     advantages = (groups - groups.mean(1, keepdim=True)).flatten().tolist()
     rows = []
@@ -34,7 +38,9 @@ def train_step(engine: dt.SamplingEngine, tokenizer: AutoTokenizer) -> float:
         mask = [False] * len(prompt) + [True] * len(each.ids)  # which ids count
         fields = {"advantage": advantage, "old_logprob": [0.0] * len(prompt) + [*each.log_probs]}
         rows.append(dt.Sequence([*prompt, *each.ids], mask, fields))
-    engine.forward_backward(dt.PackedBatch.pack(rows), policy_loss)  # gradients of several calls add up
+    engine.forward_backward(
+        dt.PackedBatch.pack(rows), policy_loss
+    )  # gradients of several calls add up
     engine.optim_step()
     return float(rewards.mean())
 
@@ -43,7 +49,9 @@ def main(model: str, directory: str, steps: int = 20, save_every: int = 10) -> l
     tokenizer, folder = AutoTokenizer.from_pretrained(model), Path(directory)
     options = dt.EngineOptions(optim=dt.OptimSettings(lr=3e-3), tokens_per_batch=1024)
     engine = dt.from_pretrained(model, options=options)
-    begun = max((int(path.name.removeprefix("state-")) for path in folder.glob("state-*")), default=0)
+    begun = max(
+        (int(path.name.removeprefix("state-")) for path in folder.glob("state-*")), default=0
+    )
     if begun:
         engine.load_state(folder / f"state-{begun}")
     rewards = []

@@ -15,15 +15,21 @@ from torch import Tensor
 import dovetail as dt
 
 
-def truncated(stats: dt.TokenStats, batch: dt.PackedBatch, cap: float = 2.0) -> tuple[Tensor, Mapping[str, Tensor]]:
+def truncated(
+    stats: dt.TokenStats, batch: dt.PackedBatch, cap: float = 2.0
+) -> tuple[Tensor, Mapping[str, Tensor]]:
     """-sg(min(p_old / p_sampler, cap)) x the clipped objective: truncated importance sampling (Yao et al. 2025).
 
     stats.logprob, stats.entropy and the fields have one number for each counted token. A number for each of them comes back,
     and metrics, of which the run writes means. `algorithm.aggregation` turns token losses into the loss of a step;
     kl_coef and entropy_coef add their terms.
     """
-    old = batch.fields.get("old_logprob", stats.logprob.detach())  # the policy before this step's updates
-    weight = (old - batch.fields["rollout_logprob"]).exp().clamp(max=cap)  # against what the sampler computed
+    old = batch.fields.get(
+        "old_logprob", stats.logprob.detach()
+    )  # the policy before this step's updates
+    weight = (
+        (old - batch.fields["rollout_logprob"]).exp().clamp(max=cap)
+    )  # against what the sampler computed
     ratio = (stats.logprob - old).exp()
     advantage = batch.fields["advantage"]
     loss = -weight * torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)

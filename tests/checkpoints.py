@@ -21,7 +21,12 @@ from dovetail.parallel.layout import Layout
 from dovetail.parallel.mesh import Mesh
 from dovetail.pipeline.partition import partition
 
-CONFIGS = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+CONFIGS = {
+    "llama": LlamaConfig,
+    "mistral": MistralConfig,
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+}
 SIZES = {
     "vocab_size": 51,  # divides by nothing, so tp pads it and FSDP2's rows are uneven
     "hidden_size": 24,
@@ -69,7 +74,9 @@ def decoder_on(path: Path, mesh: Mesh, dtype: torch.dtype = torch.float32) -> De
     return model
 
 
-def engine_model(path: Path, layout: str, dtype: torch.dtype, *, wrap: bool = True) -> tuple[Decoder, Mesh]:
+def engine_model(
+    path: Path, layout: str, dtype: torch.dtype, *, wrap: bool = True
+) -> tuple[Decoder, Mesh]:
     """The same cut over the ranks of the default process group."""
     mesh = Mesh.build(Layout.parse(layout))
     model = decoder_on(path, mesh, dtype)
@@ -92,7 +99,9 @@ def assert_same_tensors(actual: dict[str, Tensor], expected: dict[str, Tensor]) 
     for name, tensor in expected.items():
         assert actual[name].dtype == tensor.dtype, name
         assert actual[name].shape == tensor.shape, name
-        assert torch.equal(actual[name].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)), name
+        assert torch.equal(
+            actual[name].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)
+        ), name
 
 
 def digests(path: Path, *, weights: bool = True) -> dict[str, str]:

@@ -9,4 +9,7 @@ PREFIXES = ("seconds/", "tokens_per_second", "samples_per_second", "memory/")
 
 def timeless(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The rows without it."""
-    return [{k: v for k, v in row.items() if k not in CLOCKED and not k.startswith(PREFIXES)} for row in rows]
+    return [
+        {k: v for k, v in row.items() if k not in CLOCKED and not k.startswith(PREFIXES)}
+        for row in rows
+    ]

@@ -39,7 +39,9 @@ INHERITED = {
     "MASTER_PORT",
 }
 TORCHRUN = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"  # has a Popen of its own
-CAN_FORK = sys.platform == "linux" and not torch.accelerator.is_available()  # which no fork survives
+CAN_FORK = (
+    sys.platform == "linux" and not torch.accelerator.is_available()
+)  # which no fork survives
 Place = Callable[[], Template]
 
 
@@ -57,16 +59,26 @@ class Command(NamedTuple):
         return f"rank {self.env['RANK']}" if "RANK" in self.env else "dovetail"
 
 
-def can_fork(command: Sequence[str], added: Mapping[str, str] | None, options: Mapping[str, Any]) -> bool:
+def can_fork(
+    command: Sequence[str], added: Mapping[str, str] | None, options: Mapping[str, Any]
+) -> bool:
     """Whether a program may be forked: a module of ours or a script, and nothing that acts on the start of Python."""
     ours = command[1:3] == ["-m", "dovetail"] or command[1].endswith(".py")
-    return ours and {*(added or ())} <= INHERITED and {*options} <= {"cwd", "start_new_session", "stdout", "stderr"}
+    return (
+        ours
+        and {*(added or ())} <= INHERITED
+        and {*options} <= {"cwd", "start_new_session", "stdout", "stderr"}
+    )
 
 
 def popen(template: Place, command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
     """`python -m MODULE` or `python SCRIPT`, forked where a template can be; texts in pipes, unless `options` say otherwise."""
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **options}
-    return ForkedProgram(template, command, **options) if CAN_FORK else subprocess.Popen(command, **options)
+    return (
+        ForkedProgram(template, command, **options)
+        if CAN_FORK
+        else subprocess.Popen(command, **options)
+    )
 
 
 def output_of(template: Place, module: str, *arguments: object, **env: str) -> str:
@@ -184,7 +196,11 @@ def _take_place(files: Sequence[int], command: Command, kept: Sequence[int]) -> 
     os.environ.update(command.env)
     tempfile.tempdir = None
     if "TRITON_INTERPRET" in command.env:  # what is imported would compile
-        for name in [name for name in sys.modules if name.startswith("triton") and not name.startswith("triton._C")]:
+        for name in [
+            name
+            for name in sys.modules
+            if name.startswith("triton") and not name.startswith("triton._C")
+        ]:
             del sys.modules[name]
     first = (
         []
@@ -193,7 +209,9 @@ def _take_place(files: Sequence[int], command: Command, kept: Sequence[int]) -> 
     )
     wanted = [*first, *filter(None, command.env.get("PYTHONPATH", "").split(os.pathsep))]
     sys.path[:] = [*wanted, *(path for path in sys.path if path not in wanted)]
-    sys.stdin, sys.stdout, sys.stderr = (os.fdopen(i, mode, closefd=False) for i, mode in enumerate("rww"))
+    sys.stdin, sys.stdout, sys.stderr = (
+        os.fdopen(i, mode, closefd=False) for i, mode in enumerate("rww")
+    )
 
 
 def _prctl(option: int, value: Any) -> None:

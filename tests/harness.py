@@ -43,7 +43,9 @@ from tests.template import TEMPLATES, Template
 
 T = TypeVar("T")
 TIMEOUT = 300.0  # seconds for one body, on every rank: far more than any takes on a busy machine
-START_TIMEOUT = 180.0  # seconds for a template to import on a busy machine, and a worker to come of it
+START_TIMEOUT = (
+    180.0  # seconds for a template to import on a busy machine, and a worker to come of it
+)
 STACK_TIMEOUT = 10.0  # seconds for a worker to write its stacks
 
 
@@ -52,7 +54,12 @@ class RankFailed(AssertionError):
 
 
 def run(
-    world: int, fn: Callable[..., T], *args: Any, timeout: float = TIMEOUT, device: str = "cpu", **kwargs: Any
+    world: int,
+    fn: Callable[..., T],
+    *args: Any,
+    timeout: float = TIMEOUT,
+    device: str = "cpu",
+    **kwargs: Any,
 ) -> list[T]:
     """`fn(*args, **kwargs)` on ranks 0 .. world - 1 of a default process group; the results in rank order.
 
@@ -70,7 +77,9 @@ def needs_gpus(ranks: int) -> None:
         pytest.skip(f"{ranks} ranks, {found} GPUs, of which each takes {sharing} (RANKS_PER_GPU)")
 
 
-def distributed(world: int, *, timeout: float = TIMEOUT) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def distributed(
+    world: int, *, timeout: float = TIMEOUT
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Run the decorated test on `world` ranks. Fixtures and parameters reach every rank, so they must pickle."""
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
@@ -100,7 +109,9 @@ class _Worker:
         """Where a rank that does not answer is right now."""
         os.kill(self.pid, signal.SIGUSR1)
         deadline, told = time.monotonic() + STACK_TIMEOUT, ""
-        while time.monotonic() < deadline and (not told or told != self.stacks.read_text(errors="replace")):
+        while time.monotonic() < deadline and (
+            not told or told != self.stacks.read_text(errors="replace")
+        ):
             told = self.stacks.read_text(errors="replace")
             time.sleep(0.3)
         return told
@@ -116,7 +127,9 @@ class _Pool:
         self.calls = self.apart = 0
         self.gpus = 0  # of the last call that had some
 
-    def call(self, world: int, job: tuple[Any, ...], timeout: float, device: str = "cpu") -> list[Any]:
+    def call(
+        self, world: int, job: tuple[Any, ...], timeout: float, device: str = "cpu"
+    ) -> list[Any]:
         """Run `job` on ranks 0 .. world - 1. Workers of a call that does not succeed are killed."""
         if device == "cuda" and world != self.gpus:
             # torch numbers what GPUs share by process, and ranks with unequal numbers would wait for each other
@@ -182,14 +195,18 @@ class _Pool:
         fresh = [rank for rank in range(world) if rank not in self.workers]
         while fresh and len(self.templates) < min(world, TEMPLATES):
             self.templates.append(Template(_serve))
-        pipes = {rank: self.templates[rank % TEMPLATES].fork(folder / f"stacks-{rank}") for rank in fresh}
+        pipes = {
+            rank: self.templates[rank % TEMPLATES].fork(folder / f"stacks-{rank}") for rank in fresh
+        }
         deadline = time.monotonic() + START_TIMEOUT
         try:
             for rank, pipe in pipes.items():
                 if not pipe.poll(deadline - time.monotonic()):
                     raise RankFailed(f"worker {rank} did not start within {START_TIMEOUT:.0f} s")
                 pid = int(pipe.recv_bytes())
-                self.workers[rank] = _Worker(self.templates[rank % TEMPLATES], pid, pipe, folder / f"stacks-{rank}")
+                self.workers[rank] = _Worker(
+                    self.templates[rank % TEMPLATES], pid, pipe, folder / f"stacks-{rank}"
+                )
         except (EOFError, RankFailed):
             self.close()
             raise
@@ -203,8 +220,12 @@ class _Pool:
         while waiting:
             ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
             if not ready:
-                where = "\n".join(f"rank {r}:\n{self.workers[r].stack()}" for r in sorted(waiting.values()))
-                raise RankFailed(f"ranks {sorted(waiting.values())} did not finish within {timeout:g} s\n{where}")
+                where = "\n".join(
+                    f"rank {r}:\n{self.workers[r].stack()}" for r in sorted(waiting.values())
+                )
+                raise RankFailed(
+                    f"ranks {sorted(waiting.values())} did not finish within {timeout:g} s\n{where}"
+                )
             for pipe in ready:
                 assert isinstance(pipe, Connection)
                 rank = waiting.pop(pipe)
@@ -234,7 +255,9 @@ class Apart:
         """`fn(*args)` there; what `run` says of both. A failure ends the process."""
         job: tuple[Any, ...] = (inspect.getmodule(fn).__name__, fn.__qualname__, args, {})  # type: ignore[union-attr]  # never None
         self.worker.pipe.send_bytes(pickle.dumps((sys.path, 0, 0, "", TIMEOUT, "cpu", job)))
-        assert self.worker.pipe.poll(TIMEOUT), f"not done within {TIMEOUT:g} s\n{self.worker.stack()}"
+        assert self.worker.pipe.poll(TIMEOUT), (
+            f"not done within {TIMEOUT:g} s\n{self.worker.stack()}"
+        )
         kind, value = pickle.loads(self.worker.pipe.recv_bytes())
         if kind != "ok":
             raise RankFailed(value)
@@ -278,7 +301,13 @@ def _serve(pipe: Connection, stacks: str) -> None:
 
 
 def _answer(
-    path: list[str], rank: int, world: int, store: str, timeout: float, device: str, job: tuple[Any, ...]
+    path: list[str],
+    rank: int,
+    world: int,
+    store: str,
+    timeout: float,
+    device: str,
+    job: tuple[Any, ...],
 ) -> bytes:
     """What one rank reports of one job: (`ok`, result), (`failed`, traceback) or (`skipped`, reason), pickled."""
     try:
@@ -286,7 +315,11 @@ def _answer(
         module, name, args, kwargs = job
         fn = functools.reduce(getattr, name.split("."), importlib.import_module(module))
         fn = vars(fn).get("distributed_body", fn)
-        with _process_group(rank, world, store, timeout, device) if world else contextlib.nullcontext():
+        with (
+            _process_group(rank, world, store, timeout, device)
+            if world
+            else contextlib.nullcontext()
+        ):
             result = fn(*args, **kwargs)
             return _pickled(("ok", result))
     except pytest.skip.Exception as skipped:
@@ -324,7 +357,9 @@ class _SharedLoopGloo(dist.ProcessGroupGloo):
 
 
 @contextlib.contextmanager
-def _process_group(rank: int, world: int, store: str, timeout: float, device: str) -> Iterator[None]:
+def _process_group(
+    rank: int, world: int, store: str, timeout: float, device: str
+) -> Iterator[None]:
     """A default process group for one body. On failure it is left as it is: this process is about to be killed."""
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float32)
@@ -340,7 +375,12 @@ def _process_group(rank: int, world: int, store: str, timeout: float, device: st
         bound = pick_device(device)
     with mock.patch.object(distributed_c10d, "ProcessGroupGloo", _SharedLoopGloo):
         dist.init_process_group(
-            BACKENDS[device], store=file, rank=rank, world_size=world, timeout=limit, device_id=bound
+            BACKENDS[device],
+            store=file,
+            rank=rank,
+            world_size=world,
+            timeout=limit,
+            device_id=bound,
         )
         yield
     dist.barrier()  # nobody leaves while others still talk to it
@@ -355,7 +395,9 @@ class _Pickler(pickle.Pickler):
     """Sends tensors by value: detached, on the CPU, without the rest of the storage that they are views of."""
 
     def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, torch.Tensor) and (obj.requires_grad or obj.device.type != "cpu" or _is_view(obj)):
+        if isinstance(obj, torch.Tensor) and (
+            obj.requires_grad or obj.device.type != "cpu" or _is_view(obj)
+        ):
             return obj.detach().cpu().clone().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         return NotImplemented
 

@@ -21,7 +21,12 @@ INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64)
 DTYPES = frozenset((*INTEGERS, torch.float16, torch.bfloat16, torch.float32, torch.float64))
 _ALL_REDUCE = dist.all_reduce  # as it is: the checks themselves are not checked
 COLLECTIVES = (
-    *("all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor", "reduce_scatter_single"),
+    *(
+        "all_gather_into_tensor",
+        "all_gather_single",
+        "reduce_scatter_tensor",
+        "reduce_scatter_single",
+    ),
     *("all_to_all_single", "all_reduce"),
 )
 MESSAGES = ("isend", "irecv")
@@ -90,12 +95,19 @@ def _check(name: str, x: Tensor, *, message: bool) -> None:
         raise RuleBroken(f"{what}: an empty message")
 
 
-def _agree(name: str, tensors: Sequence[Tensor], splits: Sequence[list[int]], group: dist.ProcessGroup | None) -> None:
+def _agree(
+    name: str,
+    tensors: Sequence[Tensor],
+    splits: Sequence[list[int]],
+    group: dist.ProcessGroup | None,
+) -> None:
     """All ranks are here with the same; of rows that each counts for each, both ends count alike."""
     what = f"{name} of {[(x.dtype, list(x.shape[1:] if splits else x.shape)) for x in tensors]}"
     digest = torch.tensor([zlib.crc32(what.encode()), bool(splits)])
     both = torch.stack((digest, -digest))
-    _ALL_REDUCE(both, dist.ReduceOp.MAX, group)  # the largest, and the smallest: less work than to tell everything
+    _ALL_REDUCE(
+        both, dist.ReduceOp.MAX, group
+    )  # the largest, and the smallest: less work than to tell everything
     if splits or not torch.equal(both[0], -both[1]):
         everyone: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(everyone, (what, splits), group=group)
@@ -113,9 +125,16 @@ def kept() -> Iterator[Rules]:
     with ExitStack() as patches:
         for name in (*COLLECTIVES, *MESSAGES):
             if name in vars(dist):
-                patches.enter_context(mock.patch.object(dist, name, rules.around(name, vars(dist)[name])))
-        for name, flat in (("_FLAT_GATHER", "all_gather_single"), ("_FLAT_SCATTER", "reduce_scatter_single")):
-            patches.enter_context(mock.patch.object(collectives, name, rules.around(flat, vars(collectives)[name])))
+                patches.enter_context(
+                    mock.patch.object(dist, name, rules.around(name, vars(dist)[name]))
+                )
+        for name, flat in (
+            ("_FLAT_GATHER", "all_gather_single"),
+            ("_FLAT_SCATTER", "reduce_scatter_single"),
+        ):
+            patches.enter_context(
+                mock.patch.object(collectives, name, rules.around(flat, vars(collectives)[name]))
+            )
         yield rules
     left = [handle.name for handle in rules.handles if not handle.done]
     if left:

@@ -32,7 +32,11 @@ def parameters(engine: Engine) -> tuple[dict[str, Tensor], float]:
 def assemble(engine: Engine, read: Callable[[Shard], Tensor]) -> tuple[dict[str, Tensor], float]:
     """Whole tensors under checkpoint names from the owners' regions; and the largest distance of a copy from them."""
     shards = engine.optimizer.shards
-    mine = {region.checkpoint_name: region.checkpoint_shape for shard in shards for region in shard.regions}
+    mine = {
+        region.checkpoint_name: region.checkpoint_shape
+        for shard in shards
+        for region in shard.regions
+    }
     everyone: list[dict[str, tuple[int, ...]]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, mine)
     shapes = {name: shape for shapes in everyone for name, shape in shapes.items()}

@@ -14,7 +14,9 @@ from hypothesis.internal.conjecture import providers
 from tests.harness import close_workers, fork_template
 
 # The same examples in every session, and no verdict on how long one takes: a busy machine may stop at any moment.
-settings.register_profile("any machine", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "any machine", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("any machine")
 
 
@@ -24,7 +26,9 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         mock.patch.object(providers, "is_local_module_file", return_value=False).start()
     if hasattr(session.config, "workerinput"):
         fork_template()
-        os.environ.pop("TORCH_CPP_LOG_LEVEL", None)  # programs that are executed write all that users see
+        os.environ.pop(
+            "TORCH_CPP_LOG_LEVEL", None
+        )  # programs that are executed write all that users see
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -48,4 +52,6 @@ def _no_group_stays() -> Iterator[None]:
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
-        pytest.fail("a test of this file leaves a process group in the process of pytest; see bench.models.one_rank")
+        pytest.fail(
+            "a test of this file leaves a process group in the process of pytest; see bench.models.one_rank"
+        )

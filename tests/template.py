@@ -56,7 +56,9 @@ class Template:
         if here:
             _import(ahead)
         given = (theirs, body, ahead, self.pipe if here else None)
-        self.process: BaseProcess = context.Process(target=_live, args=given, name="template", daemon=True)
+        self.process: BaseProcess = context.Process(
+            target=_live, args=given, name="template", daemon=True
+        )
         with mock.patch.dict(os.environ, AT_IMPORT):
             self.process.start()
         theirs.close()
@@ -76,7 +78,9 @@ class Template:
         code: int = self.pipe.recv()
         return code
 
-    def start(self, body: Callable[..., NoReturn], given: tuple[Any, ...], files: Sequence[int]) -> int:
+    def start(
+        self, body: Callable[..., NoReturn], given: tuple[Any, ...], files: Sequence[int]
+    ) -> int:
         """Fork a process that `body(files, *given)` never leaves, and make it an orphan; its pid."""
         self.pipe.send((body, given))
         assert self.process.pid is not None
@@ -99,13 +103,17 @@ def _import(names: tuple[str, ...]) -> None:
 
 def _live(pipe: Connection, body: Body, ahead: tuple[str, ...], parents: Connection | None) -> None:
     """A template's life: requests one after the other until the session's process goes."""
-    if torch.get_num_threads() != 1:  # torch 2.11 makes a pool of threads here, which forks race to replace
+    if (
+        torch.get_num_threads() != 1
+    ):  # torch 2.11 makes a pool of threads here, which forks race to replace
         torch.set_num_threads(1)
     if parents is not None:
         parents.close()  # or nobody would see that it goes
     gc.set_threshold(*SELDOM)
     _import(ahead)
-    assert threading.active_count() == 1 == len(os.listdir("/proc/self/task")), "a fork would not have the others"
+    assert threading.active_count() == 1 == len(os.listdir("/proc/self/task")), (
+        "a fork would not have the others"
+    )
     gc.collect()
     gc.freeze()  # no worker looks at it again
     workers: set[int] = set()

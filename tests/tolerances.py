@@ -21,12 +21,16 @@ MODEL_FP32 = 1e-5  # float32: a whole model against another implementation
 GRAD_RATIO_FP32 = 1e-2  # no gradient tensor is off by a factor beyond 1 +- this
 CURVE_FP32 = 1e-4  # float32: loss and gradient norm over the first training steps, relative
 RL_LOSS_FP32 = 1e-5  # float32: an RL step's loss over layouts, |a - b| / (1 + |b|)
-SAME_POLICY_FP32 = 1e-5  # float32: ratios and KL of a policy to itself, scored twice in other micro-batches
+SAME_POLICY_FP32 = (
+    1e-5  # float32: ratios and KL of a policy to itself, scored twice in other micro-batches
+)
 GOLDEN_FP32 = 1e-3  # float32: committed curves against any processor's, |a - b| / (|b| + 0.01)
 GOLDEN_BUG = 0.1  # by how much at least a planted defect of the algorithm moves such a curve
 GRADCHECK = 1e-6  # finite differences in float64
 RESHARDED_FP32 = 1e-6  # float32: losses and norms after a change of layout against none, relative
-STEP_BF16 = 2**-7  # bfloat16: a training step's loss (over 1 + it) and gradient norm against float32's
+STEP_BF16 = (
+    2**-7
+)  # bfloat16: a training step's loss (over 1 + it) and gradient norm against float32's
 ENGINE_LOGPROB = 1e-4  # float32: log-probs of vLLM against ours on the same tokens, mean of the absolute differences
 ENGINE_LOGPROB_BF16 = 0.011  # the same in bfloat16
 BUBBLE = 0.1  # the time of a pipeline's step beyond the simulated one, as a share of it
@@ -71,7 +75,9 @@ def sum_error(a: Tensor, b: Tensor, terms: Iterable[Tensor]) -> float:
     Where all terms have one sign, sum|t| = |b| and this is `tensor_error`.
     """
     sizes = torch.stack([t.detach().abs() for t in terms])
-    assert sizes.shape[1:] == b.shape, f"terms of {tuple(sizes.shape[1:])}, a sum of {tuple(b.shape)}"
+    assert sizes.shape[1:] == b.shape, (
+        f"terms of {tuple(sizes.shape[1:])}, a sum of {tuple(b.shape)}"
+    )
     return _ratio(_difference(a, b), max_abs(sizes.sum(0)))
 
 
@@ -104,13 +110,17 @@ def assert_close(a: Tensor, b: Tensor, tolerance: float, what: str = "tensor") -
     assert error <= tolerance, f"{what}: error {error:.3e} > {tolerance:.0e}"
 
 
-def assert_sum_close(a: Tensor, b: Tensor, terms: Iterable[Tensor], tolerance: float, what: str = "sum") -> None:
+def assert_sum_close(
+    a: Tensor, b: Tensor, terms: Iterable[Tensor], tolerance: float, what: str = "sum"
+) -> None:
     """Fail unless `sum_error(a, b, terms) <= tolerance`."""
     error = sum_error(a, b, terms)
     assert error <= tolerance, f"{what}: error {error:.3e} of its terms > {tolerance:.0e}"
 
 
-def assert_all_close(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float) -> None:
+def assert_all_close(
+    actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float
+) -> None:
     """Fail unless all tensors agree by name: error within `tolerance`, and none off by a factor."""
     error, name = worst_error(actual, expected)
     assert error <= tolerance, f"{name}: error {error:.3e} > {tolerance:.0e}"

@@ -68,7 +68,12 @@ class Step:
         P = D * (2 * h + 2 * g) * C + 3 * D * self.spec.ffn_width // tp + 2 * D
         return {
             **{"tp": tp, "cp": cp, "f": dp * cp, "u": ulysses_degree(self.spec, self.layout)},
-            **{"t": self.tokens // (cp * tp), "n": self.counted, "A": self.all_counted, "V": self.spec.vocab_size},
+            **{
+                "t": self.tokens // (cp * tp),
+                "n": self.counted,
+                "A": self.all_counted,
+                "V": self.spec.vocab_size,
+            },
             **{"D": D, "C": C, "h": h, "g": g, "c": max(1, tp // a.num_kv_heads), "P": P},
         }
 
@@ -76,7 +81,12 @@ class Step:
         """How often a row of the tables counts, each way."""
         if what.startswith("a layer"):
             return sum(len(partition(self.spec, self.layout)[stage]) for stage in self.stages)
-        first, last, lm, tied = self.first, self.last, not self.values, self.spec.tie_embeddings and not self.values
+        first, last, lm, tied = (
+            self.first,
+            self.last,
+            not self.values,
+            self.spec.tie_embeddings and not self.values,
+        )
         return {
             "hidden states": len(self.stages),
             "the table's rows": first,
@@ -106,11 +116,15 @@ def expected(step: Step) -> dict[str, Fraction]:
             for phase in ("forward", "backward"):
                 found[f"{axis} {row[phase]} {phase}"] += size
             if step.recompute and axis != "fsdp" and row["what"].startswith("a layer"):
-                again = Fraction(1, 2) if row["forward"] == "reduce_scatter" else 1  # nobody needs the last output
+                again = (
+                    Fraction(1, 2) if row["forward"] == "reduce_scatter" else 1
+                )  # nobody needs the last output
                 found[f"{axis} {row['forward']} backward"] += size * again
     for row in table(ONCE_A_STEP):
         size = value_of(row["elements"], step.letters) * int(row["bytes"]) * step.times(row["what"])
-        found[f"{row['axis']} {row['collective']} {'backward' if row['axis'] == 'fsdp' else 'update'}"] += size
+        found[
+            f"{row['axis']} {row['collective']} {'backward' if row['axis'] == 'fsdp' else 'update'}"
+        ] += size
     return {key: size for key, size in found.items() if size and " none " not in key}
 
 
@@ -130,7 +144,9 @@ def value_of(formula: str, letters: Mapping[str, int]) -> Fraction:
     return Fraction(eval(code, {"__builtins__": {}, "Fraction": Fraction, "max": max}, names))
 
 
-COLLECTIVES: Mapping[str, tuple[str, Callable[[int], Fraction]]] = {  # by torch's names, of 2.11 and of 2.13
+COLLECTIVES: Mapping[
+    str, tuple[str, Callable[[int], Fraction]]
+] = {  # by torch's names, of 2.11 and of 2.13
     "all_gather_into_tensor": ("all_gather", lambda p: Fraction(p - 1)),
     "all_gather_single": ("all_gather", lambda p: Fraction(p - 1)),
     "reduce_scatter_tensor": ("reduce_scatter", lambda p: Fraction(p - 1, p)),
@@ -181,23 +197,50 @@ class Traffic:
 @contextmanager
 def counted(mesh: Mesh) -> Iterator[dict[str, Fraction]]:
     """Count what this rank sends over the groups of a mesh: a model's own collectives, FSDP2's and the executor's."""
-    axes = [*mesh.axes.values(), *(axis for pair in mesh.context.values() for axis in pair), *mesh.copies.values()]
+    axes = [
+        *mesh.axes.values(),
+        *(axis for pair in mesh.context.values() for axis in pair),
+        *mesh.copies.values(),
+    ]
     groups = {str(axis.group.group_name): axis.name for axis in axes if axis.group is not None}
     channels = {"to_next": mesh.channels.to_next, "to_previous": mesh.channels.to_previous}
     traffic = Traffic(
-        groups | {str(channel.group.group_name): name for name, channel in channels.items() if channel is not None}
+        groups
+        | {
+            str(channel.group.group_name): name
+            for name, channel in channels.items()
+            if channel is not None
+        }
     )
-    phases = {"forward": "forward", "backward": "backward", "weight": "backward", "finish": "backward"}
+    phases = {
+        "forward": "forward",
+        "backward": "backward",
+        "weight": "backward",
+        "finish": "backward",
+    }
     with ExitStack() as patches:
         for name in COLLECTIVES:
             if name in vars(dist):
-                patches.enter_context(mock.patch.object(dist, name, traffic.counting(name, vars(dist)[name])))
-        for name, flat in (("_FLAT_GATHER", "all_gather_single"), ("_FLAT_SCATTER", "reduce_scatter_single")):
-            patches.enter_context(mock.patch.object(collectives, name, traffic.counting(flat, vars(collectives)[name])))
+                patches.enter_context(
+                    mock.patch.object(dist, name, traffic.counting(name, vars(dist)[name]))
+                )
+        for name, flat in (
+            ("_FLAT_GATHER", "all_gather_single"),
+            ("_FLAT_SCATTER", "reduce_scatter_single"),
+        ):
+            patches.enter_context(
+                mock.patch.object(
+                    collectives, name, traffic.counting(flat, vars(collectives)[name])
+                )
+            )
         for name, phase in phases.items():
             patches.enter_context(
-                mock.patch.object(TrainingRunner, name, traffic.during(phase, vars(TrainingRunner)[name]))
+                mock.patch.object(
+                    TrainingRunner, name, traffic.during(phase, vars(TrainingRunner)[name])
+                )
             )
-        early = traffic.during("forward", begin_gathers)  # of what the first forward pass would gather
+        early = traffic.during(
+            "forward", begin_gathers
+        )  # of what the first forward pass would gather
         patches.enter_context(mock.patch.object(native, "begin_gathers", early))
         yield traffic.sent

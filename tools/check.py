@@ -57,7 +57,8 @@ def plan(steps: Mapping[str, int], durations: Mapping[str, float], budget: float
     chosen = sorted(always, key=cost)
     spent = sum(map(cost, chosen))
     others = sorted(
-        set(steps) - set(always), key=lambda path: (steps[path] > NEAR and cost(path) > CHEAP, cost(path), path)
+        set(steps) - set(always),
+        key=lambda path: (steps[path] > NEAR and cost(path) > CHEAP, cost(path), path),
     )
     for path in others:
         if spent + cost(path) <= budget:
@@ -92,15 +93,23 @@ def changed_files(base: str | None) -> tuple[list[str], str]:
 def repository(deleted: frozenset[str]) -> tuple[Graph, frozenset[str]]:
     """Which files use which, and those of Python, `deleted` ones included."""
     tracked = git("ls-files", "-z", "--cached", "--others", "--exclude-standard")
-    sources = {path: Path(path).read_text() for path in tracked if path.endswith(".py") and Path(path).exists()}
+    sources = {
+        path: Path(path).read_text()
+        for path in tracked
+        if path.endswith(".py") and Path(path).exists()
+    }
     sources |= dict.fromkeys(deleted, "")
-    return graph(sources, [path for path in tracked if not path.endswith(".py")]), frozenset(sources)
+    return graph(sources, [path for path in tracked if not path.endswith(".py")]), frozenset(
+        sources
+    )
 
 
 def reached(changed: Iterable[str]) -> dict[str, int]:
     """Every test file that can reach a changed file -> steps between them."""
     changed = [*changed]
-    deleted = frozenset(path for path in changed if path.endswith(".py") and not Path(path).exists())
+    deleted = frozenset(
+        path for path in changed if path.endswith(".py") and not Path(path).exists()
+    )
     edges, sources = repository(deleted)
     steps = dependents(edges, changed)
     if not {*changed}.isdisjoint(EVERYTHING):
@@ -112,7 +121,11 @@ def lint(changed: Sequence[str]) -> list[list[str]]:
     """The commands that lint changed files. Import directions are checked where the package has changed."""
     files = [path for path in changed if path.endswith(".py") and Path(path).exists()]
     python = [sys.executable, "-m"]
-    commands = [[*python, "ruff", "check", *files], [*python, "ruff", "format", "--check", *files]] if files else []
+    commands = (
+        [[*python, "ruff", "check", *files], [*python, "ruff", "format", "--check", *files]]
+        if files
+        else []
+    )
     if any(path.startswith("src/") for path in files):
         commands.append([str(Path(sys.executable).with_name("lint-imports")), "--no-cache"])
     return commands
@@ -126,14 +139,21 @@ def style(changed: Iterable[str]) -> list[str]:
             text = Path(path).read_text(encoding="utf-8")
         except UnicodeDecodeError:
             continue
-        found += [*check_text(path, text), *(check_source(path, text) if path.endswith(".py") else ())]
+        found += [
+            *check_text(path, text),
+            *(check_source(path, text) if path.endswith(".py") else ()),
+        ]
     return [str(violation) for violation in found]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--base", help="what to compare with (default: HEAD, or main where nothing differs from it)")
-    parser.add_argument("--seconds", type=float, default=20.0, help="recorded seconds of tests to run (default: 20)")
+    parser.add_argument(
+        "--base", help="what to compare with (default: HEAD, or main where nothing differs from it)"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=20.0, help="recorded seconds of tests to run (default: 20)"
+    )
     parser.add_argument("--jobs", default="2", help="test files that run at a time (default: 2)")
     parser.add_argument("--dry-run", action="store_true", help="say what would run")
     args = parser.parse_args()
@@ -142,7 +162,9 @@ def main() -> int:
     changed, base = changed_files(args.base)
     chosen, near, far = plan(reached(changed), durations, args.seconds)
     total = sum(durations.get(path, UNKNOWN) for path in chosen)
-    print(f"check: {len(changed)} files differ from {base}; {len(chosen)} test files of {total:.0f} s")
+    print(
+        f"check: {len(changed)} files differ from {base}; {len(chosen)} test files of {total:.0f} s"
+    )
     failed = 0
     if not args.dry_run:
         problems = style(changed)
@@ -151,10 +173,23 @@ def main() -> int:
         for command in lint(changed):
             failed |= int(bool(subprocess.run(command, check=False).returncode))
         if chosen:
-            pytest = [sys.executable, "-m", "pytest", "-q", "-m", "not gpu and not soak", "-n", args.jobs]
-            environment = {name: x for name, x in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+            pytest = [
+                sys.executable,
+                "-m",
+                "pytest",
+                "-q",
+                "-m",
+                "not gpu and not soak",
+                "-n",
+                args.jobs,
+            ]
+            environment = {
+                name: x for name, x in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"
+            }
             command = [*pytest, "--dist", "loadfile", "--no-loadscope-reorder", *chosen]
-            failed |= int(subprocess.run(command, check=False, env=environment).returncode not in (0, 5))
+            failed |= int(
+                subprocess.run(command, check=False, env=environment).returncode not in (0, 5)
+            )
     else:
         print("\n".join(f"  {durations.get(path, UNKNOWN):6.1f} s  {path}" for path in chosen))
     print_left(near, far, durations)
@@ -172,7 +207,9 @@ def print_left(near: Sequence[str], far: Sequence[str], durations: Mapping[str, 
         print(f"  {durations.get(path, UNKNOWN):6.1f} s  {path}")
     for folder in sorted({str(Path(path).parent) for path in far}):
         inside = [durations.get(path, UNKNOWN) for path in far if str(Path(path).parent) == folder]
-        print(f"  {sum(inside):6.1f} s  {len(inside)} files of {folder}, more than {NEAR} imports away")
+        print(
+            f"  {sum(inside):6.1f} s  {len(inside)} files of {folder}, more than {NEAR} imports away"
+        )
 
 
 if __name__ == "__main__":

@@ -21,7 +21,9 @@ PROBE_SECONDS = 10
 def torch_requirement() -> str:
     """The torch line of pyproject.toml."""
     text = (Path(__file__).parent.parent / "pyproject.toml").read_text()
-    return next(line.strip().strip('",') for line in text.splitlines() if line.strip().startswith('"torch>'))
+    return next(
+        line.strip().strip('",') for line in text.splitlines() if line.strip().startswith('"torch>')
+    )
 
 
 def pip(*args: str, quiet: bool = True) -> subprocess.CompletedProcess[str]:
@@ -34,10 +36,21 @@ def default_is_cpu(requirements: Sequence[str]) -> bool:
     """Whether pip on its own would install a CPU build here. Only Linux has CUDA builds on the default index."""
     if platform.system() != "Linux":
         return True
-    asked = pip("install", "--dry-run", "--no-deps", "--quiet", "--report", "-", torch_requirement(), *requirements)
+    asked = pip(
+        "install",
+        "--dry-run",
+        "--no-deps",
+        "--quiet",
+        "--report",
+        "-",
+        torch_requirement(),
+        *requirements,
+    )
     if asked.returncode:
         return False
-    chosen = json.loads(asked.stdout)["install"]  # empty: an installed torch already satisfies the requirement
+    chosen = json.loads(asked.stdout)[
+        "install"
+    ]  # empty: an installed torch already satisfies the requirement
     return all("+cpu" in item["metadata"]["version"] for item in chosen)
 
 
@@ -55,7 +68,9 @@ def index_options(choice: str, requirements: Sequence[str] = ()) -> list[str]:
     if choice == "default" or default_is_cpu(requirements):
         return []
     if not index_answers():
-        print(f"setup: {CPU_INDEX} does not answer; installing the default build of torch", flush=True)
+        print(
+            f"setup: {CPU_INDEX} does not answer; installing the default build of torch", flush=True
+        )
         return []
     return ["--extra-index-url", CPU_INDEX]
 
@@ -70,7 +85,9 @@ def main() -> int:
     print(f"setup: installing {args.package} (torch: {args.torch}) into {sys.prefix}", flush=True)
     torch = [each for each in args.requirement if each.startswith("torch")]
     wanted = ["--editable", args.package, *args.requirement]
-    return pip("install", "--quiet", *index_options(args.torch, torch), *wanted, quiet=False).returncode
+    return pip(
+        "install", "--quiet", *index_options(args.torch, torch), *wanted, quiet=False
+    ).returncode
 
 
 if __name__ == "__main__":

@@ -10,9 +10,17 @@ from itertools import chain
 
 SETTERS = ("setattr", "delattr", "__setattr__", "__delattr__")
 FILLERS = ("update", "setdefault", "pop", "popitem", "clear")  # of a module's or class's dictionary
-REACHERS = ("getattr", "vars", "type", "import_module", "__import__")  # their result is their argument's, or a module
+REACHERS = (
+    "getattr",
+    "vars",
+    "type",
+    "import_module",
+    "__import__",
+)  # their result is their argument's, or a module
 ENVIRONMENT = "os.environ"  # a rule of its own says who may
-SETTINGS = ("torch.utils.deterministic.fill_uninitialized_memory",)  # documented, and without a function that sets them
+SETTINGS = (
+    "torch.utils.deterministic.fill_uninitialized_memory",
+)  # documented, and without a function that sets them
 
 Found = Iterator[tuple[int, str]]
 Scope = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
@@ -29,7 +37,9 @@ def _scope(scope: Scope, outside: frozenset[str]) -> Found:
     foreign = _foreign(scope, nodes, outside)
     for node in nodes:
         for target in _targets(node):
-            if isinstance(target, ast.Attribute | ast.Subscript) and _reaches(target.value, foreign):
+            if isinstance(target, ast.Attribute | ast.Subscript) and _reaches(
+                target.value, foreign
+            ):
                 if not ast.unparse(target).startswith((ENVIRONMENT, *SETTINGS)):
                     yield target.lineno, _message(target)
             if isinstance(target, ast.Attribute) and target.attr == "__class__":
@@ -49,15 +59,18 @@ def _call(node: ast.Call, foreign: frozenset[str]) -> Found:
     """setattr(module, ...), and the dictionary of a module or class filled by a method."""
     name = node.func.attr if isinstance(node.func, ast.Attribute) else ast.unparse(node.func)
     if name in SETTERS:
-        objects = [*node.args[:1], *([node.func.value] if isinstance(node.func, ast.Attribute) else [])]
+        objects = [
+            *node.args[:1],
+            *([node.func.value] if isinstance(node.func, ast.Attribute) else []),
+        ]
         for reached in objects:
             if _reaches(reached, foreign):
                 yield node.lineno, _message(node)
     if name in FILLERS and isinstance(node.func, ast.Attribute):
         filled = node.func.value
-        dictionary = (isinstance(filled, ast.Attribute) and filled.attr in ("__dict__", "modules")) or (
-            isinstance(filled, ast.Call) and ast.unparse(filled.func) == "vars"
-        )
+        dictionary = (
+            isinstance(filled, ast.Attribute) and filled.attr in ("__dict__", "modules")
+        ) or (isinstance(filled, ast.Call) and ast.unparse(filled.func) == "vars")
         if dictionary and _reaches(filled, foreign):
             yield node.lineno, _message(node)
 
@@ -82,7 +95,9 @@ def _foreign(scope: Scope, nodes: list[ast.AST], outside: frozenset[str]) -> fro
     names = {(alias.asname or alias.name).split(".")[0] for node in imports for alias in node.names}
     foreign = (outside - bound) | names
     pairs = list(chain.from_iterable(_aliases(node) for node in nodes))
-    while new := {name for name, value in pairs if name not in foreign and _reaches(value, foreign)}:
+    while new := {
+        name for name, value in pairs if name not in foreign and _reaches(value, foreign)
+    }:
         foreign |= new
     return frozenset(foreign)
 
@@ -118,7 +133,11 @@ def _targets(node: ast.AST) -> Iterator[ast.expr]:
 def _aliases(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
     """Names, each with a value that it may have."""
     match node:
-        case ast.Assign(value=value) | ast.AnnAssign(value=ast.expr() as value) | ast.NamedExpr(value=value):
+        case (
+            ast.Assign(value=value)
+            | ast.AnnAssign(value=ast.expr() as value)
+            | ast.NamedExpr(value=value)
+        ):
             pass
         case ast.For(iter=value) | ast.AsyncFor(iter=value) | ast.comprehension(iter=value):
             pass

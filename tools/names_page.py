@@ -14,7 +14,12 @@ from tools.recipe_page import table
 DOCS = Path(__file__).parents[1] / "docs"
 MARK = "<!-- What follows is written by `python -m tools.names_page`. -->\n"
 PAGES: Mapping[str, str] = {"verl": "coming-from-verl.md", "trl": "coming-from-trl.md"}
-TITLES: Mapping[str, str] = {"": "Names of all its trainers", "grpo": "GRPO", "sft": "SFT", "dpo": "DPO"}
+TITLES: Mapping[str, str] = {
+    "": "Names of all its trainers",
+    "grpo": "GRPO",
+    "sft": "SFT",
+    "dpo": "DPO",
+}
 
 
 def page(project: str) -> str:
@@ -29,14 +34,18 @@ def _part(names: Table, kind: str, *, alone: bool) -> Iterator[str]:
     own = [meaning for meaning in names.meanings if meaning.kind == kind]
     yield f"\n## {'Names of its PPO trainer' if alone and not kind else TITLES[kind]} ({names.title} {names.version})\n"
     if keys := [meaning for meaning in own if meaning.key]:
-        rows = [(f"`{meaning.name}`", f"`{meaning.key}`", _escaped(meaning.text)) for meaning in keys]
+        rows = [
+            (f"`{meaning.name}`", f"`{meaning.key}`", _escaped(meaning.text)) for meaning in keys
+        ]
         yield from table(("there", "here", ""), rows)
         yield ""
     reasons: dict[str, list[Meaning]] = {}
     for meaning in own:
         if not meaning.key:
             reasons.setdefault(meaning.text, []).append(meaning)
-    yield from table(("without a key", ""), [(_listed(same), _escaped(text)) for text, same in reasons.items()])
+    yield from table(
+        ("without a key", ""), [(_listed(same), _escaped(text)) for text, same in reasons.items()]
+    )
 
 
 def _listed(meanings: Sequence[Meaning]) -> str:

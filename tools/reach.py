@@ -27,7 +27,9 @@ def graph(sources: Mapping[str, str], others: Iterable[str] = ()) -> Graph:
     edges: dict[str, frozenset[str]] = {}
     for path, text in sources.items():
         tree = ast.parse(text)
-        imported = frozenset(_resolved(_imports(tree), modules)) | frozenset(_conftests(path, sources))
+        imported = frozenset(_resolved(_imports(tree), modules)) | frozenset(
+            _conftests(path, sources)
+        )
         strings = frozenset() if path in NO_STRINGS else frozenset(_named(tree, modules, names))
         edges[path] = (imported | strings) - {path}
         edges[path + RUN] = imported - {path}
@@ -72,7 +74,9 @@ def _imports(tree: ast.AST) -> Iterator[tuple[str, tuple[str, ...]]]:
         yield from _imports(node)
 
 
-def _resolved(imports: Iterable[tuple[str, tuple[str, ...]]], modules: Mapping[str, str]) -> Iterator[str]:
+def _resolved(
+    imports: Iterable[tuple[str, tuple[str, ...]]], modules: Mapping[str, str]
+) -> Iterator[str]:
     for module, names in imports:
         submodules = [f"{module}.{name}" for name in names if f"{module}.{name}" in modules]
         if module in modules and (len(submodules) < len(names) or not names):
@@ -92,7 +96,9 @@ def _named(tree: ast.AST, modules: Mapping[str, str], names: Mapping[str, str]) 
     """Files that a string names: a module, all modules of a package (`"dovetail.cli."`, of an f-string), a command, a file."""
     for node in ast.walk(tree):
         if isinstance(node, ast.List | ast.Tuple):
-            words = [str(word.value) if isinstance(word, ast.Constant) else "" for word in node.elts]
+            words = [
+                str(word.value) if isinstance(word, ast.Constant) else "" for word in node.elts
+            ]
             mains = {f"{name}.__main__" for flag, name in pairwise(words) if flag == "-m"}
             yield from (modules[name] for name in mains if name in modules)
         if not isinstance(node, ast.Constant) or not isinstance(node.value, str):
@@ -101,7 +107,9 @@ def _named(tree: ast.AST, modules: Mapping[str, str], names: Mapping[str, str]) 
         if text in modules and "." in text:
             yield modules[text]
         elif text.endswith(".") and text[:-1] in modules:
-            yield from (path for module, path in modules.items() if module.rpartition(".")[0] == text[:-1])
+            yield from (
+                path for module, path in modules.items() if module.rpartition(".")[0] == text[:-1]
+            )
         elif "import " in text and len(text) < 10_000:  # a program in a string
             try:
                 yield from _resolved(_imports(ast.parse(text)), modules)

@@ -38,7 +38,10 @@ TITLES: Mapping[str, tuple[str, str]] = {
         "more prompts are sampled until a step is full, at most ten times; the last 16 tokens of `rollout.max_new_tokens` "
         "cost reward (the paper: 4,096 of 20,480)",
     ),
-    "dr_grpo": ("Dr. GRPO", "the constant that divides a response's sum is `rollout.max_new_tokens`"),
+    "dr_grpo": (
+        "Dr. GRPO",
+        "the constant that divides a response's sum is `rollout.max_new_tokens`",
+    ),
     "gspo": ("GSPO", "one ratio for a whole response, with the paper's clips"),
     "rloo": (
         "RLOO",
@@ -56,13 +59,22 @@ TITLES: Mapping[str, tuple[str, str]] = {
         "CISPO",
         "the clipped ratio weights log-probs, and no token loses its gradient; TRL's `epsilon_high` is 1 + `clip_high`",
     ),
-    "gmpo": ("GMPO", "the geometric mean of a response's ratios, each clipped to e^-clip_low and e^clip_high"),
+    "gmpo": (
+        "GMPO",
+        "the geometric mean of a response's ratios, each clipped to e^-clip_low and e^clip_high",
+    ),
     "sapo": (
         "SAPO",
         "a soft gate instead of the clip; `loss: {name: sapo, options: {tau_positive: 1.0, tau_negative: 1.05}}`",
     ),
-    "ppo": ("PPO", "with a critic (section `critic`); the first `critic_warmup` steps train it alone"),
-    "sft": ("SFT", "rows with a completion, or with messages; sections `rollout` and `reward` are not used"),
+    "ppo": (
+        "PPO",
+        "with a critic (section `critic`); the first `critic_warmup` steps train it alone",
+    ),
+    "sft": (
+        "SFT",
+        "rows with a completion, or with messages; sections `rollout` and `reward` are not used",
+    ),
     "gkd": (
         "GKD",
         "half of the steps on the student's own samples; needs `teacher.path` ([distillation.md](distillation.md))",
@@ -96,12 +108,19 @@ KINDS: Mapping[str, str] = {
     "integer": "whole number", "number": "number", "string": "text", "boolean": "`true`, `false`", "null": "`null`",
     "array": "list", "object": "mapping",
 }  # fmt: skip
-BOUNDS: Mapping[str, str] = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
+BOUNDS: Mapping[str, str] = {
+    "minimum": ">=",
+    "exclusiveMinimum": ">",
+    "maximum": "<=",
+    "exclusiveMaximum": "<",
+}
 
 
 def page() -> str:
     """The whole page."""
-    return "\n".join([INTRO, *_algorithms(), AFTER_ALGORITHMS, *_keys(), REWARDS, *_rewards(), FROM_OTHERS])
+    return "\n".join(
+        [INTRO, *_algorithms(), AFTER_ALGORITHMS, *_keys(), REWARDS, *_rewards(), FROM_OTHERS]
+    )
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -157,7 +176,9 @@ def _table(section: str, kinds: Mapping[str, Sequence[type[BaseModel]]]) -> list
         if name == "algorithm.name":
             told = "`grpo`"
         takes = (
-            ", ".join(f"`{owner}`" for owner in key.defaults) if name == "algorithm.name" else _takes(inside, schemas)
+            ", ".join(f"`{owner}`" for owner in key.defaults)
+            if name == "algorithm.name"
+            else _takes(inside, schemas)
         )
         rows.append((f"`{inside}`", takes, told, key.text))
     rows.sort(key=lambda row: row[0] != "`name`")
@@ -165,7 +186,11 @@ def _table(section: str, kinds: Mapping[str, Sequence[type[BaseModel]]]) -> list
 
 
 def _default(name: str, value: Any) -> str:
-    if value is PydanticUndefined or isinstance(value, BaseModel) or (value is None and leaf_of(name) == "layout"):
+    if (
+        value is PydanticUndefined
+        or isinstance(value, BaseModel)
+        or (value is None and leaf_of(name) == "layout")
+    ):
         return "empty"
     return f"`{scalar(to_jsonable_python(value))}`"
 
@@ -174,14 +199,20 @@ def _takes(key: str, schemas: Sequence[Mapping[str, Any]]) -> str:
     """What a key takes, by the first schema that has it."""
     first, _, rest = key.partition(".")
     having = [
-        (schema["properties"][first], schema.get("$defs", {})) for schema in schemas if first in schema["properties"]
+        (schema["properties"][first], schema.get("$defs", {}))
+        for schema in schemas
+        if first in schema["properties"]
     ]
     if having and not rest:
         return " or ".join(_kind(each) for each in having[0][0].get("anyOf", [having[0][0]]))
     inside = []
     for field, definitions in having:
         field = field.get("items", field)
-        kinds = [kind["$ref"].rpartition("/")[2] for kind in field.get("anyOf", [field]) if "$ref" in kind]
+        kinds = [
+            kind["$ref"].rpartition("/")[2]
+            for kind in field.get("anyOf", [field])
+            if "$ref" in kind
+        ]
         inside += [{**definitions[kind], "$defs": definitions} for kind in kinds]
     if inside:
         return _takes(rest, inside)
@@ -203,7 +234,11 @@ def _rewards() -> Iterator[str]:
     rows = []
     for name, function in BUILT_IN.items():
         parameters = inspect.signature(function).parameters.values()
-        options = [f"`{p.name}: {scalar(p.default)}`" for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
+        options = [
+            f"`{p.name}: {scalar(p.default)}`"
+            for p in parameters
+            if p.kind is inspect.Parameter.KEYWORD_ONLY
+        ]
         rows.append((f"`{name}`", " ".join(str(function.__doc__).split()), ", ".join(options)))
     yield from table(("name", "what it gives", "options"), rows)
     yield f"\n`final_number`: {' '.join(str(final_number.__doc__).split())}"

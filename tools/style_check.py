@@ -10,15 +10,30 @@ import re
 import subprocess
 import sys
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
+from tools import readability
 from tools.monkey_patches import find_patches
 
 ENVIRONMENT = ("os.environ", "os.getenv", "os.putenv")
-MAX_FILE, MAX_FUNCTION, MAX_PARAMETERS = 400, 80, 8
+MAX_FILE = 500
+MAX_FUNCTION = 100
+MAX_PARAMETERS = 8
+# Tokens a code line of packages that are above `readability.MAX_TOKENS_PER_LINE` still.
+TOKENS_PER_LINE: Mapping[str, float] = {
+    "batch": 10.2,
+    "engine": 10.0,
+    "hf": 9.8,
+    "kernels": 12.0,
+    "nn": 10.8,
+    "optim": 10.0,
+    "pipeline": 10.4,
+    "report": 10.4,
+    "rl": 10.2,
+}
 PROCESS_GROUP_FILES = (
     "parallel/process_group.py",
     "parallel/mesh.py",
@@ -26,12 +41,24 @@ PROCESS_GROUP_FILES = (
     "parallel/private_group.py",
     "pipeline/executor.py",
 )
-SHARDING_MODULES = ("torch.distributed.fsdp", "torch.distributed.tensor")  # wrappers, not process groups
+SHARDING_MODULES = (
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+)  # wrappers, not process groups
 RANKLESS_FILES = ("nn/decoder.py", "nn/attention.py", "nn/mlp.py")
 RANK_WORDS = ("dist", "group", "rank", "world")
 DOWNCASTS = ("float", "double", "half", "bfloat16")
 READ_ONLY = ("Mapping", "Sequence", "Iterable", "Callable", "ClassVar[Mapping", "Final[Mapping")
-MUTABLE_CALLS = ("list", "dict", "set", "bytearray", "defaultdict", "OrderedDict", "deque", "Counter")
+MUTABLE_CALLS = (
+    "list",
+    "dict",
+    "set",
+    "bytearray",
+    "defaultdict",
+    "OrderedDict",
+    "deque",
+    "Counter",
+)
 TOLERANCE_NAMES = ("rtol", "atol", "rel", "abs", "tol", "tolerance")
 MARKER = re.compile(r"\b(TO" + r"DO|FIX" + r"ME|XX" + r"X)\b(?!\(#\d+\))")
 MACHINE_PATH = re.compile(r"(?<![\w.:/])/(?:work|home|root|Users|farm|opt)/\w")
@@ -56,7 +83,13 @@ def check_source(path: str, text: str) -> list[Violation]:
     found = [*_sizes(tree, text), *_comments(text), *_names(path, tree)]
     if path.startswith("src/dovetail/"):
         inside = path.removeprefix("src/dovetail/")
-        found += [*_state(tree), *_calls(tree), *_imports(inside, tree), *_autograd(tree), *_roles(inside, text, tree)]
+        found += [
+            *_state(tree),
+            *_calls(tree),
+            *_imports(inside, tree),
+            *_autograd(tree),
+            *_roles(inside, text, tree),
+        ]
     if path.startswith("tests/") and path != "tests/tolerances.py":
         found += _tolerances(tree)
     return [Violation(path, line, message) for line, message in sorted(set(found))]
@@ -65,7 +98,26 @@ def check_source(path: str, text: str) -> list[Violation]:
 def check_text(path: str, text: str) -> list[Violation]:
     """What holds for any text file: no path of somebody's machine."""
     lines = enumerate(text.splitlines(), 1)
-    return [Violation(path, n, "a path of one machine") for n, line in lines if MACHINE_PATH.search(line)]
+    return [
+        Violation(path, n, "a path of one machine")
+        for n, line in lines
+        if MACHINE_PATH.search(line)
+    ]
+
+
+def check_density(folder: Path) -> list[Violation]:
+    """What packages exceed of the limits of `tools.readability`."""
+    found = []
+    whole = readability.Measure()
+    for name, measured in readability.packages(folder):
+        path = f"{folder.as_posix()}/{name}"
+        messages = readability.problems(name, measured, TOKENS_PER_LINE)
+        found += [Violation(path, 0, message) for message in messages]
+        whole = measured  # the last is all packages together
+    if whole.tuple_assignments > readability.MAX_TUPLE_ASSIGNMENTS:
+        message = f"{whole.tuple_assignments} tuples assigned to tuples of names"
+        found.append(Violation(folder.as_posix(), 0, message))
+    return found
 
 
 Found = Iterator[tuple[int, str]]
@@ -87,10 +139,15 @@ def _sizes(tree: ast.Module, text: str) -> Found:
                 yield node.lineno, f"{node.name} has {lines} lines; at most {MAX_FUNCTION}"
             a = node.args
             names = [
-                arg.arg for arg in (*a.posonlyargs, *a.args, *a.kwonlyargs) if arg.arg not in ("self", "cls", "ctx")
+                arg.arg
+                for arg in (*a.posonlyargs, *a.args, *a.kwonlyargs)
+                if arg.arg not in ("self", "cls", "ctx")
             ]
             if len(names) > MAX_PARAMETERS:
-                yield node.lineno, f"{node.name} has {len(names)} parameters; at most {MAX_PARAMETERS}"
+                yield (
+                    node.lineno,
+                    f"{node.name} has {len(names)} parameters; at most {MAX_PARAMETERS}",
+                )
 
 
 def _comments(text: str) -> Found:
@@ -110,7 +167,10 @@ def _names(path: str, tree: ast.Module) -> Found:
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and VAGUE_NAME.match(node.name):
             yield node.lineno, f"{node.name}: say what it does (no maybe_, handle_, process_)"
         if isinstance(node, ast.ImportFrom) and node.module == "__future__":
-            yield node.lineno, "from __future__ import: pydantic reads annotations at run time, and not as text"
+            yield (
+                node.lineno,
+                "from __future__ import: pydantic reads annotations at run time, and not as text",
+            )
 
 
 def _state(tree: ast.Module) -> Found:
@@ -127,9 +187,9 @@ def _mutable_value(statement: ast.stmt) -> Found:
     if not isinstance(statement, ast.Assign | ast.AnnAssign) or statement.value is None:
         return
     value = statement.value
-    mutable = isinstance(value, ast.List | ast.Dict | ast.Set | ast.ListComp | ast.DictComp | ast.SetComp) or (
-        isinstance(value, ast.Call) and _dotted(value.func).split(".")[-1] in MUTABLE_CALLS
-    )
+    mutable = isinstance(
+        value, ast.List | ast.Dict | ast.Set | ast.ListComp | ast.DictComp | ast.SetComp
+    ) or (isinstance(value, ast.Call) and _dotted(value.func).split(".")[-1] in MUTABLE_CALLS)
     annotation = ast.unparse(statement.annotation) if isinstance(statement, ast.AnnAssign) else ""
     target = statement.targets[0] if isinstance(statement, ast.Assign) else statement.target
     public_names = isinstance(target, ast.Name) and target.id == "__all__"
@@ -152,29 +212,46 @@ def _calls(tree: ast.Module) -> Found:
         if name == "getattr" and len(node.args) == 3:
             yield node.lineno, "getattr with a default: model the absence"
         if isinstance(node.func, ast.Attribute) and node.func.attr in DOWNCASTS and not node.args:
-            yield node.lineno, f".{node.func.attr}(): use .to(torch.promote_types(x.dtype, torch.float32))"
+            yield (
+                node.lineno,
+                f".{node.func.attr}(): use .to(torch.promote_types(x.dtype, torch.float32))",
+            )
 
 
 def _is_blind(handler: ast.ExceptHandler) -> bool:
     """Whether it swallows everything; one that ends in a bare `raise` tidies up, one in `raise ... from` explains."""
     last = handler.body[-1]
     everything = handler.type is None or _dotted(handler.type) in ("Exception", "BaseException")
-    return everything and not (isinstance(last, ast.Raise) and (last.exc is None or last.cause is not None))
+    return everything and not (
+        isinstance(last, ast.Raise) and (last.exc is None or last.cause is not None)
+    )
 
 
 def _imports(inside: str, tree: ast.Module) -> Found:
-    functions = [node for node in _nodes(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    functions = [
+        node for node in _nodes(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
     for node in (inner for function in functions for inner in ast.walk(function)):
-        if isinstance(node, ast.Import | ast.ImportFrom) and any(m.split(".")[0] == "dovetail" for m in _modules(node)):
-            yield node.lineno, "a first-party import inside a function: the packages are in the wrong order"
+        if isinstance(node, ast.Import | ast.ImportFrom) and any(
+            m.split(".")[0] == "dovetail" for m in _modules(node)
+        ):
+            yield (
+                node.lineno,
+                "a first-party import inside a function: the packages are in the wrong order",
+            )
     for node in _nodes(tree):
         if isinstance(node, ast.Import | ast.ImportFrom) and inside not in PROCESS_GROUP_FILES:
             bad = [
-                m for m in _modules(node) if m.startswith("torch.distributed") and not m.startswith(SHARDING_MODULES)
+                m
+                for m in _modules(node)
+                if m.startswith("torch.distributed") and not m.startswith(SHARDING_MODULES)
             ]
             if bad:
                 yield node.lineno, f"{bad[0]} belongs to {', '.join(PROCESS_GROUP_FILES)}"
-        allowed = inside.startswith(("cli/", "launch/")) or inside in ("parallel/process_group.py", "rewards/judge.py")
+        allowed = inside.startswith(("cli/", "launch/")) or inside in (
+            "parallel/process_group.py",
+            "rewards/judge.py",
+        )
         if isinstance(node, ast.Attribute) and _dotted(node) in ENVIRONMENT and not allowed:
             yield (
                 node.lineno,
@@ -190,10 +267,15 @@ def _modules(node: ast.Import | ast.ImportFrom) -> list[str]:
 
 def _autograd(tree: ast.Module) -> Found:
     for node in _nodes(tree):
-        if isinstance(node, ast.ClassDef) and any(_dotted(base).endswith("autograd.Function") for base in node.bases):
+        if isinstance(node, ast.ClassDef) and any(
+            _dotted(base).endswith("autograd.Function") for base in node.bases
+        ):
             doc = ast.get_docstring(node) or ""
             if "forward" not in doc or "backward" not in doc:
-                yield node.lineno, f"{node.name}: its docstring states the algebra of forward and of backward"
+                yield (
+                    node.lineno,
+                    f"{node.name}: its docstring states the algebra of forward and of backward",
+                )
 
 
 def _roles(inside: str, text: str, tree: ast.Module) -> Found:
@@ -214,15 +296,23 @@ def _roles(inside: str, text: str, tree: ast.Module) -> Found:
 
 def _tolerances(tree: ast.Module) -> Found:
     for node in _nodes(tree):
-        if isinstance(node, ast.keyword) and node.arg in TOLERANCE_NAMES and _is_tolerance(node.value):
+        if (
+            isinstance(node, ast.keyword)
+            and node.arg in TOLERANCE_NAMES
+            and _is_tolerance(node.value)
+        ):
             yield node.value.lineno, f"{node.arg}=...: use a name of tests/tolerances.py"
-        if isinstance(node, ast.Compare) and any(isinstance(op, ast.Lt | ast.LtE) for op in node.ops):
+        if isinstance(node, ast.Compare) and any(
+            isinstance(op, ast.Lt | ast.LtE) for op in node.ops
+        ):
             if any(_is_tolerance(c) for c in node.comparators):
                 yield node.lineno, "compares with a small number: use a name of tests/tolerances.py"
 
 
 def _is_tolerance(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and isinstance(node.value, float) and 0.0 < node.value < 0.01
+    return (
+        isinstance(node, ast.Constant) and isinstance(node.value, float) and 0.0 < node.value < 0.01
+    )
 
 
 def _dotted(node: ast.AST) -> str:
@@ -242,6 +332,7 @@ def main() -> int:
         found += check_text(path, text)
         if path.endswith(".py"):
             found += check_source(path, text)
+    found += check_density(Path("src/dovetail"))
     for violation in found:
         print(violation)
     print(f"style: {len(found)} violations" if found else f"style: {len(paths)} files, all well")

@@ -30,11 +30,17 @@ def main(overrides: list[str]) -> int:
         print(error, file=sys.stderr)
         return 2
     except prepare.UnavailableError as error:
-        print(f"No pretrained model: {error}. Training a 1.7M-parameter model FROM SCRATCH instead.", flush=True)
+        print(
+            f"No pretrained model: {error}. Training a 1.7M-parameter model FROM SCRATCH instead.",
+            flush=True,
+        )
         return _from_scratch(overrides)
     inputs.largest(inputs.INPUTS)
     _move_aside(RUN)
-    prompts, fixed = pace.PROMPTS, [f"model.path={model}", f"model.dtype={_fast_dtype()}", f"run_dir={RUN}"]
+    prompts, fixed = (
+        pace.PROMPTS,
+        [f"model.path={model}", f"model.dtype={_fast_dtype()}", f"run_dir={RUN}"],
+    )
     if not (torch.cuda.is_available() or any("trainer." in override for override in overrides)):
         fits = pace.pace(pace.measure(model, _fast_dtype()))
         print(fits.describe(), flush=True)
@@ -54,13 +60,22 @@ def _from_scratch(overrides: list[str]) -> int:
     for run in (RUN, warm):
         _move_aside(run)
     status = _train("scratch_sft.yaml", [f"run_dir={warm}", *overrides])
-    status = status or _train("scratch_grpo.yaml", [f"model.path={warm / 'hf'}", f"run_dir={RUN}", *overrides])
+    status = status or _train(
+        "scratch_grpo.yaml", [f"model.path={warm / 'hf'}", f"run_dir={RUN}", *overrides]
+    )
     return status or _last_check(warm / "hf", "addition_eval.jsonl", 4)
 
 
 def _train(recipe: str, overrides: list[str]) -> int:
     """`dovetail train` with as many threads as this process may use, unless the user has said how many."""
-    command = [sys.executable, "-m", "dovetail", "train", os.path.relpath(RECIPES / recipe), *overrides]
+    command = [
+        sys.executable,
+        "-m",
+        "dovetail",
+        "train",
+        os.path.relpath(RECIPES / recipe),
+        *overrides,
+    ]
     print("\n$", " ".join(["dovetail", *command[3:]]), flush=True)
     threads = {"OMP_NUM_THREADS": str(_cores()), **os.environ}
     return subprocess.run(command, env=threads, check=False).returncode
@@ -73,7 +88,9 @@ def _last_check(before: Path, held_out: str, max_new_tokens: int) -> int:
     print(f"\nLoading the result in transformers, for {len(rows)} held-out prompts ...", flush=True)
     first, last = (check.accuracy(path, rows, max_new_tokens) for path in (before, result))
     print(f"Loaded in transformers: {result}")
-    print(f"Greedy accuracy on {len(rows)} held-out prompts, computed by transformers: {first:.2f} -> {last:.2f}")
+    print(
+        f"Greedy accuracy on {len(rows)} held-out prompts, computed by transformers: {first:.2f} -> {last:.2f}"
+    )
     print(f"Curve: {RUN / 'metrics.jsonl'}   samples: {RUN / 'rollouts'}   data: {inputs.INPUTS}")
     return 0
 

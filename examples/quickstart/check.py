@@ -12,8 +12,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 def accuracy(model_dir: Path, rows: Sequence[dict[str, Any]], max_new_tokens: int) -> float:
     """Share of rows whose greedy continuation is exactly the answer, an optional full stop, and the end."""
     tokenizer = AutoTokenizer.from_pretrained(model_dir, padding_side="left", local_files_only=True)
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, local_files_only=True).eval()
-    given = model.generation_config.eos_token_id  # the ids that end a text, which not every tokenizer knows
+    model = AutoModelForCausalLM.from_pretrained(
+        model_dir, dtype=torch.float32, local_files_only=True
+    ).eval()
+    given = (
+        model.generation_config.eos_token_id
+    )  # the ids that end a text, which not every tokenizer knows
     ends = given if isinstance(given, list) else [given]
     tokenizer.pad_token_id = ends[0]
     prompts = [row["prompt"] for row in rows]
@@ -28,7 +32,10 @@ def accuracy(model_dir: Path, rows: Sequence[dict[str, Any]], max_new_tokens: in
     right = 0
     for row, new in zip(rows, ids.tolist(), strict=True):
         end = next((i for i, token in enumerate(new) if token in ends), None)
-        right += end is not None and tokenizer.decode(new[:end]).strip().removesuffix(".") == row["answer"]
+        right += (
+            end is not None
+            and tokenizer.decode(new[:end]).strip().removesuffix(".") == row["answer"]
+        )
     return right / len(rows)
 
 

@@ -13,7 +13,11 @@ from transformers.utils import logging
 
 def convert(gguf: Path, out: Path) -> None:
     """Write model, tokenizer, chat template and generation config."""
-    source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name, "local_files_only": True}
+    source = {
+        "pretrained_model_name_or_path": str(gguf.parent),
+        "gguf_file": gguf.name,
+        "local_files_only": True,
+    }
     tokenizer = AutoTokenizer.from_pretrained(**source)
     loaded = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
     # a model loaded from GGUF carries a quantizer that refuses to be saved, so a plain one takes its weights
@@ -22,7 +26,9 @@ def convert(gguf: Path, out: Path) -> None:
         settings.pop(key, None)
     plain = LlamaForCausalLM(LlamaConfig(**settings))
     plain.load_state_dict(loaded.state_dict())
-    plain.generation_config.eos_token_id = sorted({tokenizer.eos_token_id, *_end_of_text(tokenizer)}, reverse=True)
+    plain.generation_config.eos_token_id = sorted(
+        {tokenizer.eos_token_id, *_end_of_text(tokenizer)}, reverse=True
+    )
     plain.generation_config.pad_token_id = tokenizer.pad_token_id
     plain.save_pretrained(out)
     tokenizer.save_pretrained(out)

@@ -80,10 +80,15 @@ def _whole(prompt_seconds: float) -> str:
 def measure(model_dir: Path, dtype: str) -> float:
     """Seconds of a forward and a backward pass, a sequence: the median of three rounds, of fewer where they are slow."""
     logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=getattr(torch, dtype), local_files_only=True)
+    model = AutoModelForCausalLM.from_pretrained(
+        model_dir, dtype=getattr(torch, dtype), local_files_only=True
+    )
     seconds, start = list[float](), time.monotonic()
     for count in (1, MEASURED, MEASURED, MEASURED):  # the first one warms up
-        if time.monotonic() - start + (count * seconds[-1] if seconds else 0.0) > MEASURING_SECONDS and seconds:
+        if (
+            time.monotonic() - start + (count * seconds[-1] if seconds else 0.0) > MEASURING_SECONDS
+            and seconds
+        ):
             break
         ids = torch.randint(1000, (count, TOKENS), generator=torch.Generator().manual_seed(0))
         begun = time.monotonic()

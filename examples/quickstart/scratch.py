@@ -13,7 +13,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 CHARACTERS = "0123456789+-*/=<>()?., \n:;!%^_"
-PAD, EOS = "<|endoftext|>", "<|im_end|>"  # names that transformers adds to a Qwen2 tokenizer unless they are there
+PAD, EOS = (
+    "<|endoftext|>",
+    "<|im_end|>",
+)  # names that transformers adds to a Qwen2 tokenizer unless they are there
 
 
 def make(out: Path, seed: int = 0) -> None:
@@ -51,7 +54,10 @@ def character_tokenizer() -> PreTrainedTokenizerFast:
     characters.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     characters.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(
-        tokenizer_object=characters, eos_token=EOS, pad_token=PAD, clean_up_tokenization_spaces=False
+        tokenizer_object=characters,
+        eos_token=EOS,
+        pad_token=PAD,
+        clean_up_tokenization_spaces=False,
     )
 
 

@@ -13,7 +13,9 @@ LARGEST_PROMPT = "<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\
 GSM8K_HINT = "\n\nThink step by step, then write the final number after ####."
 
 
-def largest_of_three(seed: int, num_train: int, num_eval: int = NUM_EVAL) -> tuple[list[Row], list[Row]]:
+def largest_of_three(
+    seed: int, num_train: int, num_eval: int = NUM_EVAL
+) -> tuple[list[Row], list[Row]]:
     """(train, held out) RL rows "Which number is the largest: 54, 94, 2?". No question is in both.
 
     The prompt is a string in SmolLM2's chat format whose assistant turn has begun: 30 tokens. As messages it would get
@@ -48,7 +50,10 @@ def gsm8k(published: Path) -> Iterator[Row]:
     for line in published.read_text(encoding="utf-8").splitlines():
         given = json.loads(line)
         answer = given["answer"].rpartition("####")[2].strip().replace(",", "")
-        yield {"prompt": [{"role": "user", "content": given["question"] + GSM8K_HINT}], "answer": answer}
+        yield {
+            "prompt": [{"role": "user", "content": given["question"] + GSM8K_HINT}],
+            "answer": answer,
+        }
 
 
 def write_rows(path: Path, rows: Iterable[Row]) -> Path:

@@ -95,7 +95,9 @@ tiny.sh(f"dovetail train {RECIPE} --device cpu")
 # %%
 metrics = tiny.read_rows(WORK / "run/metrics.jsonl")
 for row in metrics[::10]:
-    print(f"step {row['step']:2}  reward {row['reward_mean']:.2f}  equal groups {row['equal_groups']:.0%}")
+    print(
+        f"step {row['step']:2}  reward {row['reward_mean']:.2f}  equal groups {row['equal_groups']:.0%}"
+    )
 assert metrics[-1]["reward_mean"] > metrics[0]["reward_mean"] + 0.5
 
 # %% [markdown]

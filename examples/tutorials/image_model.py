@@ -32,7 +32,9 @@ for i in range(60):
     color = draw.randrange(3)
     picture = Image.new("RGB", (16, 16), COLORS[color])
     for _ in range(12):
-        picture.putpixel((draw.randrange(16), draw.randrange(16)), tuple(draw.randrange(256) for _ in range(3)))
+        picture.putpixel(
+            (draw.randrange(16), draw.randrange(16)), tuple(draw.randrange(256) for _ in range(3))
+        )
     picture.save(WORK / f"pictures/{i}.png")
     content = [{"type": "image", "path": f"pictures/{i}.png"}, {"type": "text", "text": "?"}]
     rows.append({"prompt": [{"role": "user", "content": content}], "answer": str(color + 1)})

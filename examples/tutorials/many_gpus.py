@@ -48,7 +48,9 @@ one = tiny.read_rows(WORK / "one/metrics.jsonl")
 for layout in LAYOUTS:
     rows = tiny.read_rows(WORK / layout / "metrics.jsonl")
     for name in ("reward_mean", "loss", "grad_norm"):
-        off = max(abs(a[name] - b[name]) / max(1.0, abs(b[name])) for a, b in zip(rows, one, strict=True))
+        off = max(
+            abs(a[name] - b[name]) / max(1.0, abs(b[name])) for a, b in zip(rows, one, strict=True)
+        )
         print(f"{layout}  {name:12} differs by at most {off:.1e}")
         assert off < 1e-4
 

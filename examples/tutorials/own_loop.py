@@ -43,7 +43,9 @@ def reward(prompt: str, text: str) -> float:
     return 0.5 * (text[:1] == right) + 0.5 * (text == right)
 
 
-def sample(engine: dt.SamplingEngine, prompts: list[str]) -> tuple[list[dt.Completion], torch.Tensor]:
+def sample(
+    engine: dt.SamplingEngine, prompts: list[str]
+) -> tuple[list[dt.Completion], torch.Tensor]:
     """Completions, and their rewards [prompts, SAMPLES]."""
     ids, end = [tokenizer.encode(prompt) for prompt in prompts], [tokenizer.eos_token_id]
     drawn = engine.generate(ids, n=SAMPLES, max_tokens=3, temperature=1.0, stop_token_ids=end)
@@ -63,7 +65,11 @@ def sample(engine: dt.SamplingEngine, prompts: list[str]) -> tuple[list[dt.Compl
 def policy_loss(stats: dt.TokenStats, batch: dt.PackedBatch) -> dt.Loss:
     """REINFORCE with the ratio to the sampler."""
     ratio, count = (stats.logprob - batch.fields["old_logprob"]).exp(), batch.mask.sum()
-    return dt.Loss(-(ratio * batch.fields["advantage"]).sum(), count, {"ratio": dt.Sum(ratio.detach().sum(), count)})
+    return dt.Loss(
+        -(ratio * batch.fields["advantage"]).sum(),
+        count,
+        {"ratio": dt.Sum(ratio.detach().sum(), count)},
+    )
 
 
 # %% [markdown]
@@ -86,7 +92,9 @@ def train_step(engine: dt.SamplingEngine, step: int) -> float:
     for half in (rows[::2], rows[1::2]):
         engine.forward_backward(dt.PackedBatch.pack(half), policy_loss)
     report = engine.optim_step()
-    print(f"step {step}  reward {rewards.mean():.3f}  loss {report.loss:.4f}  ratio {report.metrics['ratio']:.4f}")
+    print(
+        f"step {step}  reward {rewards.mean():.3f}  loss {report.loss:.4f}  ratio {report.metrics['ratio']:.4f}"
+    )
     return float(rewards.mean())
 
 
@@ -120,7 +128,9 @@ begun = again.load_state(WORK / "state")["step"]
 for step in range(begun + 1, STEPS + 1):
     train_step(again, step)
 weights = dict(engine.weights())
-print("the same weights:", all(torch.equal(tensor, weights[name]) for name, tensor in again.weights()))
+print(
+    "the same weights:", all(torch.equal(tensor, weights[name]) for name, tensor in again.weights())
+)
 again.save_pretrained(WORK / "hf")
 
 # %% [markdown]

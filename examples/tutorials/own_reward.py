@@ -16,7 +16,9 @@ WORK = Path("runs/tutorial-reward")
 shutil.rmtree(WORK, ignore_errors=True)  # of an earlier try
 tiny.language_model(WORK / "model")
 sums = [(a, b) for a in range(10) for b in range(10)]
-tiny.write_rows(WORK / "train.jsonl", [{"prompt": f"{a}+{b}?", "answer": f"{a + b:02d}"} for a, b in sums])
+tiny.write_rows(
+    WORK / "train.jsonl", [{"prompt": f"{a}+{b}?", "answer": f"{a + b:02d}"} for a, b in sums]
+)
 
 # %% [markdown]
 # ## Two forms
@@ -96,7 +98,9 @@ run_dir: {WORK}/run
 tiny.sh(f"dovetail train {RECIPE} --device cpu")
 metrics = tiny.read_rows(WORK / "run/metrics.jsonl")
 for row in metrics[::8]:
-    parts = "  ".join(f"{name} {row[name]:.2f}" for name in ("reward_mean", "reward/close", "reward/ended"))
+    parts = "  ".join(
+        f"{name} {row[name]:.2f}" for name in ("reward_mean", "reward/close", "reward/ended")
+    )
     print(f"step {row['step']:2}  {parts}")
 assert metrics[-1]["reward_mean"] > metrics[0]["reward_mean"] + 0.2
 

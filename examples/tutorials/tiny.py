@@ -31,7 +31,9 @@ def sh(command: str, exit_code: int = 0) -> None:
     """Run `dovetail ...` and print its lines as they come. An unexpected exit code ends the tutorial."""
     print("$", command, flush=True)
     words = [sys.executable, "-m", *shlex.split(command)]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    with subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
         for line in process.stdout or ():
             print(line, end="", flush=True)
     if process.returncode != exit_code:
@@ -90,15 +92,29 @@ def vision_model(folder: Path) -> None:
         "bos_token_id": None,
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]},
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "mrope_section": [2, 3, 3],
+        },
     }
-    tower: dict[str, Any] = {"depth": 2, "hidden_size": 32, "num_heads": 2, "patch_size": 4, "out_hidden_size": 64}
+    tower: dict[str, Any] = {
+        "depth": 2,
+        "hidden_size": 32,
+        "num_heads": 2,
+        "patch_size": 4,
+        "out_hidden_size": 64,
+    }
     tower |= {"intermediate_size": 64, "window_size": 16, "fullatt_block_indexes": [1]}
     ids = dict(zip(names, tokenizer.convert_tokens_to_ids(list(marks)), strict=True))
-    config = Qwen2_5_VLConfig(text_config=text, vision_config=tower, tie_word_embeddings=False, **ids)
+    config = Qwen2_5_VLConfig(
+        text_config=text, vision_config=tower, tie_word_embeddings=False, **ids
+    )
     with torch.random.fork_rng():
         torch.manual_seed(0)
         Qwen2_5_VLForConditionalGeneration(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     sizes = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}
-    Qwen2VLImageProcessorPil(**sizes, size={"shortest_edge": 64, "longest_edge": 512}).save_pretrained(folder)
+    Qwen2VLImageProcessorPil(
+        **sizes, size={"shortest_edge": 64, "longest_edge": 512}
+    ).save_pretrained(folder)

@@ -21,7 +21,10 @@ if TYPE_CHECKING:
     from dovetail.parallel.process_group import ensure_process_group as ensure_process_group
     from dovetail.rl.experience import Sample as Sample
     from dovetail.rollout.base import Completion as Completion
-    from dovetail.run.callbacks import TrainerCallback as TrainerCallback, TrainerState as TrainerState
+    from dovetail.run.callbacks import (
+        TrainerCallback as TrainerCallback,
+        TrainerState as TrainerState,
+    )
     from dovetail.run.trainer import Outcome as Outcome
 
 __version__ = "0.1.0"
@@ -53,7 +56,9 @@ HOMES: Mapping[str, str] = {
 
 def __getattr__(name: str) -> Any:
     if name not in HOMES:
-        raise AttributeError(f"module 'dovetail' has no attribute {name!r}; its public names: {', '.join(HOMES)}")
+        raise AttributeError(
+            f"module 'dovetail' has no attribute {name!r}; its public names: {', '.join(HOMES)}"
+        )
     return getattr(importlib.import_module(HOMES[name]), name)
 
 

@@ -5,7 +5,9 @@ import signal
 from dovetail.launch.process import end_with_launcher
 
 end_with_launcher()  # before imports that take long
-signal.signal(signal.SIGINT, signal.SIG_DFL)  # or a Ctrl-C would show a traceback of half-done imports
+signal.signal(
+    signal.SIGINT, signal.SIG_DFL
+)  # or a Ctrl-C would show a traceback of half-done imports
 
 from dovetail.cli.main import main  # noqa: E402
 

@@ -27,7 +27,11 @@ def peak_flops(device: torch.device) -> float | None:
 
 def memory_of(device: torch.device) -> int | None:
     """Bytes; None for a CPU."""
-    return None if device.type == "cpu" else int(torch.get_device_module(device).mem_get_info(device)[1])
+    return (
+        None
+        if device.type == "cpu"
+        else int(torch.get_device_module(device).mem_get_info(device)[1])
+    )
 
 
 def usage(device: torch.device) -> dict[str, float]:
@@ -35,7 +39,10 @@ def usage(device: torch.device) -> dict[str, float]:
     sizes = {"host": resident_memory()}
     if device.type != "cpu":
         module = torch.get_device_module(device)
-        sizes |= {"allocated": module.memory_allocated(device), "reserved": module.memory_reserved(device)}
+        sizes |= {
+            "allocated": module.memory_allocated(device),
+            "reserved": module.memory_reserved(device),
+        }
     row = {f"memory/{name}_gib": size / 2**30 for name, size in sizes.items() if size is not None}
     if device.type == "cuda" and importlib.util.find_spec("pynvml") is not None:
         # no driver, a MIG slice, another pynvml

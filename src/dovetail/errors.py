@@ -21,7 +21,11 @@ DISK_REMEDIES: Mapping[int | None, str] = {
     errno.EROFS: "choose a place that can be written",
 }
 OURS = str(Path(__file__).parent) + os.sep
-NOT_USERS = (OURS, "<", *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")))
+NOT_USERS = (
+    OURS,
+    "<",
+    *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+)
 
 
 class UserError(ValueError):
@@ -128,7 +132,13 @@ def one_line(error: BaseException | None) -> str:
 
 def users_line(error: BaseException) -> str:
     """The last line of the traceback in a file of the user, neither in this package nor installed; "": none."""
-    return _place([f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(NOT_USERS)])
+    return _place(
+        [
+            f
+            for f in traceback.extract_tb(error.__traceback__)
+            if not f.filename.startswith(NOT_USERS)
+        ]
+    )
 
 
 def exit_line(error: SystemExit) -> str:
@@ -177,12 +187,17 @@ def unequal(values: Mapping[str, Sequence[str]], hosts: Sequence[str]) -> list[s
         for rank, value in enumerate(by_rank):
             owners.setdefault(value, []).append(rank)
         if len(owners) > 1:
-            shares = [f"{shortened(value)} on {_owners(ranks, hosts)}" for value, ranks in owners.items()]
+            shares = [
+                f"{shortened(value)} on {_owners(ranks, hosts)}" for value, ranks in owners.items()
+            ]
             lines.append(f"{name}: {'; '.join(shares[:SHOWN_RANKS])}")
     return lines
 
 
 def _owners(ranks: Sequence[int], hosts: Sequence[str]) -> str:
     lists = (list(dict.fromkeys(hosts[rank] for rank in ranks)), ranks)
-    shown = [", ".join(map(str, items[:SHOWN_RANKS])) + ", ..." * (len(items) > SHOWN_RANKS) for items in lists]
+    shown = [
+        ", ".join(map(str, items[:SHOWN_RANKS])) + ", ..." * (len(items) > SHOWN_RANKS)
+        for items in lists
+    ]
     return f"{shown[0]} (rank {shown[1]})"

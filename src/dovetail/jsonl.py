@@ -74,7 +74,9 @@ def parse_json(data: bytes, what: str) -> dict[str, Any]:
     try:
         value = json.loads(data.decode(), object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{what} is not valid JSON: {str(error)[:200]}; fetch or write it again") from error
+        raise CheckpointError(
+            f"{what} is not valid JSON: {str(error)[:200]}; fetch or write it again"
+        ) from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{what} holds a JSON {type(value).__name__}, expected an object")
     return value

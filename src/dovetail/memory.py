@@ -36,24 +36,27 @@ def chunk_bytes(needed: int, most: int | None = None) -> int:
     return size
 
 
-def host_room() -> int | None:
+def free_pinned_bytes() -> int | None:
     """Bytes that may be pinned; None: unknown."""
     free = free_memory()
     return None if free is None else max(free - HOST_RESERVE, 0)
 
 
-def ask_once(sizes: Iterable[int], device: torch.device) -> None:
+def reserve_device_memory(sizes: Iterable[int], device: torch.device) -> None:
     """Reserve CUDA memory for tensors of these bytes in one call."""
     needed = sum(aligned(size, DEVICE_ALIGNMENT) for size in sizes if size > SMALL_BYTES)
     if device.type == "cuda" and needed:
-        torch.empty(needed, dtype=torch.uint8, device=device)  # freed at once; the allocator keeps it
+        torch.empty(
+            needed, dtype=torch.uint8, device=device
+        )  # freed at once; the allocator keeps it
 
 
 class PinnedArena:
     """Chunks of memory that serve views until `reset`."""
 
     def __init__(self, device: torch.device | str = "cpu", *, pinned: bool = False) -> None:
-        self.device, self.pinned = device, pinned
+        self.device = device
+        self.pinned = pinned
         self._chunks: list[Tensor] = []
         self._chunk = self._used = 0
 
@@ -66,8 +69,11 @@ class PinnedArena:
     def allocate(self, dtype: torch.dtype, shape: Iterable[int]) -> Tensor:
         shape = tuple(shape)
         needed = aligned(prod(shape) * dtype.itemsize)
-        while self._chunk < len(self._chunks) and self._used + needed > len(self._chunks[self._chunk]):
-            self._chunk, self._used = self._chunk + 1, 0
+        while self._chunk < len(self._chunks) and self._used + needed > len(
+            self._chunks[self._chunk]
+        ):
+            self._chunk = self._chunk + 1
+            self._used = 0
         if self._chunk == len(self._chunks):
             self._add(self._growth(needed))
         view = view_at(self._chunks[self._chunk], self._used, dtype, shape)
@@ -96,7 +102,9 @@ class PinnedArena:
         return chunk_bytes(needed, most) if self.pinned else max(needed, ALIGNMENT)
 
     def _add(self, num_bytes: int) -> None:
-        self._chunks.append(torch.empty(num_bytes, dtype=torch.uint8, device=self.device, pin_memory=self.pinned))
+        self._chunks.append(
+            torch.empty(num_bytes, dtype=torch.uint8, device=self.device, pin_memory=self.pinned)
+        )
 
     @property
     def num_bytes(self) -> int:
@@ -107,7 +115,11 @@ class OffloadedState:
     """Tensors on the host until `restore`; views stay valid."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        storages = {storage.data_ptr(): storage for storage in (x.untyped_storage() for x in tensors) if len(storage)}
+        storages = {
+            storage.data_ptr(): storage
+            for storage in (x.untyped_storage() for x in tensors)
+            if len(storage)
+        }
         self._storages = list(storages.values())
         self._device = self._storages[0].device if self._storages else torch.device("cpu")
         arena = PinnedArena(pinned=self._device.type != "cpu")
@@ -125,7 +137,8 @@ class OffloadedState:
             storage.resize_(len(copy))
             _bytes_of(storage).copy_(copy, non_blocking=True)
         wait_for(self._device)
-        self._storages, self._copies = [], []
+        self._storages = []
+        self._copies = []
 
 
 def wait_for(device: torch.device) -> None:

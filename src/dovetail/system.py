@@ -16,7 +16,8 @@ OPEN_FILES = 1 << 16  # for process groups and checkpoint files
 BFLOAT16_FEATURES = ("avx512_bf16", "amx_bf16", "bf16")  # of x86; of Arm
 _PROC = Path("/proc")
 _CGROUPS = Path("/sys/fs/cgroup")
-_SET_PARENT_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
+_SET_PARENT_DEATH_SIGNAL = 1
+_SET_CHILD_SUBREAPER = 36  # prctl(2)
 
 
 def kernel_state(pid: int) -> str:
@@ -54,7 +55,11 @@ def free_memory() -> int | None:
     bounds = [] if available is None else [available << 10]
     for top, inside in _memory_groups():
         above = (top / parent for parent in Path(inside).parents)
-        bounds += [left for folder in (top / inside, *above) if (left := _left_of_group(folder)) is not None]
+        bounds += [
+            left
+            for folder in (top / inside, *above)
+            if (left := _left_of_group(folder)) is not None
+        ]
     return max(min(bounds), 0) if bounds else None
 
 
@@ -67,10 +72,12 @@ def gpu_memory() -> list[int]:
     """Bytes of each GPU by NVML."""
     sizes: list[int] = []
     with contextlib.suppress(OSError, AttributeError):
-        nvml, count = ctypes.CDLL("libnvidia-ml.so.1"), ctypes.c_uint()
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+        count = ctypes.c_uint()
         if nvml.nvmlInit_v2() == 0 and nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) == 0:
             for index in range(count.value):
-                device, memory = ctypes.c_void_p(), (ctypes.c_ulonglong * 3)()  # total, free, used
+                device = ctypes.c_void_p()
+                memory = (ctypes.c_ulonglong * 3)()  # total, free, used
                 nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device))
                 if nvml.nvmlDeviceGetMemoryInfo(device, memory) == 0:
                     sizes.append(memory[0])
@@ -108,7 +115,7 @@ def limit_memory(more: int) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
-def allow_open_files() -> None:
+def raise_open_files_limit() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
     if 0 <= soft < wanted:  # RLIM_INFINITY is -1
@@ -117,8 +124,11 @@ def allow_open_files() -> None:
 
 def end_children(spared: Iterable[int] = (), seconds: float = math.inf) -> set[int]:
     """Kill all descendants except `spared` and theirs; returns those left after `seconds`."""
-    kept, until = set(spared) | children_of(spared), time.monotonic() + seconds
-    while left := {pid for pid in children_of([os.getpid()]) - kept if kernel_state(pid) not in ("Z", "X")}:
+    kept = set(spared) | children_of(spared)
+    until = time.monotonic() + seconds
+    while left := {
+        pid for pid in children_of([os.getpid()]) - kept if kernel_state(pid) not in ("Z", "X")
+    }:
         for pid in left:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
@@ -154,11 +164,17 @@ def _memory_groups() -> Iterator[tuple[Path, str]]:
 
 
 def _left_of_group(folder: Path) -> int | None:
-    names = (("memory.max", "memory.current", ""), ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"))
+    names = (
+        ("memory.max", "memory.current", ""),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+    )
     for limit, used, prefix in names:
         with contextlib.suppress(OSError, ValueError):  # no such file; or "max"
             left = int((folder / limit).read_text()) - int((folder / used).read_text())
-            files = (_counter(folder / "memory.stat", f"{prefix}{kind}_file") or 0 for kind in ("active", "inactive"))
+            files = (
+                _counter(folder / "memory.stat", f"{prefix}{kind}_file") or 0
+                for kind in ("active", "inactive")
+            )
             return left + sum(files)
     return None
 

@@ -42,7 +42,11 @@ class Ended(NamedTuple):
     def well(self) -> bool:
         """Code 0, and nothing but the closing line of a command that wrote, and a note on more ranks than cores."""
         err = re.sub(r"dovetail: note: \d+ ranks share \d+ CPU cores; .*\n", "", self.err)
-        return self.code == 0 and not err and re.fullmatch(r"(wrote \d+ .* to .*\n)?", self.out) is not None
+        return (
+            self.code == 0
+            and not err
+            and re.fullmatch(r"(wrote \d+ .* to .*\n)?", self.out) is not None
+        )
 
 
 def here(*argv: object) -> Ended:
@@ -94,7 +98,9 @@ def start(
     """
     clean = {key: value for key, value in os.environ.items() if key not in LAUNCHER}
     source = str(Path(__file__).parents[2] / "src")
-    paths = [path for path in ((env or {}).get("PYTHONPATH"), source, clean.get("PYTHONPATH")) if path]
+    paths = [
+        path for path in ((env or {}).get("PYTHONPATH"), source, clean.get("PYTHONPATH")) if path
+    ]
     known = {**clean, "OMP_NUM_THREADS": "1", **(env or {}), "PYTHONPATH": os.pathsep.join(paths)}
     command = [sys.executable, *options.pop("python", ["-m", "dovetail"]), *map(str, argv)]
     if not executed and can_fork(command, env, options):
@@ -114,7 +120,9 @@ def program(*argv: object, env: Mapping[str, str] | None = None, **options: Any)
     return Ended(process.returncode, out, err)
 
 
-def make_model(path: Path, *, dtype: torch.dtype = torch.float32, tokenizer: bool = True, **changes: Any) -> Path:
+def make_model(
+    path: Path, *, dtype: torch.dtype = torch.float32, tokenizer: bool = True, **changes: Any
+) -> Path:
     """A tiny Llama of random weights with a byte-level tokenizer, 260 words, and a chat template."""
     config = tiny_configs()["llama"]
     assert isinstance(config, LlamaConfig)
@@ -127,7 +135,9 @@ def make_model(path: Path, *, dtype: torch.dtype = torch.float32, tokenizer: boo
 
 def write_rows(path: Path, rows: Iterable[object]) -> Path:
     """JSON lines; text stays as it is."""
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    path.write_text(
+        "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
+    )
     return path
 
 

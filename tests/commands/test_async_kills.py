@@ -27,7 +27,9 @@ def seeds_of(groups: set[int]) -> Iterator[int]:
     for group in groups:
         step, row = divmod(group, BATCH)
         for sample in range(SAMPLES):
-            yield Request(ids=[1], row=row, sample=sample, params=SamplingParams(step=step), salt="").seed(0)
+            yield Request(
+                ids=[1], row=row, sample=sample, params=SamplingParams(step=step), salt=""
+            ).seed(0)
 
 
 def live(recipe: Path, engine: ModelEngine, requests: int, seconds: float) -> bool:
@@ -48,9 +50,13 @@ def live(recipe: Path, engine: ModelEngine, requests: int, seconds: float) -> bo
 
 
 @pytest.mark.parametrize("wanted", [2, pytest.param(50, marks=pytest.mark.soak)])
-def test_kills_lose_no_finished_group_and_train_none_twice(wanted: int, model: Path, tmp_path: Path) -> None:
+def test_kills_lose_no_finished_group_and_train_none_twice(
+    wanted: int, model: Path, tmp_path: Path
+) -> None:
     luck, kills, runs = random.Random(wanted), 0, 0
-    rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": f"{i} ab", "answer": "c"} for i in range(ROWS)])
+    rows = write_rows(
+        tmp_path / "rows.jsonl", [{"prompt": f"{i} ab", "answer": "c"} for i in range(ROWS)]
+    )
     while kills < wanted:
         run_dir, ended = tmp_path / f"run-{runs}", False
         recipe = write_recipe(
@@ -58,7 +64,11 @@ def test_kills_lose_no_finished_group_and_train_none_twice(wanted: int, model: P
             model,
             rows,
             algorithm={"name": "grpo"},
-            rollout={"samples_per_prompt": SAMPLES, "max_new_tokens": 6, "push": {"directory": str(tmp_path / "push")}},
+            rollout={
+                "samples_per_prompt": SAMPLES,
+                "max_new_tokens": 6,
+                "push": {"directory": str(tmp_path / "push")},
+            },
             trainer={"prompts_per_step": BATCH, "save_every": 1, "steps": STEPS},
             run_dir=str(run_dir),
         )
@@ -75,11 +85,17 @@ def test_kills_lose_no_finished_group_and_train_none_twice(wanted: int, model: P
                 known = {group for group in pool if group >= first} if checkpoints else set[int]()
                 assert not sampled & {*seeds_of(known)}, "a finished group was sampled again"
         order = [step_rows(load_recipe(str(recipe)), ROWS, step) for step in range(STEPS)]
-        trained = [read_rows(run_dir / "rollouts" / f"step_{step + 1:06}.jsonl") for step in range(STEPS)]
+        trained = [
+            read_rows(run_dir / "rollouts" / f"step_{step + 1:06}.jsonl") for step in range(STEPS)
+        ]
         assert [[row["id"] for row in step] for step in trained] == [
             [i for i in ids for _ in range(SAMPLES)] for ids in order
         ]
-        assert [row["step"] for row in read_rows(run_dir / "metrics.jsonl")] == list(range(1, STEPS + 1))
+        assert [row["step"] for row in read_rows(run_dir / "metrics.jsonl")] == list(
+            range(1, STEPS + 1)
+        )
         for step, samples in enumerate(trained):
-            assert all(step - 2 <= version <= step for row in samples for version, _, _ in row["versions"])
+            assert all(
+                step - 2 <= version <= step for row in samples for version, _, _ in row["versions"]
+            )
         runs += 1

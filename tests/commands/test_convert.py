@@ -9,18 +9,32 @@ from safetensors.torch import save_file
 from transformers import AutoModelForTokenClassification
 
 from tests.checkpoints import assert_same_tensors, digests, tensors_of
-from tests.commands.program import Ended, here, make_model, on_ranks, program, read_rows, refusal, write_rows
+from tests.commands.program import (
+    Ended,
+    here,
+    make_model,
+    on_ranks,
+    program,
+    read_rows,
+    refusal,
+    write_rows,
+)
 from tests.parity.configs import tiny_configs, tiny_model
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("convert") / "bf16", dtype=torch.bfloat16, tie_word_embeddings=True)
+    return make_model(
+        tmp_path_factory.mktemp("convert") / "bf16", dtype=torch.bfloat16, tie_word_embeddings=True
+    )
 
 
 def test_through_two_ranks_and_back(source: Path, tmp_path: Path) -> None:
     cut, back = tmp_path / "c\u00fct", tmp_path / "back"
-    assert {each.well for each in on_ranks(2, "convert", source, cut, "--to", "sharded", "--layout", "tp=2")} == {True}
+    assert {
+        each.well
+        for each in on_ranks(2, "convert", source, cut, "--to", "sharded", "--layout", "tp=2")
+    } == {True}
     assert len(list(cut.glob("pieces-*"))) == 2
     ended = program("inspect", cut, "--verify", env={"PYTHONIOENCODING": "ascii"})  # of a terminal
     assert (ended.code, ended.err) == (0, "")
@@ -41,12 +55,28 @@ def test_a_value_model_keeps_its_head(bias: bool, tmp_path: Path) -> None:
     peer.save_pretrained(source)
     ended = on_ranks(2, "convert", source, tmp_path / "cut", "--to", "sharded", "--layout", "tp=2")
     assert {each.well for each in ended} == {True}
-    assert {each.well for each in on_ranks(2, "convert", tmp_path / "cut", tmp_path / "back", "--to", "hf")} == {True}
+    assert {
+        each.well
+        for each in on_ranks(2, "convert", tmp_path / "cut", tmp_path / "back", "--to", "hf")
+    } == {True}
     assert digests(tmp_path / "back") == digests(source)
     rows = write_rows(tmp_path / "rows.jsonl", [{"input_ids": [5, 6, 7]}])
     found = []
     for model in (source, tmp_path / "cut", tmp_path / "back"):
-        assert here("score", "--model", model, "--data", rows, "--out", tmp_path / "o", "--head", "value").code == 0
+        assert (
+            here(
+                "score",
+                "--model",
+                model,
+                "--data",
+                rows,
+                "--out",
+                tmp_path / "o",
+                "--head",
+                "value",
+            ).code
+            == 0
+        )
         found.append(read_rows(tmp_path / "o"))
     assert found[0] == found[1] == found[2]
     if bias:
@@ -58,8 +88,15 @@ def test_a_value_head_without_bias_beside_an_lm_head(tmp_path: Path) -> None:
     peer = tiny_model(tiny_configs()["llama"], values=True)
     peer.save_pretrained(source)
     tensors = {name: x for name, x in peer.state_dict().items() if not name.startswith("score.")}
-    tensors |= {"v_head.weight": peer.score.weight.detach(), "lm_head.weight": peer.get_input_embeddings().weight + 1}
-    save_file({name: x.contiguous() for name, x in tensors.items()}, source / "model.safetensors", {"format": "pt"})
+    tensors |= {
+        "v_head.weight": peer.score.weight.detach(),
+        "lm_head.weight": peer.get_input_embeddings().weight + 1,
+    }
+    save_file(
+        {name: x.contiguous() for name, x in tensors.items()},
+        source / "model.safetensors",
+        {"format": "pt"},
+    )
     ended = here("convert", source, tmp_path / "cut", "--to", "sharded")
     assert ended.well, ended.err
     assert here("convert", tmp_path / "cut", tmp_path / "back", "--to", "hf").well
@@ -68,7 +105,9 @@ def test_a_value_head_without_bias_beside_an_lm_head(tmp_path: Path) -> None:
 
 def test_a_cast_there_and_back(source: Path, tmp_path: Path) -> None:
     wide, again = tmp_path / "wide", tmp_path / "again"
-    assert here("convert", source, tmp_path / "cut", "--to", "sharded", "--dtype", "float32").code == 0
+    assert (
+        here("convert", source, tmp_path / "cut", "--to", "sharded", "--dtype", "float32").code == 0
+    )
     assert here("convert", tmp_path / "cut", wide, "--to", "hf").code == 0
     assert json.loads((wide / "config.json").read_text())["dtype"] == "float32"
     assert here("convert", wide, again, "--to", "hf", "--dtype", "bfloat16").code == 0
@@ -95,20 +134,32 @@ def test_a_place_that_is_taken_is_refused(source: Path, tmp_path: Path) -> None:
     (tmp_path / "taken" / "file").write_text("x")
     for to in ("sharded", "hf"):
         told = refusal(here("convert", source, tmp_path / "taken", "--to", to))
-        assert "taken is there already and is not an empty directory; remove it or choose another path" in told
+        assert (
+            "taken is there already and is not an empty directory; remove it or choose another path"
+            in told
+        )
         told = refusal(here("convert", source, tmp_path / "taken" / "file" / "x", "--to", to))
         assert "file is no directory that you may write to" in told
-    assert "invalid choice: 'gguf'" in refusal(here("convert", source, tmp_path / "x", "--to", "gguf"))
-    assert "the following arguments are required: --to" in refusal(here("convert", source, tmp_path / "x"))
+    assert "invalid choice: 'gguf'" in refusal(
+        here("convert", source, tmp_path / "x", "--to", "gguf")
+    )
+    assert "the following arguments are required: --to" in refusal(
+        here("convert", source, tmp_path / "x")
+    )
 
 
-def test_a_place_that_no_directory_can_replace(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_place_that_no_directory_can_replace(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A volume, or where the user stands: renames of directories end there with an error of the system's."""
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
     for place in (".", tmp_path / "empty"):
         told = refusal(here("convert", source, place, "--to", "sharded"))
-        assert "is a mount point or the working directory, which cannot be replaced; give a path inside it" in told
+        assert (
+            "is a mount point or the working directory, which cannot be replaced; give a path inside it"
+            in told
+        )
     assert {path.name for path in tmp_path.rglob("*")} == {"empty"}
     assert here("convert", source, "inside", "--to", "sharded").code == 0
 
@@ -120,7 +171,9 @@ def cut(source: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("to", ["sharded", "hf"])
-def test_a_place_that_is_taken_is_told_before_the_source_is_read(to: str, cut: Path, tmp_path: Path) -> None:
+def test_a_place_that_is_taken_is_told_before_the_source_is_read(
+    to: str, cut: Path, tmp_path: Path
+) -> None:
     (piece,) = cut.glob("pieces-*")
     whole = piece.read_bytes()
     piece.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))

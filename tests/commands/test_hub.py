@@ -24,8 +24,12 @@ def asked(model: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return calls
 
 
-def test_a_pinned_name_fetches_safetensors_and_json_only(asked: list[dict[str, Any]], tmp_path: Path) -> None:
-    rows = write_rows(tmp_path / "rows.jsonl", [{"input_ids": [5, 6], "prompt": "a", "completion": "b"}])
+def test_a_pinned_name_fetches_safetensors_and_json_only(
+    asked: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    rows = write_rows(
+        tmp_path / "rows.jsonl", [{"input_ids": [5, 6], "prompt": "a", "completion": "b"}]
+    )
     name = f"org/a-model.v2@{COMMIT}"
     assert here("score", "--model", name, "--data", rows, "--out", tmp_path / "o").code == 0
     assert here("generate", "--model", name, "--data", rows, "--out", tmp_path / "o").code == 0
@@ -43,8 +47,14 @@ def test_a_pinned_name_fetches_safetensors_and_json_only(asked: list[dict[str, A
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("org/model", "org/model is not a directory; for a hub model, pin it to a commit: org/model@COMMIT"),
-        ("org/model@main", "'main' is not a commit; a branch or tag can move, so give the 40 hexadecimal digits"),
+        (
+            "org/model",
+            "org/model is not a directory; for a hub model, pin it to a commit: org/model@COMMIT",
+        ),
+        (
+            "org/model@main",
+            "'main' is not a commit; a branch or tag can move, so give the 40 hexadecimal digits",
+        ),
         ("org/model@v1.0", "'v1.0' is not a commit"),
         (f"org/model@{COMMIT[:7]}", "is not a commit"),
         (f"org/model@{COMMIT.upper()}", "is not a commit"),
@@ -53,13 +63,17 @@ def test_a_pinned_name_fetches_safetensors_and_json_only(asked: list[dict[str, A
         ("model", "model is not a directory"),
     ],
 )
-def test_anything_else_asks_nobody(name: str, words: str, asked: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_anything_else_asks_nobody(
+    name: str, words: str, asked: list[dict[str, Any]], tmp_path: Path
+) -> None:
     rows = write_rows(tmp_path / "rows.jsonl", [{"input_ids": [5]}])
     assert words in refusal(here("score", "--model", name, "--data", rows, "--out", tmp_path / "o"))
     assert asked == []
 
 
-def test_a_hub_that_does_not_answer_is_told_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_that_does_not_answer_is_told_as_such(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "home"))
     rows = write_rows(tmp_path / "rows.jsonl", [{"input_ids": [5]}])

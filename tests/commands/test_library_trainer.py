@@ -31,12 +31,17 @@ TIMES = ("seconds", "timestamp", "memory", "tokens_per", "samples_per", "mfu", "
 
 def numbers(folder: Path) -> list[dict[str, Any]]:
     rows = read_rows(folder / "metrics.jsonl")
-    return [{name: x for name, x in row.items() if not any(part in name for part in TIMES)} for row in rows]
+    return [
+        {name: x for name, x in row.items() if not any(part in name for part in TIMES)}
+        for row in rows
+    ]
 
 
 @pytest.fixture
 def recipe(model: Path, tmp_path: Path) -> Path:
-    rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": "ab", "answer": "c"}, {"prompt": "hi", "answer": "h"}])
+    rows = write_rows(
+        tmp_path / "rows.jsonl", [{"prompt": "ab", "answer": "c"}, {"prompt": "hi", "answer": "h"}]
+    )
     (tmp_path / "mine.py").write_text(
         "def length(data_source, solution_str, ground_truth):\n    return len(solution_str)\n"
     )
@@ -54,10 +59,16 @@ def recipe(model: Path, tmp_path: Path) -> Path:
 def given(recipe: Path, run_dir: str, **trainer: Any) -> dict[str, Any]:
     """A mapping, with another run_dir."""
     keys: dict[str, Any] = yaml.safe_load(recipe.read_text())
-    return {**keys, "trainer": {**keys["trainer"], **trainer}, "run_dir": str(recipe.parent / run_dir)}
+    return {
+        **keys,
+        "trainer": {**keys["trainer"], **trainer},
+        "run_dir": str(recipe.parent / run_dir),
+    }
 
 
-def test_it_runs_what_the_command_runs(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_runs_what_the_command_runs(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """From a file, a Recipe or a mapping, several times in a process, which is afterwards as it was."""
     assert here("train", recipe).code == 0
     monkeypatch.chdir(tmp_path)  # where a mapping's functions are
@@ -65,7 +76,10 @@ def test_it_runs_what_the_command_runs(recipe: Path, tmp_path: Path, monkeypatch
     streams = sys.stdout, sys.stderr
     mapping = given(recipe, "mapping")
     moved = load_recipe(recipe, [f"run_dir={tmp_path / 'moved'}"])
-    for trainer in (dt.Trainer(mapping, device="cpu"), dt.Trainer(moved, [dt.TrainerCallback()], device="cpu")):
+    for trainer in (
+        dt.Trainer(mapping, device="cpu"),
+        dt.Trainer(moved, [dt.TrainerCallback()], device="cpu"),
+    ):
         with contextlib.redirect_stdout(io.StringIO()) as out:
             outcome = trainer.train()
         assert out.getvalue().count("step 3/3") == 1
@@ -73,16 +87,22 @@ def test_it_runs_what_the_command_runs(recipe: Path, tmp_path: Path, monkeypatch
         assert numbers(folder) == numbers(tmp_path / "run")
         assert_same_tensors(tensors_of(folder / "hf"), tensors_of(tmp_path / "run/hf"))
         assert outcome.rows[-1]["loss"] == numbers(folder)[-1]["loss"] and not outcome.stopped
-        assert not dist.is_initialized() and not (folder / ".lock").exists() and (sys.stdout, sys.stderr) == streams
+        assert (
+            not dist.is_initialized()
+            and not (folder / ".lock").exists()
+            and (sys.stdout, sys.stderr) == streams
+        )
         assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == handlers
     with pytest.raises(FinishedError, match="is finished"):
         dt.Trainer(recipe, device="cpu").train()
     with pytest.raises(
-        LayoutError, match=r"layout tp=2.* needs a multiple of 2 ranks, .* `torchrun --nproc-per-node N"
+        LayoutError,
+        match=r"layout tp=2.* needs a multiple of 2 ranks, .* `torchrun --nproc-per-node N",
     ):
         dt.Trainer({**mapping, "layout": {"tp": 2}}, device="cpu").train()
     with pytest.raises(
-        ConfigError, match=r"callbacks has <class .*expected objects of classes made from dt\.TrainerCallback"
+        ConfigError,
+        match=r"callbacks has <class .*expected objects of classes made from dt\.TrainerCallback",
     ):
         dt.Trainer(recipe, [dt.TrainerCallback])  # type: ignore[list-item]
     assert not dist.is_initialized()
@@ -96,7 +116,11 @@ class Everything(dt.TrainerCallback):
 
     def note(self, event: str, state: dt.TrainerState, *more: Any) -> None:
         self.events.append((event, state.global_step, *more))
-        if event == self.fail and state.global_step == 2 and not (dist.get_world_size() > 1 and dist.get_rank() == 0):
+        if (
+            event == self.fail
+            and state.global_step == 2
+            and not (dist.get_world_size() > 1 and dist.get_rank() == 0)
+        ):
             raise ValueError("mine")
 
     def on_train_begin(self, state: dt.TrainerState) -> None:
@@ -115,7 +139,9 @@ class Everything(dt.TrainerCallback):
         self.note("step_end", state)
         metrics["rank"] = dist.get_rank()
         assert state.is_world_process_zero == (dist.get_rank() == 0)
-        state.should_training_stop = state.global_step == 3 and dist.get_rank() == dist.get_world_size() - 1
+        state.should_training_stop = (
+            state.global_step == 3 and dist.get_rank() == dist.get_world_size() - 1
+        )
 
     def on_evaluate(self, state: dt.TrainerState, metrics: dict[str, Any]) -> None:
         self.note("evaluate", state)
@@ -130,7 +156,9 @@ class Everything(dt.TrainerCallback):
         self.note("train_end", state)
 
 
-def trained(recipe: dict[str, Any], fail: str = "") -> tuple[list[tuple[Any, ...]], str, list[dict[str, Any]]]:
+def trained(
+    recipe: dict[str, Any], fail: str = ""
+) -> tuple[list[tuple[Any, ...]], str, list[dict[str, Any]]]:
     """On one rank of several: what its callback was called for, the error, and the rows."""
     callback, error, rows = Everything(fail), "", list[dict[str, Any]]()
     try:
@@ -145,7 +173,10 @@ def test_callbacks_are_called_on_every_rank_and_change_the_run(
     recipe: Path, world: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    keys = {**given(recipe, "changed", steps=9, async_save=False), "reward": {"name": "exact_match"}}
+    keys = {
+        **given(recipe, "changed", steps=9, async_save=False),
+        "reward": {"name": "exact_match"},
+    }
     found = run(world, trained, keys)
     expected: list[tuple[Any, ...]] = [("train_begin", 0), ("evaluate", 0)]
     for n in range(3):
@@ -156,7 +187,9 @@ def test_callbacks_are_called_on_every_rank_and_change_the_run(
     assert [row["lr"] for row in rows] == [2.0**-10, 2.0**-11, 2.0**-12]
     assert [(row["reward_mean"], row["rank"]) for row in rows] == [(0.5, 0)] * 3
     assert rows[-1]["eval_updates"] == 3 and rows[0]["eval_updates_before"] == 0
-    assert [sample["sample"] for sample in read_rows(tmp_path / "changed/rollouts/step_000002.jsonl")] == [0, 1]
+    assert [
+        sample["sample"] for sample in read_rows(tmp_path / "changed/rollouts/step_000002.jsonl")
+    ] == [0, 1]
 
 
 def test_an_error_of_a_callback_ends_the_run_on_all_ranks(
@@ -165,9 +198,7 @@ def test_an_error_of_a_callback_ends_the_run_on_all_ranks(
     """One on the second rank alone, too; what was saved is gone on from, by a second Trainer of the same processes."""
     monkeypatch.chdir(tmp_path)
     keys = {**given(recipe, "failed", async_save=False), "reward": {"name": "exact_match"}}
-    message = (
-        "Everything.on_step_end failed on rank 1, after step 2 of 3: ValueError: mine; what the run has saved is whole"
-    )
+    message = "Everything.on_step_end failed on rank 1, after step 2 of 3: ValueError: mine; what the run has saved is whole"
     for _, error, _ in run(2, trained, keys, "step_end"):
         assert error == message
     assert [row["step"] for row in read_rows(tmp_path / "failed/metrics.jsonl")] == [1]
@@ -192,9 +223,15 @@ def test_a_script_of_two_ranks_trains_twice(recipe: Path, tmp_path: Path) -> Non
     """Started as torchrun starts it; the second time is as the first."""
     keys = {**given(recipe, "", steps=1, save_every=0), "reward": {"name": "exact_match"}}
     (tmp_path / "script.py").write_text(SCRIPT.format(recipe=keys))
-    env = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    env = {
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_free_port()),
+    }
     ranks = [
-        start(env={**env, "RANK": str(r), "LOCAL_RANK": str(r)}, python=["script.py"], cwd=tmp_path) for r in range(2)
+        start(env={**env, "RANK": str(r), "LOCAL_RANK": str(r)}, python=["script.py"], cwd=tmp_path)
+        for r in range(2)
     ]
     told = [process.communicate(timeout=120) for process in ranks]
     assert [process.returncode for process in ranks] == [0, 0], told
@@ -206,13 +243,17 @@ def test_the_example_of_the_page_runs(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    write_rows(tmp_path / "rows.jsonl", [{"prompt": "ab", "answer": "c"}, {"prompt": "hi", "answer": "h"}])
+    write_rows(
+        tmp_path / "rows.jsonl", [{"prompt": "ab", "answer": "c"}, {"prompt": "hi", "answer": "h"}]
+    )
     _, block = re.findall(r"```python\n(.*?)```", (ROOT / "docs/library.md").read_text(), re.DOTALL)
     (tmp_path / "example.py").write_text(block.replace('"MODEL"', repr(str(model))))
     outcome = runpy.run_path("example.py")["outcome"]
     assert [row["lr"] for row in outcome.rows] == pytest.approx([1e-3 / 3, 2e-3 / 3, 1e-3, 1e-3])
     lengths = [row["response_length_mean"] for row in outcome.rows]
-    assert [row["reward_mean"] for row in outcome.rows] == pytest.approx([-0.1 * length for length in lengths])
+    assert [row["reward_mean"] for row in outcome.rows] == pytest.approx(
+        [-0.1 * length for length in lengths]
+    )
     assert outcome.rows[-1]["reward_so_far"] == max(row["reward_mean"] for row in outcome.rows)
     assert "checkpoints/step_000002 is whole" in capfd.readouterr().out.replace("\n", "")
 
@@ -231,7 +272,11 @@ def test_a_signal_saves_and_the_next_call_goes_on(
     keys = {**given(recipe, "stopped", save_every=0), "reward": {"name": "exact_match"}}
     handler = signal.getsignal(signal.SIGINT)
     outcome = dt.Trainer(keys, [Interrupts()], device="cpu").train()
-    assert outcome.stopped and [row["step"] for row in outcome.rows] == [1] and not (tmp_path / "stopped/hf").exists()
+    assert (
+        outcome.stopped
+        and [row["step"] for row in outcome.rows] == [1]
+        and not (tmp_path / "stopped/hf").exists()
+    )
     assert signal.getsignal(signal.SIGINT) == handler
     with ThreadPoolExecutor(1) as pool:
         outcome = pool.submit(dt.Trainer(keys, device="cpu").train).result()

@@ -52,24 +52,38 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "mine.py").write_text(MINE)
     (folder / "reward.py").write_text(REWARD)
     shutil.copy(ROOT / "examples" / "own_loss.py", folder / "own_loss.py")
-    write_rows(folder / "rows.jsonl", [{"prompt": text, "answer": text} for text in ("ab", "xyz", "hello", "q")])
+    write_rows(
+        folder / "rows.jsonl",
+        [{"prompt": text, "answer": text} for text in ("ab", "xyz", "hello", "q")],
+    )
     return folder
 
 
 def recipe(folder: Path, run: str, /, **algorithm: Any) -> Path:
     keys = {"name": "rloo", "num_mini_batches": 2, "kl_coef": 0.1, **algorithm}
-    sections: dict[str, Any] = {"reward": {"import": "reward:count", "workers": 1}, "optim": {"lr": 1e-2}}
-    path = write_recipe(folder / f"{run}.yaml", folder / "model", folder / "rows.jsonl", algorithm=keys, **sections)
+    sections: dict[str, Any] = {
+        "reward": {"import": "reward:count", "workers": 1},
+        "optim": {"lr": 1e-2},
+    }
+    path = write_recipe(
+        folder / f"{run}.yaml", folder / "model", folder / "rows.jsonl", algorithm=keys, **sections
+    )
     path.write_text(path.read_text().replace(str(folder / "run"), str(folder / f"run-{run}")))
     return path
 
 
 def metrics(folder: Path, name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / f"run-{name}" / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)
+        for line in (folder / f"run-{name}" / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
 def test_own_functions_train_as_the_built_in_ones(folder: Path) -> None:
-    own = {"loss": {"import": "mine:clipped", "options": {"high": 0.2}}, "advantage": {"import": "mine:others"}}
+    own = {
+        "loss": {"import": "mine:clipped", "options": {"high": 0.2}},
+        "advantage": {"import": "mine:others"},
+    }
     for name, keys in {"built_in": {}, "own": own}.items():
         ended = here("train", recipe(folder, name, **keys), "--device", "cpu")
         assert ended.code == 0, ended.err
@@ -90,7 +104,9 @@ def test_the_example_runs_on_two_ranks(folder: Path) -> None:
         "loss": {"import": "own_loss:truncated", "options": {"cap": 1.5}},
         "advantage": {"import": "own_loss:best_of_group"},
     }
-    ended = on_ranks(2, "train", recipe(folder, "example", **keys), "--device", "cpu", "--layout", "cp=2")
+    ended = on_ranks(
+        2, "train", recipe(folder, "example", **keys), "--device", "cpu", "--layout", "cp=2"
+    )
     assert [each.code for each in ended] == [0, 0], ended[0].err
     rows = metrics(folder, "example")
     assert all(0 < row["sampler_weight"] <= 1.5 and row["grad_norm"] > 0 for row in rows)
@@ -99,7 +115,8 @@ def test_the_example_runs_on_two_ranks(folder: Path) -> None:
 def test_what_fails_in_a_step_names_the_function_and_its_line(folder: Path) -> None:
     file, lines = folder / "mine.py", MINE.splitlines()
     raises, ends = (
-        lines.index(line) + 1 for line in ('        raise ValueError("too late")', '        sys.exit("enough")')
+        lines.index(line) + 1
+        for line in ('        raise ValueError("too late")', '        sys.exit("enough")')
     )
     said = {False: f"algorithm.loss mine:late: ValueError: too late (line {raises} of {file})",
             True: f"line {ends} of {file} ended the program by sys.exit('enough')"}  # fmt: skip
@@ -110,7 +127,10 @@ def test_what_fails_in_a_step_names_the_function_and_its_line(folder: Path) -> N
 
 
 def test_a_function_that_is_not_there_is_refused_before_ranks_start(folder: Path) -> None:
-    once = {"num_mini_batches": 1, "kl_coef": 0.0}  # the policy before the update is that of the update: not scored
+    once = {
+        "num_mini_batches": 1,
+        "kl_coef": 0.0,
+    }  # the policy before the update is that of the update: not scored
     for given, words in (
         (
             {"loss": {"import": "mine:clipped"}, **once},

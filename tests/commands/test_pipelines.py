@@ -11,7 +11,16 @@ from safetensors.torch import load_file, save_file
 
 from dovetail.checkpoint.reader import ShardedReader
 from tests.checkpoints import digests
-from tests.commands.program import Ended, here, make_model, on_ranks, program, read_rows, refused_on, write_rows
+from tests.commands.program import (
+    Ended,
+    here,
+    make_model,
+    on_ranks,
+    program,
+    read_rows,
+    refused_on,
+    write_rows,
+)
 from tests.parity.configs import tiny_configs, tiny_model
 from tests.tolerances import MODEL_FP32
 
@@ -34,7 +43,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     sizes: dict[str, Any] = {"num_hidden_layers": DEPTH, "num_key_value_heads": 4}
     found = {"lm": make_model(folder / "lm", **sizes)}
     for name, kept in (("tied", [TABLE]), ("tied_head", [HEAD]), ("tied_both", [TABLE, HEAD])):
-        found[name] = make_model(folder / name, dtype=torch.bfloat16, tie_word_embeddings=True, **sizes)
+        found[name] = make_model(
+            folder / name, dtype=torch.bfloat16, tie_word_embeddings=True, **sizes
+        )
         tensors = load_file(found[name] / "model.safetensors")
         table = tensors.pop(TABLE)
         tensors |= {listed: table.clone() for listed in kept}
@@ -65,9 +76,10 @@ def assert_same_numbers(out: Path, expected: Path) -> None:
         assert ours.keys() == one.keys()
         assert ours["id"] == one["id"]
         for key in one.keys() - {"id"}:
-            assert all(abs(a - b) <= MODEL_FP32 * max(1.0, abs(b)) for a, b in zip(ours[key], one[key], strict=True)), (
-                key
-            )
+            assert all(
+                abs(a - b) <= MODEL_FP32 * max(1.0, abs(b))
+                for a, b in zip(ours[key], one[key], strict=True)
+            ), key
 
 
 @pytest.mark.parametrize(
@@ -78,9 +90,13 @@ def assert_same_numbers(out: Path, expected: Path) -> None:
         ("lm", "pp=2,dp=2", ["--tokens-per-batch", 40]),
         ("value", "cp=4", []),
         pytest.param("lm", EIGHT, [], marks=pytest.mark.soak),
-        pytest.param("lm", EIGHT, ["--tokens-per-batch", 48, "--temperature", 0.7], marks=pytest.mark.soak),
+        pytest.param(
+            "lm", EIGHT, ["--tokens-per-batch", 48, "--temperature", 0.7], marks=pytest.mark.soak
+        ),
         pytest.param("value", EIGHT, [], marks=pytest.mark.soak),
-        pytest.param("value", EIGHT, ["--tokens-per-batch", 48, "--temperature", 0.7], marks=pytest.mark.soak),
+        pytest.param(
+            "value", EIGHT, ["--tokens-per-batch", 48, "--temperature", 0.7], marks=pytest.mark.soak
+        ),
         pytest.param("lm", "pp=4", [], marks=pytest.mark.soak),
         pytest.param("value", "pp=2,dp=2", ["--tokens-per-batch", 40], marks=pytest.mark.soak),
         pytest.param("lm", "cp=4", [], marks=pytest.mark.soak),
@@ -97,7 +113,9 @@ def test_scores_are_those_of_one_rank(
 
 @pytest.mark.soak
 @pytest.mark.parametrize("head", ["lm", "value"])
-def test_scores_of_the_program(head: str, models: dict[str, Path], data: Path, tmp_path: Path) -> None:
+def test_scores_of_the_program(
+    head: str, models: dict[str, Path], data: Path, tmp_path: Path
+) -> None:
     """On eight ranks that it starts itself."""
     argv = ["score", "--model", models[head], "--data", data, "--head", head]
     assert program(*argv, "--out", tmp_path / "one").well
@@ -108,14 +126,28 @@ def test_scores_of_the_program(head: str, models: dict[str, Path], data: Path, t
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
-        pytest.param(*each, marks=[pytest.mark.soak] * (each not in (("lm", "cp=2"), ("tied", "pp=2"))))
+        pytest.param(
+            *each, marks=[pytest.mark.soak] * (each not in (("lm", "cp=2"), ("tied", "pp=2")))
+        )
         for each in product(("lm", "tied"), ("pp=2", "cp=2", EIGHT))
     ],
 )
 def test_samples_are_those_of_one_rank(
     name: str, layout: str, models: dict[str, Path], data: Path, tmp_path: Path
 ) -> None:
-    argv = ["generate", "--model", models[name], "--data", data, "--samples", 3, "--max-new-tokens", 6, "--seed", 4]
+    argv = [
+        "generate",
+        "--model",
+        models[name],
+        "--data",
+        data,
+        "--samples",
+        3,
+        "--max-new-tokens",
+        6,
+        "--seed",
+        4,
+    ]
     assert here(*argv, "--out", tmp_path / "one").well
     agree(ranks_of(layout), *argv, "--out", tmp_path / "cut", "--layout", layout)
     for ours, one in zip(read_rows(tmp_path / "cut"), read_rows(tmp_path / "one"), strict=True):
@@ -125,7 +157,13 @@ def test_samples_are_those_of_one_rank(
 
 
 CUT_QUICKLY = (
-    *(("tied_both", "pp=4"), ("lm", "pp=2,cp=2"), ("tied", "pp=2,cp=2"), ("tied_head", "tp=2,pp=2"), ("value", "pp=4")),
+    *(
+        ("tied_both", "pp=4"),
+        ("lm", "pp=2,cp=2"),
+        ("tied", "pp=2,cp=2"),
+        ("tied_head", "tp=2,pp=2"),
+        ("value", "pp=4"),
+    ),
 )
 
 
@@ -133,10 +171,14 @@ CUT_QUICKLY = (
     ("name", "layout"),
     [
         pytest.param(*each, marks=[pytest.mark.soak] * (each not in CUT_QUICKLY))
-        for each in product(("lm", "tied", "tied_head", "tied_both", "value"), ("tp=2,pp=2", "pp=4", "pp=2,cp=2"))
+        for each in product(
+            ("lm", "tied", "tied_head", "tied_both", "value"), ("tp=2,pp=2", "pp=4", "pp=2,cp=2")
+        )
     ],
 )
-def test_cut_and_rejoined_byte_for_byte(name: str, layout: str, models: dict[str, Path], tmp_path: Path) -> None:
+def test_cut_and_rejoined_byte_for_byte(
+    name: str, layout: str, models: dict[str, Path], tmp_path: Path
+) -> None:
     cut, back = tmp_path / "cut", tmp_path / "back"
     agree(4, "convert", models[name], cut, "--to", "sharded", "--layout", layout)
     ended = here("inspect", cut, "--verify")
@@ -156,17 +198,25 @@ def layout_line(layout: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ["lm", "tied_both"])
-def test_a_pipeline_rank_writes_its_own_layers(name: str, models: dict[str, Path], tmp_path: Path) -> None:
+def test_a_pipeline_rank_writes_its_own_layers(
+    name: str, models: dict[str, Path], tmp_path: Path
+) -> None:
     """And what lies at the ends: a tied table is written once, by the first."""
     agree(4, "convert", models[name], tmp_path / "cut", "--to", "sharded", "--layout", "pp=4")
     stages: list[set[str]] = [set() for _ in range(4)]
     for tensor, stored in ShardedReader(tmp_path / "cut").manifest.tensors.items():
         (region,) = stored.regions
         stages[int(region.file.split("-")[1])].add(tensor)
-    layers = [{int(tensor.split(".")[2]) for tensor in held if ".layers." in tensor} for held in stages]
+    layers = [
+        {int(tensor.split(".")[2]) for tensor in held if ".layers." in tensor} for held in stages
+    ]
     assert [layer for held in layers for layer in sorted(held)] == list(range(DEPTH))
     rest = [{tensor for tensor in held if ".layers." not in tensor} for held in stages]
-    ends = ({TABLE}, {HEAD, "model.norm.weight"}) if name == "lm" else ({TABLE, HEAD}, {"model.norm.weight"})
+    ends = (
+        ({TABLE}, {HEAD, "model.norm.weight"})
+        if name == "lm"
+        else ({TABLE, HEAD}, {"model.norm.weight"})
+    )
     assert rest == [ends[0], set(), set(), ends[1]]
 
 
@@ -178,17 +228,35 @@ READERS = ("tp=4", "pp=4", "tp=2,pp=2")
     [
         ("lm", "tied", READERS[:2]),
         ("value", "value", READERS[2:]),
-        *(pytest.param(*each, READERS, marks=pytest.mark.soak) for each in (("lm", "lm"), ("value", "value"))),
+        *(
+            pytest.param(*each, READERS, marks=pytest.mark.soak)
+            for each in (("lm", "lm"), ("value", "value"))
+        ),
     ],
 )
 def test_what_one_layout_cut_another_reads(
-    head: str, name: str, layouts: tuple[str, ...], models: dict[str, Path], data: Path, tmp_path: Path
+    head: str,
+    name: str,
+    layouts: tuple[str, ...],
+    models: dict[str, Path],
+    data: Path,
+    tmp_path: Path,
 ) -> None:
     argv = ["--data", data, "--head", head]
     assert here("score", "--model", models[name], *argv, "--out", tmp_path / "one").well
     agree(4, "convert", models[name], tmp_path / "cut", "--to", "sharded", "--layout", "pp=2,cp=2")
     for layout in layouts:
-        agree(4, "score", "--model", tmp_path / "cut", *argv, "--out", tmp_path / layout, "--layout", layout)
+        agree(
+            4,
+            "score",
+            "--model",
+            tmp_path / "cut",
+            *argv,
+            "--out",
+            tmp_path / layout,
+            "--layout",
+            layout,
+        )
         assert_same_numbers(tmp_path / layout, tmp_path / "one")
     assert here("score", "--model", tmp_path / "cut", *argv, "--out", tmp_path / "again").well
     assert read_rows(tmp_path / "again") == read_rows(tmp_path / "one")
@@ -214,7 +282,11 @@ def test_what_cannot_be_cut_is_refused_before_anything_is_written(
     command: str, layout: str, words: str, models: dict[str, Path], data: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    files = [models["lm"], out, "--to", "sharded"] if command == "convert" else ["--model", models["lm"]]
+    files = (
+        [models["lm"], out, "--to", "sharded"]
+        if command == "convert"
+        else ["--model", models["lm"]]
+    )
     if command != "convert":
         files += ["--data", data, "--out", out]
     world = 2 if "ep" in layout else 6

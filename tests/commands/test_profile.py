@@ -22,10 +22,18 @@ NAMES = {
 
 def write_job(folder: Path, model: Path, **trainer: Any) -> Path:
     folder.mkdir()
-    rows = write_rows(folder / "rows.jsonl", [{"prompt": "ab", "answer": "c"}, {"prompt": "longer", "answer": "d"}])
+    rows = write_rows(
+        folder / "rows.jsonl",
+        [{"prompt": "ab", "answer": "c"}, {"prompt": "longer", "answer": "d"}],
+    )
     (folder / "grader.py").write_text(GRADER)
-    sections = {"algorithm": {"name": "grpo", "kl_coef": 0.1}, "reward": {"import": "grader:f", "workers": 1}}
-    return write_recipe(folder / "r.yaml", model, rows, **sections, trainer={"save_every": 1, **trainer})
+    sections = {
+        "algorithm": {"name": "grpo", "kl_coef": 0.1},
+        "reward": {"import": "grader:f", "workers": 1},
+    }
+    return write_recipe(
+        folder / "r.yaml", model, rows, **sections, trainer={"save_every": 1, **trainer}
+    )
 
 
 def names_in(trace: Path) -> set[str]:
@@ -49,12 +57,17 @@ def test_two_profiled_steps_of_two_ranks(model: Path, tmp_path: Path) -> None:
             assert names_in(run / f"profile/step-{step}/rank-{rank}.trace.json.gz") >= NAMES
     assert here("report", run).code == 0
     (data,) = Page((run / "report.html").read_bytes()).data["runs"]
-    assert [(row["step"], row["ranks"], row["device"]) for row in data["profiles"]] == [(1, 2, "cpu"), (2, 2, "cpu")]
+    assert [(row["step"], row["ranks"], row["device"]) for row in data["profiles"]] == [
+        (1, 2, "cpu"),
+        (2, 2, "cpu"),
+    ]
     phases = {phase["name"]: phase for phase in data["profiles"][1]["phases"]}
     for name in ("rollout", "score"):  # the loop's clock and the trace say the same
         assert 0.8 < phases[name]["seconds"][0] / rows[1][1][f"seconds/{name}"] < 1.25
     assert phases["update"]["peak_gib"] > 0
-    assert all(len(phase["waiting"]) == 2 and min(phase["waiting"]) >= 0 for phase in phases.values())
+    assert all(
+        len(phase["waiting"]) == 2 and min(phase["waiting"]) >= 0 for phase in phases.values()
+    )
     assert sum(phases["update"]["parts"].values()) <= phases["update"]["seconds"][0]
 
 

@@ -7,11 +7,31 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands.program import here, make_model, program, read_rows, refusal, start, write_recipe, write_rows
+from tests.commands.program import (
+    here,
+    make_model,
+    program,
+    read_rows,
+    refusal,
+    start,
+    write_recipe,
+    write_rows,
+)
 from tests.fault.processes import listens, waited
 from tests.tolerances import MODEL_FP32
 
-COMMANDS = ("train", "score", "generate", "convert", "inspect", "report", "rollouts", "plan", "import-config", "doctor")
+COMMANDS = (
+    "train",
+    "score",
+    "generate",
+    "convert",
+    "inspect",
+    "report",
+    "rollouts",
+    "plan",
+    "import-config",
+    "doctor",
+)
 
 
 def cpu_seconds_of(*argv: str) -> tuple[float, int, str]:
@@ -26,7 +46,9 @@ def cpu_seconds_of(*argv: str) -> tuple[float, int, str]:
 @pytest.mark.parametrize("command", [[], *[[name] for name in COMMANDS]])
 def test_help_is_quick(command: list[str]) -> None:
     used: list[float] = []
-    while len(used) < 10 and min(used, default=1.0) >= 0.5:  # the least of a few: others share the caches and the core
+    while (
+        len(used) < 10 and min(used, default=1.0) >= 0.5
+    ):  # the least of a few: others share the caches and the core
         seconds, code, out = cpu_seconds_of(*command, "--help")
         assert code == 0
         assert all(word in out for word in command or COMMANDS)
@@ -36,7 +58,9 @@ def test_help_is_quick(command: list[str]) -> None:
 
 def test_a_mistake_on_two_ranks_of_our_own_is_told_once(model: Path, tmp_path: Path) -> None:
     rows = write_rows(tmp_path / "rows.jsonl", [{"input_ids": [5]}, {"input_ids": [-5]}])
-    ended = program("score", "--model", model, "--data", rows, "--out", tmp_path / "o", "--layout", "tp=2")
+    ended = program(
+        "score", "--model", model, "--data", rows, "--out", tmp_path / "o", "--layout", "tp=2"
+    )
     told = refusal(ended)
     assert told.startswith(f"{rows}:2: token id -5 lies outside")
     assert told.count("\n") == 1
@@ -48,8 +72,17 @@ def test_torchrun(model: Path, tmp_path: Path) -> None:
     rows = write_rows(tmp_path / "rows.jsonl", [{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])
     out = tmp_path / "out.jsonl"
     (tmp_path / "torchrun.py").write_text("from torch.distributed.run import main\nmain()\n")
-    launcher = [str(tmp_path / "torchrun.py"), "--standalone", "--nproc-per-node", "2", "-m", "dovetail"]
-    ended = program("score", "--model", model, "--data", rows, "--out", out, "--device", "cpu", python=launcher)
+    launcher = [
+        str(tmp_path / "torchrun.py"),
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "dovetail",
+    ]
+    ended = program(
+        "score", "--model", model, "--data", rows, "--out", out, "--device", "cpu", python=launcher
+    )
     assert ended.code == 0, ended.err
     assert here("score", "--model", model, "--data", rows, "--out", tmp_path / "one").code == 0
     for ours, one in zip(read_rows(out), read_rows(tmp_path / "one"), strict=True):
@@ -57,9 +90,21 @@ def test_torchrun(model: Path, tmp_path: Path) -> None:
         assert ours["log_probs"] == pytest.approx(one["log_probs"], abs=MODEL_FP32)
 
 
-def test_a_product_other_than_the_launchers_ranks_names_both_numbers(model: Path, tmp_path: Path) -> None:
+def test_a_product_other_than_the_launchers_ranks_names_both_numbers(
+    model: Path, tmp_path: Path
+) -> None:
     rows = write_rows(tmp_path / "rows.jsonl", [{"input_ids": [5]}])
-    argv = ["score", "--model", model, "--data", rows, "--out", tmp_path / "o", "--layout", "tp=2,dp=2"]
+    argv = [
+        "score",
+        "--model",
+        model,
+        "--data",
+        rows,
+        "--out",
+        tmp_path / "o",
+        "--layout",
+        "tp=2,dp=2",
+    ]
     both = [start(*argv, env={"RANK": str(rank), "WORLD_SIZE": "2"}) for rank in range(2)]
     told = [(*process.communicate(timeout=300), process.returncode) for process in both]
     message = "dovetail: layout tp=2,dp=2 needs 4 ranks (tp x pp x cp x dp), but the job has 2; change the degrees"
@@ -77,13 +122,21 @@ def test_a_product_other_than_the_launchers_ranks_names_both_numbers(model: Path
             {"RANK": "0", "WORLD_SIZE": "two"},
             "RANK=0 and WORLD_SIZE=two: expected whole numbers, RANK below WORLD_SIZE",
         ),
-        ({"RANK": "0", "WORLD_SIZE": "1"}, "MASTER_ADDR and MASTER_PORT is not set; set it, start with torchrun"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "1"},
+            "MASTER_ADDR and MASTER_PORT is not set; set it, start with torchrun",
+        ),
         ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK=one and WORLD_SIZE=2: expected whole numbers"),
         ({"RANK": "", "WORLD_SIZE": ""}, "RANK= and WORLD_SIZE=: expected whole numbers"),
-        ({"RANK": "3", "WORLD_SIZE": "2"}, "RANK=3 and WORLD_SIZE=2: expected whole numbers, RANK below WORLD_SIZE"),
+        (
+            {"RANK": "3", "WORLD_SIZE": "2"},
+            "RANK=3 and WORLD_SIZE=2: expected whole numbers, RANK below WORLD_SIZE",
+        ),
     ],
 )
-def test_half_a_launcher_is_refused(env: dict[str, str], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_a_launcher_is_refused(
+    env: dict[str, str], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     for name, value in env.items():
@@ -91,7 +144,9 @@ def test_half_a_launcher_is_refused(env: dict[str, str], words: str, monkeypatch
     assert words in refusal(here("score", "--model", "m", "--data", "d", "--out", "o"))
 
 
-def test_a_rank_without_a_world_is_no_launcher(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_without_a_world_is_no_launcher(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     rows = write_rows(tmp_path / "rows.jsonl", [{"input_ids": [5]}])
@@ -110,13 +165,23 @@ def test_unknown_commands_and_flags() -> None:
     )
 
 
-def test_more_ranks_than_devices_are_refused_by_the_rank_that_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_ranks_than_devices_are_refused_by_the_rank_that_speaks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "2",
+    }.items():
         monkeypatch.setenv(name, value)
     told = refusal(here("score", "--model", "m", "--data", "d", "--out", "o", "--device", "cuda"))
-    assert "2 ranks on this machine need a cuda device each, there are 1; use fewer ranks a machine, or" in told
+    assert (
+        "2 ranks on this machine need a cuda device each, there are 1; use fewer ranks a machine, or"
+        in told
+    )
 
 
 @pytest.mark.parametrize("layout", [pytest.param("tp=1", marks=pytest.mark.soak), "tp=2"])
@@ -124,9 +189,21 @@ def test_sigterm_ends_any_command_with_143_and_leaves_nothing(
     layout: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = tmp_path_factory.mktemp("endless")
-    model = make_model(folder / "model", tokenizer=False, eos_token_id=None, max_position_embeddings=10**6)
+    model = make_model(
+        folder / "model", tokenizer=False, eos_token_id=None, max_position_embeddings=10**6
+    )
     rows = write_rows(tmp_path / "rows.jsonl", [{"input_ids": [5, 6, 7]}])
-    argv = ["generate", "--model", model, "--data", rows, "--out", tmp_path / "out.jsonl", "--layout", layout]
+    argv = [
+        "generate",
+        "--model",
+        model,
+        "--data",
+        rows,
+        "--out",
+        tmp_path / "out.jsonl",
+        "--layout",
+        layout,
+    ]
     process = start(*argv, "--max-new-tokens", 10**5, "--samples", 64)
     assert waited(lambda: process.poll() is not None or listens(process.pid, signal.SIGTERM))
     time.sleep(1.5)  # whatever it has come to by then

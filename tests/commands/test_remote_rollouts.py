@@ -25,7 +25,9 @@ from tests.unit.test_data import make_tokenizer
 
 @pytest.fixture
 def recipe(model: Path, tmp_path: Path) -> Path:
-    rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": "ab", "answer": "c"}, {"prompt": "hi", "answer": "h"}])
+    rows = write_rows(
+        tmp_path / "rows.jsonl", [{"prompt": "ab", "answer": "c"}, {"prompt": "hi", "answer": "h"}]
+    )
     (tmp_path / "mine.py").write_text(
         "def length(data_source, solution_str, ground_truth):\n    return len(solution_str)\n"
     )
@@ -54,7 +56,9 @@ def served(model: Path, **more: Any) -> Iterator[FakeEngine]:
         def __init__(self, clients: Sequence[object], push: object, **given: object) -> None:
             self.count = len(clients)
 
-        def push(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> list[EngineError | None]:
+        def push(
+            self, weights: Iterable[tuple[str, torch.Tensor]], version: int
+        ) -> list[EngineError | None]:
             brain.load_state_dict({name: tensor.clone() for name, tensor in weights}, strict=False)
             fake.version = str(version)
             return [None] * self.count
@@ -64,9 +68,15 @@ def served(model: Path, **more: Any) -> Iterator[FakeEngine]:
 
     @torch.no_grad()
     def experts(ids: Sequence[int]) -> Any:
-        chosen = np.zeros((len(ids), len(brain.model.layers), brain.config.num_experts_per_tok), np.uint8)
+        chosen = np.zeros(
+            (len(ids), len(brain.model.layers), brain.config.num_experts_per_tok), np.uint8
+        )
         sparse = [i for i, layer in enumerate(brain.model.layers) if hasattr(layer.mlp, "experts")]
-        for i, z in zip(sparse, brain(torch.tensor([list(ids)]), output_router_logits=True).router_logits, strict=True):
+        for i, z in zip(
+            sparse,
+            brain(torch.tensor([list(ids)]), output_router_logits=True).router_logits,
+            strict=True,
+        ):
             chosen[:, i] = z.topk(chosen.shape[2]).indices
         return chosen
 
@@ -89,12 +99,19 @@ def test_a_run_trains_on_what_a_server_samples_with_its_weights(
         for file in (path for path in (tmp_path / "run").rglob("*") if path.is_file()):
             assert b"quite-secret" not in file.read_bytes(), file
         monkeypatch.delenv("DOVETAIL_ENGINE_KEY")
-        refused = here("train", recipe, f"rollout.engines={fake.url}", f"run_dir={tmp_path / 'other'}")
-    assert refused.code == 2 and "set the environment variable DOVETAIL_ENGINE_KEY to its key" in str(refused)
+        refused = here(
+            "train", recipe, f"rollout.engines={fake.url}", f"run_dir={tmp_path / 'other'}"
+        )
+    assert (
+        refused.code == 2
+        and "set the environment variable DOVETAIL_ENGINE_KEY to its key" in str(refused)
+    )
     assert not (tmp_path / "other").exists()
 
 
-def test_an_engine_holds_no_memory_while_ranks_load_and_train(model: Path, recipe: Path, tmp_path: Path) -> None:
+def test_an_engine_holds_no_memory_while_ranks_load_and_train(
+    model: Path, recipe: Path, tmp_path: Path
+) -> None:
     with served(model) as fake:
         refused = here("train", recipe, f"rollout.engines={fake.url}", "rollout.sleep=true")
     assert refused.code == 2 and "start it with --enable-sleep-mode" in str(refused)
@@ -108,7 +125,10 @@ def test_an_engine_holds_no_memory_while_ranks_load_and_train(model: Path, recip
 
 
 def test_the_update_replays_the_routes_of_a_server(recipe: Path, tmp_path: Path) -> None:
-    config, mixture = moe_configs()["qwen2_moe"], tmp_path / "moe"  # experts in every other of four layers
+    config, mixture = (
+        moe_configs()["qwen2_moe"],
+        tmp_path / "moe",
+    )  # experts in every other of four layers
     vars(config).update({"vocab_size": VOCAB, "eos_token_id": 3, "bos_token_id": None})
     save_tiny(config, mixture)
     make_tokenizer().save_pretrained(mixture)
@@ -136,10 +156,16 @@ def test_the_bench_of_engines_compares_log_probs_of_the_same_tokens(
     assert all(0 <= each["mean"] <= each["max"] < SAME_POLICY_FP32 for each in row["gaps"].values())
 
 
-def test_all_that_engines_lack_is_reported_before_the_run(model: Path, recipe: Path, tmp_path: Path) -> None:
+def test_all_that_engines_lack_is_reported_before_the_run(
+    model: Path, recipe: Path, tmp_path: Path
+) -> None:
     with served(model, log_probs="raw_logprobs") as cold, served(model, max_length=4) as short:
-        refused = here("train", recipe, f"rollout.engines=[{cold.url},{short.url},http://127.0.0.1:9]")
+        refused = here(
+            "train", recipe, f"rollout.engines=[{cold.url},{short.url},http://127.0.0.1:9]"
+        )
     assert refused.code == 2 and "3 of the engines" in str(refused)
     assert "start it with --logprobs-mode processed_logprobs" in str(refused)
-    assert "takes 4 tokens of prompt and completion together" in str(refused) and "ConnectionRefused" in str(refused)
+    assert "takes 4 tokens of prompt and completion together" in str(
+        refused
+    ) and "ConnectionRefused" in str(refused)
     assert not (tmp_path / "run").exists()

@@ -24,9 +24,12 @@ OPEN_MILLISECONDS = 2000
 
 def test_a_real_run(model: Path, tmp_path: Path) -> None:
     rows = write_rows(
-        tmp_path / "rows.jsonl", [{"prompt": f"say {n}", "answer": str(n), "id": f"r{n}"} for n in range(2)]
+        tmp_path / "rows.jsonl",
+        [{"prompt": f"say {n}", "answer": str(n), "id": f"r{n}"} for n in range(2)],
     )
-    (tmp_path / "marks.py").write_text("def f(prompts, completions, **_):\n    return [float(len(completions[0]))]\n")
+    (tmp_path / "marks.py").write_text(
+        "def f(prompts, completions, **_):\n    return [float(len(completions[0]))]\n"
+    )
     recipe = write_recipe(
         tmp_path / "r.yaml",
         model,
@@ -42,9 +45,14 @@ def test_a_real_run(model: Path, tmp_path: Path) -> None:
     data = Page((run / "report.html").read_bytes()).data
     (shown,) = data["runs"]
     assert (shown["state"], shown["x"]["step"]) == ("finished", [0, 1, 2])
-    assert {"reward_mean", "loss", "lr", "entropy_mean", "peak_memory_gib", "eval_reward_mean"} <= shown[
-        "series"
-    ].keys()
+    assert {
+        "reward_mean",
+        "loss",
+        "lr",
+        "entropy_mean",
+        "peak_memory_gib",
+        "eval_reward_mean",
+    } <= shown["series"].keys()
     assert shown["series"]["eval_reward_mean"]["v"][0] is not None
     assert {row["id"] for row in data["samples"]} == {"r0", "r1"}
     assert {(row["step"], row["kind"]) for row in data["samples"]} == {
@@ -94,17 +102,23 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
         )
     make_run(tmp_path / "a", 1)
     message = refusal(here("report", tmp_path))
-    assert message.endswith(f"it has neither config.yaml nor metrics.jsonl; the runs in it: {tmp_path / 'a'}\n")
+    assert message.endswith(
+        f"it has neither config.yaml nor metrics.jsonl; the runs in it: {tmp_path / 'a'}\n"
+    )
     message = refusal(here("rollouts", tmp_path / "a", "--step", "9"))
     assert message == f"{tmp_path / 'a'} has no such sample; it has samples of steps 1 to 1\n"
     shutil.rmtree(tmp_path / "a" / "rollouts")
     assert "it has none yet; sft draws none" in refusal(here("rollouts", tmp_path / "a"))
-    assert "cannot be written" in refusal(here("report", tmp_path / "a", "--out", tmp_path / "no" / "r.html"))
+    assert "cannot be written" in refusal(
+        here("report", tmp_path / "a", "--out", tmp_path / "no" / "r.html")
+    )
 
 
 def test_only_text_reaches_the_terminal(tmp_path: Path) -> None:
     ended = here("rollouts", make_run(tmp_path / "run", 1), "--prompt", "p7")
-    assert ended.out.startswith("step 1  prompt p7  sample 0  reward 0  format 0.5  3 tokens  stop\n")
+    assert ended.out.startswith(
+        "step 1  prompt p7  sample 0  reward 0  format 0.5  3 tokens  stop\n"
+    )
     ended = here("rollouts", make_run(tmp_path / "other", 4), "--search", "owned", "--limit", "1")
     assert HOSTILE[:20] in ended.out
     assert "\u2028" not in ended.out
@@ -126,7 +140,9 @@ def browse(page: Path, profile: Path, *flags: str) -> str:
         "--hide-scrollbars",
         f"--user-data-dir={profile}",
     ]
-    done = subprocess.run([*command, *flags, page.as_uri()], capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        [*command, *flags, page.as_uri()], capture_output=True, text=True, timeout=240
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -145,7 +161,13 @@ def test_the_page_in_a_browser(tmp_path: Path) -> None:
     phase |= {"operators": [["aten::mm", 0.5, 3]], "kernels": [], "peak_bytes": 1 << 30}
     (paths[0] / "profile/step-5").mkdir(parents=True)
     for rank in (0, 1):
-        profile = {"step": 5, "rank": rank, "device": "cpu", "events": 9, "phases": {"update": phase}}
+        profile = {
+            "step": 5,
+            "rank": rank,
+            "device": "cpu",
+            "events": 9,
+            "phases": {"update": phase},
+        }
         (paths[0] / f"profile/step-5/rank-{rank}.json").write_text(json.dumps(profile))
     page = tmp_path / "report.html"
     assert here("report", *paths, "--out", page).code == 0
@@ -170,7 +192,11 @@ def test_the_page_in_a_browser(tmp_path: Path) -> None:
         with Image.open(file) as image:
             colors = image.convert("RGB").getcolors(1 << 24) or []
         pictures[name] = {color: count for count, color in colors if isinstance(color, tuple)}
-    for name, run_colors in {"wide": (BLUE, ORANGE), "narrow": (BLUE, ORANGE), "dark": (LIGHT_BLUE,)}.items():
+    for name, run_colors in {
+        "wide": (BLUE, ORANGE),
+        "narrow": (BLUE, ORANGE),
+        "dark": (LIGHT_BLUE,),
+    }.items():
         assert all(pictures[name].get(color, 0) > 1000 for color in run_colors), name
     assert max(pictures["wide"], key=pictures["wide"].__getitem__) > (0xF0, 0xF0, 0xF0)
     assert max(pictures["dark"], key=pictures["dark"].__getitem__) < (0x30, 0x30, 0x30)

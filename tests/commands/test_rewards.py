@@ -8,9 +8,22 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+)
 
-from tests.commands.program import VOCAB, here, on_ranks, read_rows, refusal, write_recipe, write_rows
+from tests.commands.program import (
+    VOCAB,
+    here,
+    on_ranks,
+    read_rows,
+    refusal,
+    write_recipe,
+    write_rows,
+)
 from tests.tolerances import MODEL_FP32, assert_sum_close
 from tests.unit.test_data import make_tokenizer
 
@@ -77,9 +90,17 @@ def test_a_sum_of_rewards_is_that_of_its_parts(
         {"import": "mine:nothing", "weight": 100.0},
     ]
     recipe = write_recipe(
-        tmp_path / "r.yaml", model, write_rows(tmp_path / "rl.jsonl", ROWS), algorithm={"name": "grpo"}, reward=reward
+        tmp_path / "r.yaml",
+        model,
+        write_rows(tmp_path / "rl.jsonl", ROWS),
+        algorithm={"name": "grpo"},
+        reward=reward,
     )
-    ended = [here("train", recipe)] if layout == "tp=1" else on_ranks(2, "train", recipe, "--layout", layout)
+    ended = (
+        [here("train", recipe)]
+        if layout == "tp=1"
+        else on_ranks(2, "train", recipe, "--layout", layout)
+    )
     assert {each.code for each in ended} == {0}, ended
     printed = (tmp_path / "run/logs/rewards.log").read_text()
     assert "IMPORTED" in printed
@@ -110,16 +131,33 @@ def test_a_sum_of_rewards_is_that_of_its_parts(
 @pytest.mark.parametrize(
     ("reward", "words"),
     [
-        ([{"import": "mine:length"}, {"import": "mine:fails"}], "completion 'c': RuntimeError: broken on purpose"),
-        ([{"import": "mine:nothing"}, {"import": "mine:nothing"}], "3 steps in a row have no sample with a reward"),
-        ([{"import": "mine:length"}, {"import": "mine:absent"}], "mine.py has no function 'absent'; it has "),
-        ([{"import": "mine:length", "wieght": 2}], "unknown key reward.wieght; did you mean reward.weight?"),
+        (
+            [{"import": "mine:length"}, {"import": "mine:fails"}],
+            "completion 'c': RuntimeError: broken on purpose",
+        ),
+        (
+            [{"import": "mine:nothing"}, {"import": "mine:nothing"}],
+            "3 steps in a row have no sample with a reward",
+        ),
+        (
+            [{"import": "mine:length"}, {"import": "mine:absent"}],
+            "mine.py has no function 'absent'; it has ",
+        ),
+        (
+            [{"import": "mine:length", "wieght": 2}],
+            "unknown key reward.wieght; did you mean reward.weight?",
+        ),
         ({"model": {"path": "nowhere"}}, "nowhere"),
         ({"judge": JUDGE}, "first cause: ConnectionError: the server at http://127.0.0.1:9/v1: "),
-        ({"judge": {**JUDGE, "key_env": "NO_SUCH"}}, "variable NO_SUCH, which key_env names, is not set\n"),
+        (
+            {"judge": {**JUDGE, "key_env": "NO_SUCH"}},
+            "variable NO_SUCH, which key_env names, is not set\n",
+        ),
     ],
 )
-def test_what_is_wrong_with_rewards_is_named(reward: Any, words: str, model: Path, tmp_path: Path) -> None:
+def test_what_is_wrong_with_rewards_is_named(
+    reward: Any, words: str, model: Path, tmp_path: Path
+) -> None:
     (tmp_path / "mine.py").write_text(MODULE)
     rows = write_rows(tmp_path / "rl.jsonl", ROWS[:1])
     trainer = {"steps": 5, "save_every": 0}

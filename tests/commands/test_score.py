@@ -30,7 +30,9 @@ ROWS: list[dict[str, Any]] = [
 def scored(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, object]]:
     folder = tmp_path_factory.mktemp("score")
     out = folder / "new" / "out.jsonl"
-    ended = here("score", "--model", model, "--data", write_rows(folder / "rows.jsonl", ROWS), "--out", out)
+    ended = here(
+        "score", "--model", model, "--data", write_rows(folder / "rows.jsonl", ROWS), "--out", out
+    )
     assert ended.well
     return read_rows(out)
 
@@ -40,7 +42,9 @@ def ids_of_rows() -> list[list[int]]:
     chat = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nok"
     texts = {2: "abcd", 3: chat}
     return [
-        tokenizer.encode(texts[i], add_special_tokens=False) if i in texts else list(row["input_ids"])
+        tokenizer.encode(texts[i], add_special_tokens=False)
+        if i in texts
+        else list(row["input_ids"])
         for i, row in enumerate(ROWS)
     ]
 
@@ -58,12 +62,19 @@ def test_one_row_for_each_row_in_order_with_its_id(scored: list[dict[str, object
 def test_numbers_are_those_of_transformers(temperature: float, model: Path, tmp_path: Path) -> None:
     data = write_rows(tmp_path / "rows.jsonl", ROWS)
     out = tmp_path / "out.jsonl"
-    assert here("score", "--model", model, "--data", data, "--out", out, "--temperature", temperature).code == 0
+    assert (
+        here(
+            "score", "--model", model, "--data", data, "--out", out, "--temperature", temperature
+        ).code
+        == 0
+    )
     peer = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     for ids, row in zip(ids_of_rows(), read_rows(out), strict=True):
         with torch.no_grad():
             logp = torch.log_softmax(peer(torch.tensor([ids])).logits[0] / temperature, -1)
-        expected = logp[:-1].gather(1, torch.tensor(ids[1:], dtype=torch.int64)[:, None])[:, 0].tolist()
+        expected = (
+            logp[:-1].gather(1, torch.tensor(ids[1:], dtype=torch.int64)[:, None])[:, 0].tolist()
+        )
         entropy = (-(logp.exp() * logp).sum(-1))[:-1].tolist()
         for a, b in zip(row["log_probs"] + row["entropy"], expected + entropy, strict=True):
             assert abs(a - b) <= MODEL_FP32 * max(1.0, abs(b))
@@ -88,7 +99,10 @@ def test_no_layout_or_batch_size_changes_a_number(
     for ours, one in zip(read_rows(out), scored, strict=True):
         assert ours["id"] == one["id"]
         for key in ("log_probs", "entropy"):
-            assert all(abs(a - b) <= MODEL_FP32 * max(1.0, abs(b)) for a, b in zip(ours[key], one[key], strict=True))
+            assert all(
+                abs(a - b) <= MODEL_FP32 * max(1.0, abs(b))
+                for a, b in zip(ours[key], one[key], strict=True)
+            )
 
 
 @pytest.mark.parametrize("head", ["score.weight", "v_head.summary.weight", "lm_head.weight"])
@@ -97,32 +111,53 @@ def test_values(head: str, tmp_path: Path) -> None:
     peer = tiny_model(config, values=True)
     peer.save_pretrained(tmp_path / "model")
     rename(
-        tmp_path / "model" / "model.safetensors", {"score.weight": head, "score.bias": head.replace("weight", "bias")}
+        tmp_path / "model" / "model.safetensors",
+        {"score.weight": head, "score.bias": head.replace("weight", "bias")},
     )
     data, out = (
-        write_rows(tmp_path / "rows.jsonl", [{"input_ids": [5, 6, 7]}, {"input_ids": [9], "id": 7}]),
+        write_rows(
+            tmp_path / "rows.jsonl", [{"input_ids": [5, 6, 7]}, {"input_ids": [9], "id": 7}]
+        ),
         "out.jsonl",
     )
-    ended = here("score", "--model", tmp_path / "model", "--data", data, "--out", tmp_path / out, "--head", "value")
+    ended = here(
+        "score",
+        "--model",
+        tmp_path / "model",
+        "--data",
+        data,
+        "--out",
+        tmp_path / out,
+        "--head",
+        "value",
+    )
     assert ended.well
     for row, (ids, name) in zip(read_rows(tmp_path / out), [([5, 6, 7], 0), ([9], 7)], strict=True):
         assert list(row) == ["id", "values"]
         assert row["id"] == name
         with torch.no_grad():
             expected = peer(torch.tensor([ids])).logits[0, :, 0].tolist()
-        assert all(abs(a - b) <= MODEL_FP32 * max(1.0, abs(b)) for a, b in zip(row["values"], expected, strict=True))
+        assert all(
+            abs(a - b) <= MODEL_FP32 * max(1.0, abs(b))
+            for a, b in zip(row["values"], expected, strict=True)
+        )
 
 
 def rename(file: Path, names: dict[str, str]) -> None:
     tensors = load_file(file)
-    save_file({names.get(name, name): tensor for name, tensor in tensors.items()}, file, {"format": "pt"})
+    save_file(
+        {names.get(name, name): tensor for name, tensor in tensors.items()}, file, {"format": "pt"}
+    )
 
 
 def test_bfloat16_holds_weights_in_bfloat16_and_stays_near(
     model: Path, scored: list[dict[str, list[float]]], tmp_path: Path
 ) -> None:
     data, out = write_rows(tmp_path / "rows.jsonl", ROWS), tmp_path / "out.jsonl"
-    assert here("score", "--model", model, "--data", data, "--out", out, "--dtype", "bfloat16").code == 0
+    assert (
+        here("score", "--model", model, "--data", data, "--out", out, "--dtype", "bfloat16").code
+        == 0
+    )
     differences = [
         abs(a - b)
         for ours, one in zip(read_rows(out), scored, strict=True)
@@ -155,7 +190,9 @@ def test_a_config_of_a_far_larger_model_is_refused_before_memory_is_asked_for(
     (tmp_path / "model" / "config.json").write_text(json.dumps({**config, **changes}))
     data, out = write_rows(tmp_path / "rows.jsonl", [{"input_ids": [5, 6]}]), tmp_path / "out"
     for command in ("score", "generate"):
-        assert words in refusal(here(command, "--model", tmp_path / "model", "--data", data, "--out", out))
+        assert words in refusal(
+            here(command, "--model", tmp_path / "model", "--data", data, "--out", out)
+        )
     assert words in refusal(here("convert", tmp_path / "model", out, "--to", "sharded"))
     assert not out.exists()
 
@@ -174,10 +211,17 @@ def test_an_output_that_cannot_be_written_is_refused_before_the_work(tmp_path: P
 
 def test_an_output_that_is_no_file_stays_what_it_is(model: Path, tmp_path: Path) -> None:
     """A rename would make a file of /dev/null itself, and of a link, where its owner may."""
-    data, pipe, link = write_rows(tmp_path / "rows.jsonl", ROWS[:1]), tmp_path / "pipe", tmp_path / "link.jsonl"
+    data, pipe, link = (
+        write_rows(tmp_path / "rows.jsonl", ROWS[:1]),
+        tmp_path / "pipe",
+        tmp_path / "link.jsonl",
+    )
     os.mkfifo(pipe)
     told = refusal(here("score", "--model", model, "--data", data, "--out", pipe))
-    assert told == f"--out {pipe} is a device or a pipe, which a file would replace; give the path of a file\n"
+    assert (
+        told
+        == f"--out {pipe} is a device or a pipe, which a file would replace; give the path of a file\n"
+    )
     assert pipe.is_fifo()
     (tmp_path / "far").mkdir()
     link.symlink_to("far/out.jsonl")
@@ -187,22 +231,35 @@ def test_an_output_that_is_no_file_stays_what_it_is(model: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize("command", ["score", "generate"])
-def test_rows_are_not_replaced_by_what_comes_of_them(command: str, model: Path, tmp_path: Path) -> None:
+def test_rows_are_not_replaced_by_what_comes_of_them(
+    command: str, model: Path, tmp_path: Path
+) -> None:
     data, link = write_rows(tmp_path / "rows.jsonl", ROWS), tmp_path / "link.jsonl"
     link.symlink_to(data)
     before = data.read_bytes()
     for out in (data, link):
         told = refusal(here(command, "--model", model, "--data", data, "--out", out))
-        assert told == f"--out {out} is the file that --data names, and would replace it; give another path\n"
+        assert (
+            told
+            == f"--out {out} is the file that --data names, and would replace it; give another path\n"
+        )
     assert data.read_bytes() == before
 
 
 def test_an_output_is_replaced_whole(model: Path, tmp_path: Path) -> None:
     data, out = write_rows(tmp_path / "rows.jsonl", ROWS[:1]), tmp_path / "out.jsonl"
     out.write_text("old\n")
-    assert here("score", "--model", model, "--data", write_rows(tmp_path / "bad", ["{"]), "--out", out).code == 2
+    assert (
+        here(
+            "score", "--model", model, "--data", write_rows(tmp_path / "bad", ["{"]), "--out", out
+        ).code
+        == 2
+    )
     assert out.read_text() == "old\n"
     assert here("score", "--model", model, "--data", data, "--out", out).code == 0
     (row,) = read_rows(out)
     assert all(math.isfinite(number) for number in row["log_probs"])
-    assert json.dumps(sorted(path.name for path in tmp_path.iterdir())) == '["bad", "out.jsonl", "rows.jsonl"]'
+    assert (
+        json.dumps(sorted(path.name for path in tmp_path.iterdir()))
+        == '["bad", "out.jsonl", "rows.jsonl"]'
+    )

@@ -22,10 +22,14 @@ RL_ROWS = [{"prompt": "ab", "answer": "c"}, {"prompt": "a longer one", "answer":
 @pytest.fixture
 def recipe(model: Path, tmp_path: Path) -> Path:
     rows = write_rows(tmp_path / "rows.jsonl", RL_ROWS)
-    return write_recipe(tmp_path / "r.yaml", model, rows, algorithm={"name": "grpo", "kl_coef": 0.1})
+    return write_recipe(
+        tmp_path / "r.yaml", model, rows, algorithm={"name": "grpo", "kl_coef": 0.1}
+    )
 
 
-def test_a_run_begins_with_its_header_and_keeps_what_it_said(recipe: Path, model: Path, tmp_path: Path) -> None:
+def test_a_run_begins_with_its_header_and_keeps_what_it_said(
+    recipe: Path, model: Path, tmp_path: Path
+) -> None:
     ended = here("train", recipe, "--device", "cpu")
     assert (ended.code, ended.err) == (0, "")
     parameters = lines.count_parameters(model)
@@ -83,7 +87,7 @@ def test_the_header_is_written_by_one_process(recipe: Path) -> None:
     assert ended.code == 0
     assert ended.out.startswith("dovetail ")
     assert ended.out.count("run_dir  ") == ended.out.count("rows     ") == 1
-    logs = sorted((recipe.parent / "run/logs").iterdir())
+    logs = sorted((recipe.parent / "run/logs").glob("rank-*"))
     texts = [log.read_text() for log in logs]
     assert [log.name for log in logs] == ["rank-0.log", "rank-1.log"]
     assert texts[0].count(ended.out) == 1
@@ -103,7 +107,11 @@ def test_a_score_that_was_killed_goes_on_with_the_same_command(
 ) -> None:
     data = write_rows(tmp_path / "rows.jsonl", ROWS)
     whole = here(*score(model, data, tmp_path / "whole.jsonl"))
-    assert (whole.code, whole.err, whole.out) == (0, "", f"wrote 40 rows to {tmp_path}/whole.jsonl\n")
+    assert (whole.code, whole.err, whole.out) == (
+        0,
+        "",
+        f"wrote 40 rows to {tmp_path}/whole.jsonl\n",
+    )
     passes, at_most, infer = [], 6, Engine.score
 
     def counted(self: Engine, *batch: Any) -> Any:
@@ -131,17 +139,26 @@ def test_a_score_that_was_killed_goes_on_with_the_same_command(
     if cut in ("nothing", "other data"):
         assert going_on is None and len(read_rows(out)) == 40
     else:
-        assert going_on is not None and int(going_on[1]) == kept - (cut == "in a row") * (kept - int(going_on[1]))
-        assert out.read_bytes() == (tmp_path / "whole.jsonl").read_bytes(), "the same bits as in one go"
+        assert going_on is not None and int(going_on[1]) == kept - (cut == "in a row") * (
+            kept - int(going_on[1])
+        )
+        assert out.read_bytes() == (tmp_path / "whole.jsonl").read_bytes(), (
+            "the same bits as in one go"
+        )
     assert len(list(tmp_path.glob("out.jsonl.*.part"))) == (cut == "other data")
     assert first == 6
 
 
-def test_a_generate_that_was_killed_goes_on(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_generate_that_was_killed_goes_on(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("dovetail.cli.generate.ON_CPU", 8)
     data = write_rows(tmp_path / "rows.jsonl", ROWS[:12])
     argv = ["generate", "--model", model, "--data", data, "--samples", 2, "--max-new-tokens", 4]
-    assert here(*argv, "--out", tmp_path / "whole.jsonl").out == f"wrote 24 rows to {tmp_path}/whole.jsonl\n"
+    assert (
+        here(*argv, "--out", tmp_path / "whole.jsonl").out
+        == f"wrote 24 rows to {tmp_path}/whole.jsonl\n"
+    )
     draw, out, calls = NativeSampler.sample, tmp_path / "out.jsonl", []
 
     def sample(self: NativeSampler, *given: Any) -> Any:
@@ -159,7 +176,10 @@ def test_a_generate_that_was_killed_goes_on(model: Path, tmp_path: Path, monkeyp
 
 def test_convert_ends_with_what_it_wrote(model: Path, tmp_path: Path) -> None:
     ended = here("convert", model, tmp_path / "sharded", "--to", "sharded")
-    assert re.fullmatch(rf"wrote \d+ files \([\d.e-]+ GB\) to {tmp_path}/sharded\n", ended.out) and ended.err == ""
+    assert (
+        re.fullmatch(rf"wrote \d+ files \([\d.e-]+ GB\) to {tmp_path}/sharded\n", ended.out)
+        and ended.err == ""
+    )
 
 
 SLOW = """
@@ -189,12 +209,22 @@ def test_a_terminal_shows_what_goes_on(recipe: Path) -> None:
         while data := os.read(master, 1 << 16):
             shown += data
     assert process.wait(300) == 0, shown
-    for word in (b"rows     2 of", b"training", b"rollout", b"reward", b"tokens/s", b"2/4", b"step 2/2"):
+    for word in (
+        b"rows     2 of",
+        b"training",
+        b"rollout",
+        b"reward",
+        b"tokens/s",
+        b"2/4",
+        b"step 2/2",
+    ):
         assert word in shown, word
 
 
 def test_a_run_whose_rewards_were_all_equal_says_so_in_its_summary(recipe: Path) -> None:
-    (recipe.parent / "equal.py").write_text("def reward(prompts, completions, **columns): return [0.5] * len(prompts)")
+    (recipe.parent / "equal.py").write_text(
+        "def reward(prompts, completions, **columns): return [0.5] * len(prompts)"
+    )
     ended = here("train", recipe, "reward.import=equal:reward")
     assert ended.code == 0
     words = "learned            nothing: every group of samples had equal rewards, in every step; take prompts that the model"

@@ -32,7 +32,9 @@ def full() -> None:
         pytest.param(closed, "Bad file descriptor", ["doctor"], marks=pytest.mark.soak),
     ],
 )
-def test_output_that_cannot_be_written_is_said(put_out: Callable[[], None], why: str, argv: list[str]) -> None:
+def test_output_that_cannot_be_written_is_said(
+    put_out: Callable[[], None], why: str, argv: list[str]
+) -> None:
     ended = program(*argv, preexec_fn=put_out)
     assert (ended.code, ended.err) == (1, f"dovetail: standard output cannot be written: {why}\n")
 
@@ -68,7 +70,11 @@ def test_a_mistake_keeps_its_exit_code_where_nobody_can_be_told() -> None:
             300 << 20,
             "memory ran out: this process is limited to 0.31 GB of address space (ulimit -v)",
         ),
-        (resource.RLIMIT_NOFILE, 5, "too many open files: this process may have 5 (ulimit -n); raise that limit"),
+        (
+            resource.RLIMIT_NOFILE,
+            5,
+            "too many open files: this process may have 5 (ulimit -n); raise that limit",
+        ),
     ],
 )
 def test_limits_of_the_process_are_named(number: int, limit: int, words: str) -> None:
@@ -84,7 +90,9 @@ def test_which_failures_come_of_a_limit(monkeypatch: pytest.MonkeyPatch) -> None
     secondary.__cause__ = gloo
     assert all("(ulimit -n)" in (limit_behind(error) or "") for error in (gloo, secondary))
     device = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-    assert (limit_behind(device) or "").startswith("the device ran out of memory; lower trainer.tokens_per_batch")
+    assert (limit_behind(device) or "").startswith(
+        "the device ran out of memory; lower trainer.tokens_per_batch"
+    )
     assert limit_behind(ValueError("no limit")) is None
     assert limit_behind(MemoryError()) is None, "the machine's own memory"
     monkeypatch.setattr(resource, "getrlimit", lambda _: (10, 10))

@@ -11,18 +11,29 @@ def test_rows_of_others_are_trained_by_epochs_from_a_mixture(model: Path, tmp_pa
     chat = {"prompt": "ab", "reward_model": {"ground_truth": "c"}}
     (tmp_path / "verl.json").write_text(json.dumps([chat] * 3))
     write_rows(tmp_path / "slime.jsonl", [{"prompt": "hi", "label": "h"}])
-    mixture = [{"path": str(tmp_path / name), "weight": 0.5} for name in ("verl.json", "slime.jsonl")]
+    mixture = [
+        {"path": str(tmp_path / name), "weight": 0.5} for name in ("verl.json", "slime.jsonl")
+    ]
     (tmp_path / "chat.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     data = {"train": mixture, "epochs": 1, "max_prompt_length": 1, "truncate": "left"}
     data |= {"apply_chat_template": True, "chat_template": str(tmp_path / "chat.jinja")}
     recipe = write_recipe(
-        tmp_path / "r.yaml", model, tmp_path, algorithm={"name": "grpo"}, data=data, trainer={"save_every": 1}
+        tmp_path / "r.yaml",
+        model,
+        tmp_path,
+        algorithm={"name": "grpo"},
+        data=data,
+        trainer={"save_every": 1},
     )
     ended = here("train", recipe)
     assert (ended.code, ended.err) == (0, "")
-    assert "rows of " + str(tmp_path / "verl.json") + " are read as verl's" in ended.out.replace("\n", " ")
+    assert "rows of " + str(tmp_path / "verl.json") + " are read as verl's" in ended.out.replace(
+        "\n", " "
+    )
     assert [row["step"] for row in read_rows(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
-    assert (tmp_path / "run/hf/chat_template.jinja").read_text() == (tmp_path / "chat.jinja").read_text()
+    assert (tmp_path / "run/hf/chat_template.jinja").read_text() == (
+        tmp_path / "chat.jinja"
+    ).read_text()
     again = here("train", recipe)
     assert again.code == 0 and "finished" in again.out + again.err
     assert here("train", recipe, "data.epochs=2").code == 0

@@ -26,7 +26,11 @@ def without_numbers(line: str) -> str:
 def shown(text: str) -> list[str]:
     """Lines of output in the prose, up to `...`."""
     blocks = re.findall(r"# ```text\n(.*?)# ```", text, re.S)
-    lines = [line.removeprefix("# ").partition("...")[0] for block in blocks for line in block.splitlines()]
+    lines = [
+        line.removeprefix("# ").partition("...")[0]
+        for block in blocks
+        for line in block.splitlines()
+    ]
     return [without_numbers(line) for line in lines if line]
 
 
@@ -40,7 +44,10 @@ def forked(command: list[str], **options: Any) -> subprocess.Popen[str]:
     [
         "first_run",
         "own_loop",
-        *(pytest.param(n, marks=pytest.mark.soak) for n in ("own_reward", "image_model", "many_gpus")),
+        *(
+            pytest.param(n, marks=pytest.mark.soak)
+            for n in ("own_reward", "image_model", "many_gpus")
+        ),
     ],
 )
 def test_a_tutorial_runs_as_it_is(

@@ -18,13 +18,17 @@ from tests.parity.reference import LENGTHS, make_batch, objective
 from tests.probe import PROBE, gradients, parameters
 
 BUDGET = max(LENGTHS) + 10
-ADAMW = OptimSettings(lr=1e-3, weight_decay=0.1, clip_norm=0.05, schedule="cosine", warmup_steps=1, total_steps=8)
+ADAMW = OptimSettings(
+    lr=1e-3, weight_decay=0.1, clip_norm=0.05, schedule="cosine", warmup_steps=1, total_steps=8
+)
 STEPS = 10
 
 Flat = dict[str, Tensor]
 
 
-def made(path: Path, layout: Layout, optim: OptimSettings = PROBE, budget: int | None = BUDGET) -> Engine:
+def made(
+    path: Path, layout: Layout, optim: OptimSettings = PROBE, budget: int | None = BUDGET
+) -> Engine:
     """An engine in float64."""
     options = EngineOptions(optim=optim, tokens_per_batch=budget)
     return from_pretrained(path, layout=layout, dtype=torch.float64, device="cpu", options=options)
@@ -34,12 +38,16 @@ def sequencewise(stats: TokenStats, batch: PackedBatch) -> Loss:
     """A ratio of whole sequences, clipped from above (GSPO), summed over sequences that have a counted token."""
     ids, n = batch.sequence_ids, batch.num_sequences
     counts = torch.bincount(ids, minlength=n)
-    means = stats.logprob.new_zeros(n).index_add(0, ids, stats.logprob - batch.fields["w1"]) / counts.clamp(min=1)
+    means = stats.logprob.new_zeros(n).index_add(
+        0, ids, stats.logprob - batch.fields["w1"]
+    ) / counts.clamp(min=1)
     ratios = means[counts > 0].exp()
     return Loss(torch.minimum(ratios, ratios.new_tensor(0.05)).sum(), (counts > 0).sum())
 
 
-def everything(path: Path, layout: Layout, budget: int | None = BUDGET, *, wrong: bool = False) -> Flat:
+def everything(
+    path: Path, layout: Layout, budget: int | None = BUDGET, *, wrong: bool = False
+) -> Flat:
     """Statistics, loss, norm, gradients of four steps, and what two clipped AdamW steps leave, in float64.
 
     wrong: no rank counts itself the owner of less than it holds, so the norm counts copies of a piece again.
@@ -65,7 +73,9 @@ def everything(path: Path, layout: Layout, budget: int | None = BUDGET, *, wrong
     engine = made(path, layout, ADAMW, budget)
     if wrong:
         shards = engine.optimizer.shards
-        engine.optimizer.shards = [replace(s, regions=tuple(replace(r, owned=True) for r in s.regions)) for s in shards]
+        engine.optimizer.shards = [
+            replace(s, regions=tuple(replace(r, owned=True) for r in s.regions)) for s in shards
+        ]
     for _ in range(2):
         engine.train_step(batch, objective)
     if wrong:

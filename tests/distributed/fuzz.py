@@ -115,7 +115,7 @@ def outcome(folder: str, given: Draw) -> str | Figures:
     engine = _engine(folder, given, given.layout)
     expected = load_file(Path(folder) / "model.safetensors")
     streamed = dict(engine.weights())
-    assert list(streamed) == list(engine.origin.listed)
+    assert list(streamed) == list(engine.origin.checkpoint_names)
     assert_same_tensors(streamed, expected)
     try:
         found, stray = measure(engine, _batch(given), given.loss)
@@ -126,7 +126,10 @@ def outcome(folder: str, given: Draw) -> str | Figures:
 
 def write_alone(folder: str, given: Draw) -> None:
     """What one rank gives, all tokens at once."""
-    torch.save(measure(_engine(folder, given, Layout()), _batch(given), given.loss)[0], Path(folder) / ALONE)
+    torch.save(
+        measure(_engine(folder, given, Layout()), _batch(given), given.loss)[0],
+        Path(folder) / ALONE,
+    )
 
 
 def _batch(given: Draw) -> PackedBatch:
@@ -140,7 +143,9 @@ def _engine(folder: str, given: Draw, layout: Layout) -> Engine:
         tokens_per_batch=None if alone else given.budget,
         recompute="none" if alone else given.recompute,
     )
-    return from_pretrained(folder, layout=layout, dtype=torch.float64, head=given.head, device="cpu", options=options)
+    return from_pretrained(
+        folder, layout=layout, dtype=torch.float64, head=given.head, device="cpu", options=options
+    )
 
 
 def _degrees(rng: Random) -> tuple[int, ...]:
@@ -169,7 +174,11 @@ def _layout(rng: Random, tp: int, pp: int, cp: int, dp: int, depth: int) -> Layo
         split = tuple(b - a for a, b in zip((0, *cuts), (*cuts, depth), strict=True))
         if rng.random() > FITTING:
             split = (*split[:-1], split[-1] + 1)
-    mode = rng.choice(["auto", "auto", "gather", "ulysses", "product"]) if cp > 1 or not fits else "auto"
+    mode = (
+        rng.choice(["auto", "auto", "gather", "ulysses", "product"])
+        if cp > 1 or not fits
+        else "auto"
+    )
     ep = 2 if rng.random() > FITTING else 1
     return Layout(tp, pp, cp, dp, ep, virtual, mode, split, schedule)
 
@@ -186,7 +195,9 @@ def _config(rng: Random, family: str, tp: int, depth: int) -> dict[str, Any]:
     """A config of transformers, of odd sizes wherever that is allowed."""
     unit = tp if rng.random() < FITTING else 1
     heads = unit * rng.choice([1, 1, 2, 3, 4] if unit < 5 else [1, 2])
-    sharing = [n for n in range(1, heads + 1) if heads % n == 0 and (n % unit == 0 or unit % n == 0)]
+    sharing = [
+        n for n in range(1, heads + 1) if heads % n == 0 and (n % unit == 0 or unit % n == 0)
+    ]
     kv_heads = rng.choice(sharing) if rng.random() < FITTING else rng.randint(1, heads + 1)
     head_dim = rng.choice([4, 6, 8, 10, 12]) if rng.random() < FITTING else rng.randint(1, 9)
     derived = family != "qwen3" and rng.random() < 0.4
@@ -236,7 +247,10 @@ def _windows(rng: Random, family: str, depth: int) -> dict[str, Any]:
     options: dict[str, Any] = {"use_sliding_window": True, "sliding_window": window}
     if rng.random() < 0.5:
         return {**options, "max_window_layers": rng.randint(0, depth)}
-    return {**options, "layer_types": [rng.choice(["sliding_attention", "full_attention"]) for _ in range(depth)]}
+    return {
+        **options,
+        "layer_types": [rng.choice(["sliding_attention", "full_attention"]) for _ in range(depth)],
+    }
 
 
 def _lengths(rng: Random) -> tuple[int, ...]:

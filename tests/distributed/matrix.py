@@ -43,13 +43,13 @@ from tests.probe import gradients, parameters
 from tests.tolerances import tensor_error, worst_error, worst_ratio
 
 DEPTH = 9  # no pp divides it
-SHALLOW = (
-    5  # layers for up to four stages: every kind that a model has comes, windows come again, 2 and 4 divide it no more
-)
+SHALLOW = 5  # layers for up to four stages: every kind that a model has comes, windows come again, 2 and 4 divide it no more
 FLAT = 2  # layers of a dense model for one stage: nobody deals them out, and either kind comes
 STEP = OptimSettings(lr=1e-3, betas=(0.0, 0.95), eps=1e-4, weight_decay=0.1, clip_norm=0.05)
 NO_CRITIC = "deepseek_v2"
-BALANCE = BalanceSettings(aux_coef=0.3, z_coef=0.1, bias_rate=0.01)  # of experts, where there are any
+BALANCE = BalanceSettings(
+    aux_coef=0.3, z_coef=0.1, bias_rate=0.01
+)  # of experts, where there are any
 
 RECIPES = {
     "ragged": (7, 1, 19, 2, 1, 33, 5, 11, 1),
@@ -57,7 +57,14 @@ RECIPES = {
     "giant": (61,),  # one sequence: all replicas but one are empty
     "few": (4, 13, 3),
 }
-ALIKE = (6, 6, 6, 6, 6, 6)  # the recipe "alike", not of the matrix: no shape tells its micro-batches apart
+ALIKE = (
+    6,
+    6,
+    6,
+    6,
+    6,
+    6,
+)  # the recipe "alike", not of the matrix: no shape tells its micro-batches apart
 LOSSES: dict[str, Any] = {
     "sft": SFTLoss(),
     "grpo": PolicyLoss(clip_high=0.28, kl_coef=0.05, kl_estimator="k3"),
@@ -65,7 +72,13 @@ LOSSES: dict[str, Any] = {
     "gspo": PolicyLoss(clip_low=0.03, clip_high=0.04, ratio="sequence"),
     "value": ValueLoss(clip=0.1),
 }
-AGGREGATIONS = {"sft": "token", "grpo": "sequence", "ppo": "token", "gspo": "sequence", "value": "token"}
+AGGREGATIONS = {
+    "sft": "token",
+    "grpo": "sequence",
+    "ppo": "token",
+    "gspo": "sequence",
+    "value": "token",
+}
 
 
 @dataclass(frozen=True)
@@ -123,9 +136,18 @@ def models(depth: int = DEPTH) -> Configs:
         {
             "llama": tiny(LlamaConfig, attention_bias=True, mlp_bias=True),
             "llama_dynamic": tiny(
-                LlamaConfig, max_position_embeddings=16, rope_parameters=dynamic, num_key_value_heads=8
+                LlamaConfig,
+                max_position_embeddings=16,
+                rope_parameters=dynamic,
+                num_key_value_heads=8,
             ),
-            "llama_odd": tiny(LlamaConfig, hidden_size=36, num_attention_heads=12, num_key_value_heads=6, head_dim=4),
+            "llama_odd": tiny(
+                LlamaConfig,
+                hidden_size=36,
+                num_attention_heads=12,
+                num_key_value_heads=6,
+                head_dim=4,
+            ),
             "mistral": tiny(MistralConfig, sliding_window=5, num_key_value_heads=1),
             "qwen2_tied": tiny(Qwen2Config, tie_word_embeddings=True),
             "qwen3": tiny(Qwen3Config, head_dim=8, num_key_value_heads=4),
@@ -157,17 +179,33 @@ def expert_models(depth: int = DEPTH) -> Configs:
         "topk_group": 2,
     }
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
-    dense = {"mlp_only_layers": [3], "decoder_sparse_step": 2, "shared_expert_intermediate_size": 16}
+    dense = {
+        "mlp_only_layers": [3],
+        "decoder_sparse_step": 2,
+        "shared_expert_intermediate_size": 16,
+    }
     return Configs(
         {
-            "qwen3_moe": tiny(Qwen3MoeConfig, **experts, head_dim=8, num_key_value_heads=4, norm_topk_prob=True),
+            "qwen3_moe": tiny(
+                Qwen3MoeConfig, **experts, head_dim=8, num_key_value_heads=4, norm_topk_prob=True
+            ),
             "qwen2_moe": tiny(Qwen2MoeConfig, **experts, **dense, tie_word_embeddings=True),
-            "mixtral": tiny(MixtralConfig, num_local_experts=4, num_experts_per_tok=2, sliding_window=5),
+            "mixtral": tiny(
+                MixtralConfig, num_local_experts=4, num_experts_per_tok=2, sliding_window=5
+            ),
             "deepseek_v2": tiny(
-                DeepseekV2Config, **latent, q_lora_rank=10, first_k_dense_replace=0, topk_method="group_limited_greedy"
+                DeepseekV2Config,
+                **latent,
+                q_lora_rank=10,
+                first_k_dense_replace=0,
+                topk_method="group_limited_greedy",
             ),
             "deepseek_v3": tiny(
-                DeepseekV3Config, **latent, q_lora_rank=None, first_k_dense_replace=2, attention_bias=True
+                DeepseekV3Config,
+                **latent,
+                q_lora_rank=None,
+                first_k_dense_replace=2,
+                attention_bias=True,
             ),
         }
     )
@@ -189,7 +227,9 @@ def layouts(ranks: int, *, virtual: bool = True) -> list[Layout]:
 
 def name_of(layout: Layout) -> str:
     """A layout as a test's name."""
-    extras = [layout.schedule] * (layout.schedule != "1f1b") + [layout.cp_mode] * (layout.cp_mode != "auto")
+    extras = [layout.schedule] * (layout.schedule != "1f1b") + [layout.cp_mode] * (
+        layout.cp_mode != "auto"
+    )
     extras += [f"v={layout.virtual_stages}"] * (layout.virtual_stages > 1)
     extras += ["split=" + "+".join(map(str, layout.pp_split))] * (layout.pp_split != "auto")
     return ",".join([str(layout), *extras])
@@ -200,12 +240,18 @@ def write_models(folder: Path, names: Iterable[str], depth: int = DEPTH) -> None
     known = models(depth) | expert_models(depth)
     for name in names:
         for values in (False, True) if name != NO_CRITIC else (False,):
-            tiny_model(known[name], values=values).save_pretrained(path_of(folder, name, depth, values=values))
+            tiny_model(known[name], values=values).save_pretrained(
+                path_of(folder, name, depth, values=values)
+            )
 
 
 def path_of(folder: Path | str, name: str, depth: int, *, values: bool = False) -> Path:
     """Where `write_models` writes a policy, or a critic."""
-    return Path(folder) / (name if depth == DEPTH else f"{name}-{depth}") / ("value" if values else "lm")
+    return (
+        Path(folder)
+        / (name if depth == DEPTH else f"{name}-{depth}")
+        / ("value" if values else "lm")
+    )
 
 
 def write_alone(folder: str, cases: Iterable[Case]) -> None:
@@ -217,7 +263,10 @@ def write_alone(folder: str, cases: Iterable[Case]) -> None:
 def compare(folder: str, layout: Layout, cases: Iterable[Case]) -> dict[Case, Figures]:
     """Each case on a layout against its file."""
     return {
-        case: figures_of(*compute(folder, case, layout), torch.load(_file(folder, case.alone), weights_only=False))
+        case: figures_of(
+            *compute(folder, case, layout),
+            torch.load(_file(folder, case.alone), weights_only=False),
+        )
         for case in cases
     }
 
@@ -238,9 +287,21 @@ def measure(engine: Engine, batch: PackedBatch, loss_name: str) -> tuple[dict[st
     grads, stray = gradients(engine)
     trained, drift = parameters(engine)
     numbers = {"loss": report.loss, **report.metrics}
-    if isinstance(engine.model.spec, ArchSpec) and engine.model.spec.moe is not None:  # what no gradient moves
-        trained |= {name: x for name, x in engine.weights(torch.float64) if name.endswith("e_score_correction_bias")}
-    found = {"outputs": outputs, "numbers": numbers, "norm": report.grad_norm, "grads": grads, "trained": trained}
+    if (
+        isinstance(engine.model.spec, ArchSpec) and engine.model.spec.moe is not None
+    ):  # what no gradient moves
+        trained |= {
+            name: x
+            for name, x in engine.weights(torch.float64)
+            if name.endswith("e_score_correction_bias")
+        }
+    found = {
+        "outputs": outputs,
+        "numbers": numbers,
+        "norm": report.grad_norm,
+        "grads": grads,
+        "trained": trained,
+    }
     return found, max(stray, drift)
 
 
@@ -254,7 +315,9 @@ def step_error(folder: str, case: Case) -> float:
     for name, before in load_file(Path(folder) / case.model / "lm" / "model.safetensors").items():
         grad, weight = found["grads"][name], before.to(found["grads"][name].dtype)
         decay = STEP.lr * STEP.weight_decay * (weight.dim() > 1)
-        expected[name] = weight * (1 - decay) - STEP.lr * grad / (grad.abs() + STEP.eps)  # at the first step v = g^2
+        expected[name] = weight * (1 - decay) - STEP.lr * grad / (
+            grad.abs() + STEP.eps
+        )  # at the first step v = g^2
     return worst_error(found["trained"], expected)[0]
 
 
@@ -263,7 +326,9 @@ def make_batch(case: Case, dtype: torch.dtype) -> PackedBatch:
     return random_batch({**RECIPES, "alike": ALIKE}[case.recipe], case.loss, dtype)
 
 
-def random_batch(lengths: Sequence[int], loss_name: str, dtype: torch.dtype, vocab: int = VOCAB) -> PackedBatch:
+def random_batch(
+    lengths: Sequence[int], loss_name: str, dtype: torch.dtype, vocab: int = VOCAB
+) -> PackedBatch:
     """Random sequences, with a mask that has holes and every field that the losses read."""
     draw = torch.Generator().manual_seed(3)
     batch = PackedBatch.pack([torch.randint(vocab, (n,), generator=draw) for n in lengths])
@@ -286,7 +351,9 @@ def random_batch(lengths: Sequence[int], loss_name: str, dtype: torch.dtype, voc
     return batch.with_fields(**weight_fields(batch, aggregation))
 
 
-def _engine(folder: str, case: Case, layout: Layout, batch: PackedBatch, dtype: torch.dtype) -> Engine:
+def _engine(
+    folder: str, case: Case, layout: Layout, batch: PackedBatch, dtype: torch.dtype
+) -> Engine:
     budget = None
     if case.accumulation > 1:
         multiple = layout.tp * (2 * layout.cp if layout.cp > 1 else 1)
@@ -294,17 +361,29 @@ def _engine(folder: str, case: Case, layout: Layout, batch: PackedBatch, dtype: 
         budget = -(-max(share, *batch.lengths) // multiple) * multiple
     values = case.loss == "value"
     options = EngineOptions(
-        optim=STEP, tokens_per_batch=budget, balance=BALANCE, dual_batch=case.in_turns, recompute=case.recompute
+        optim=STEP,
+        tokens_per_batch=budget,
+        balance=BALANCE,
+        dual_batch=case.in_turns,
+        recompute=case.recompute,
     )
     path = path_of(folder, case.model, case.depth, values=values)
     head: Any = "value" if values else "lm"
-    return from_pretrained(path, layout=layout, dtype=dtype, head=head, device="cpu", options=options)
+    return from_pretrained(
+        path, layout=layout, dtype=dtype, head=head, device="cpu", options=options
+    )
 
 
 def figures_of(found: dict[str, Any], stray: float, expected: dict[str, Any]) -> Figures:
     """How far what `measure` found is from what it found on one rank."""
-    numbers = [abs(found["numbers"][key] - x) / max(1.0, abs(x)) for key, x in expected["numbers"].items() if x == x]
-    outputs = [tensor_error(a, b) for a, b in zip(found["outputs"], expected["outputs"], strict=True)]
+    numbers = [
+        abs(found["numbers"][key] - x) / max(1.0, abs(x))
+        for key, x in expected["numbers"].items()
+        if x == x
+    ]
+    outputs = [
+        tensor_error(a, b) for a, b in zip(found["outputs"], expected["outputs"], strict=True)
+    ]
     norm = expected["norm"]
     return Figures(
         output=max(outputs),

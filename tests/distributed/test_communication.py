@@ -61,7 +61,9 @@ class Case:
             depth=self.depth,
             ffn_width=32,
             norm_eps=1e-6,
-            attention=AttentionSpec(num_heads=8, num_kv_heads=self.kv_heads, head_dim=4, windows=windows),
+            attention=AttentionSpec(
+                num_heads=8, num_kv_heads=self.kv_heads, head_dim=4, windows=windows
+            ),
             rope=RopeSpec(rotary_dim=4, max_positions=128),
             tie_embeddings=self.tied,
         )
@@ -86,7 +88,9 @@ def measure(case: Case) -> tuple[dict[str, Fraction], Step]:
     origin = CheckpointSource(lambda _: None, (), {})
     engine = Engine(model, mesh, origin, tokens_per_batch=LENGTH, dtype=torch.bfloat16)
     batch = PackedBatch.pack([[1] * LENGTH] * (case.micros * mesh["dp"].size))
-    zeros = dict.fromkeys(("advantage", "old_logprob", "old_value", "return"), torch.zeros(len(batch)))
+    zeros = dict.fromkeys(
+        ("advantage", "old_logprob", "old_value", "return"), torch.zeros(len(batch))
+    )
     batch = batch.with_fields(**zeros, **weight_fields(batch, "token"))
     with counted(mesh) as sent:
         engine.train_step(batch, case.loss)

@@ -21,7 +21,11 @@ CASES: dict[str, dict[str, Any]] = {
     "reverse": {"divergence": "reverse_kl"},
     "jsd": {"divergence": "jsd", "beta": 0.2},
     "tail": {"divergence": "jsd", "beta": 0.6, "top_k": 5},
-    "renormalized": {"divergence": "reverse_kl", "top_k": 90, "tail": False},  # more than a rank's columns
+    "renormalized": {
+        "divergence": "reverse_kl",
+        "top_k": 90,
+        "tail": False,
+    },  # more than a rank's columns
 }
 FAMILIES = {"dense": "llama_tied", "experts": "qwen3_moe"}
 
@@ -49,7 +53,9 @@ def train(folder: Path, family: str, layout: dt.Layout, teachers: dt.Layout) -> 
         before = evaluate(student, batch, loss)
         report = student.train_step(batch.select([5, 2, 0, 1]), loss)
         assert not report.skipped
-        found |= {f"{name} before {key}": x for key, x in {"loss": before.loss, **before.metrics}.items()}
+        found |= {
+            f"{name} before {key}": x for key, x in {"loss": before.loss, **before.metrics}.items()
+        }
         numbers = {"loss": report.loss, "norm": report.grad_norm, **report.metrics}
         found |= {f"{name} {key}": x for key, x in numbers.items() if not key.startswith("moe")}
         found |= {f"{name} {key}": x.clone() for key, x in student.weights(torch.float64)}
@@ -64,14 +70,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if name in FAMILIES.values():
             save_tiny(config, folder / name)
     save_tiny(
-        tiny(Qwen3Config, head_dim=16, vocab_size=VOCAB + 7, hidden_size=80, num_hidden_layers=3), folder / "teacher"
+        tiny(Qwen3Config, head_dim=16, vocab_size=VOCAB + 7, hidden_size=80, num_hidden_layers=3),
+        folder / "teacher",
     )
     return folder
 
 
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> dict[str, dict[str, Any]]:
-    return {kind: run(1, train, folder, name, dt.Layout(), dt.Layout())[0] for kind, name in FAMILIES.items()}
+    return {
+        kind: run(1, train, folder, name, dt.Layout(), dt.Layout())[0]
+        for kind, name in FAMILIES.items()
+    }
 
 
 @pytest.mark.parametrize(
@@ -98,7 +108,9 @@ def test_every_layout_is_one_rank(
             assert_close(a, b, SUM_ORDER, f"{layout}: {name}")
 
 
-def test_both_distributions_are_over_the_ids_of_the_student(alone: dict[str, dict[str, Any]]) -> None:
+def test_both_distributions_are_over_the_ids_of_the_student(
+    alone: dict[str, dict[str, Any]],
+) -> None:
     """Else ids beyond would take a share of the teacher's mass: its entropy is at most that of the student's vocabulary."""
     row = alone["dense"]
     assert 0 < row["forward before teacher_entropy_mean"] < torch.tensor(float(VOCAB)).log()

@@ -17,8 +17,19 @@ from dovetail.pipeline.schedule import Action, Costs, Kind, Plan, make_plan, num
 from tests.harness import RankFailed, distributed, run
 from tests.tolerances import BUBBLE
 
-TOKENS = (4, 4, 0, 5, 4, 1, 4, 4)  # by micro-batch; as many of one size that only values tell them apart
-SOME_TOKENS = tuple(max(1, n) for n in TOKENS)  # where a message must not be empty; a micro-batch never is
+TOKENS = (
+    4,
+    4,
+    0,
+    5,
+    4,
+    1,
+    4,
+    4,
+)  # by micro-batch; as many of one size that only values tell them apart
+SOME_TOKENS = tuple(
+    max(1, n) for n in TOKENS
+)  # where a message must not be empty; a micro-batch never is
 FEATURES = 3
 SCHEDULES = ("forward", "gpipe", "1f1b", "interleaved")
 
@@ -37,16 +48,22 @@ class Toy:
         return 1.0 + (stage + 1) / 7
 
     def buffer(self, micro: int) -> Tensor:
-        return torch.full((self.tokens[micro], FEATURES), float("nan"), dtype=torch.float64, device=self.device)
+        return torch.full(
+            (self.tokens[micro], FEATURES), float("nan"), dtype=torch.float64, device=self.device
+        )
 
     def forward(self, stage: int, micro: int, x: Tensor | None) -> Tensor | None:
         self.calls.append(Action("forward", stage, micro))
         assert (x is None) == (stage == 0)
         if x is None:
             generator = torch.Generator().manual_seed(micro)
-            x = torch.randn(self.tokens[micro], FEATURES, dtype=torch.float64, generator=generator).to(self.device)
+            x = torch.randn(
+                self.tokens[micro], FEATURES, dtype=torch.float64, generator=generator
+            ).to(self.device)
         assert not x.requires_grad
-        y = (x.T.contiguous().requires_grad_() * self.scale(stage) + micro).T  # not contiguous, with a graph
+        y = (
+            x.T.contiguous().requires_grad_() * self.scale(stage) + micro
+        ).T  # not contiguous, with a graph
         self.values |= {("x", stage, micro): x, ("y", stage, micro): y.detach()}
         return None if stage == self.end else y
 
@@ -65,7 +82,9 @@ class Toy:
         self._weight(stage, micro)
 
     def _weight(self, stage: int, micro: int) -> None:
-        self.values["da", stage, micro] = self.values["grad", stage, micro] * self.values["x", stage, micro]
+        self.values["da", stage, micro] = (
+            self.values["grad", stage, micro] * self.values["x", stage, micro]
+        )
 
 
 def in_one_process(stages: int, micros: int, device: torch.device, *, backward: bool) -> Toy:
@@ -98,7 +117,9 @@ def any_plan(ranks: int, virtual: int, micros: int, seed: int) -> Plan:
             return stage == 0 or (False, stage - 1, micro) in done
         if kind == "weight":
             return (True, stage, micro) in done
-        return (False, stage, micro) in done and (stage == stages - 1 or (True, stage + 1, micro) in done)
+        return (False, stage, micro) in done and (
+            stage == stages - 1 or (True, stage + 1, micro) in done
+        )
 
     while todo:
         action = draw.choice([action for action in todo if can_start(action)])
@@ -119,7 +140,9 @@ def check(plan: Plan, mesh: Mesh) -> None:
     micros = 1 + max(action.micro for action in mine)
     backward = any(action.kind != "forward" for action in mine)
     expected = in_one_process(stages, micros, mesh.device, backward=backward).values
-    expected = {name: x for name, x in expected.items() if name[1] % mesh["pp"].size == mesh["pp"].rank}
+    expected = {
+        name: x for name, x in expected.items() if name[1] % mesh["pp"].size == mesh["pp"].rank
+    }
     assert set(toy.values) == set(expected)
     wrong = [name for name, x in toy.values.items() if not torch.equal(x, expected[name])]
     assert not wrong, f"wrong values: {wrong}"
@@ -138,7 +161,8 @@ def every_schedule(ranks: int) -> dict[int, list[Plan]]:
     """By number of virtual stages."""
     micros = (1, 7)
     plans = {
-        virtual: [make_plan(name, ranks, virtual, n) for name in SCHEDULES for n in micros] for virtual in (1, 2, 3)
+        virtual: [make_plan(name, ranks, virtual, n) for name in SCHEDULES for n in micros]
+        for virtual in (1, 2, 3)
     }
     plans[1] += [make_plan("zero_bubble", ranks, 1, n) for n in micros]
     return plans
@@ -151,13 +175,16 @@ def random_plans(ranks: int) -> dict[int, list[Plan]]:
 
 
 @pytest.mark.parametrize(
-    "ranks", [2, pytest.param(3, marks=pytest.mark.soak), 4, pytest.param(8, marks=pytest.mark.soak)]
+    "ranks",
+    [2, pytest.param(3, marks=pytest.mark.soak), 4, pytest.param(8, marks=pytest.mark.soak)],
 )
 def test_every_schedule_gives_the_values_of_one_process(ranks: int) -> None:
     run(ranks, check_all, ranks, every_schedule(ranks))
 
 
-@pytest.mark.parametrize("ranks", [3, 4, *(pytest.param(n, marks=pytest.mark.soak) for n in (2, 8))])
+@pytest.mark.parametrize(
+    "ranks", [3, 4, *(pytest.param(n, marks=pytest.mark.soak) for n in (2, 8))]
+)
 def test_random_plans_give_the_values_of_one_process(ranks: int) -> None:
     run(ranks, check_all, ranks, random_plans(ranks))
 
@@ -174,7 +201,12 @@ def test_random_plans_need_messages_in_another_order_than_they_send_them(gradien
     plan = any_plan(2, 2, 8, seed=8)
     for rank in (0, 1):
         sends, needs = (
-            [message for some in which(plan, rank) for message in some if message.gradient == gradient]
+            [
+                message
+                for some in which(plan, rank)
+                for message in some
+                if message.gradient == gradient
+            ]
             for which in (executor.receives, in_the_receivers_order)
         )
         assert sorted(needs) == sorted(sends)
@@ -187,7 +219,10 @@ def crossed() -> Plan:
     second = ("f 1 0", "f 3 0", "f 1 1", "f 3 1", "b 3 0", "b 3 1", "b 1 0", "b 1 1")
     kinds: dict[str, Kind] = {"f": "forward", "b": "backward"}
     words = ([text.split() for text in actions] for actions in (first, second))
-    return tuple(tuple(Action(kinds[kind], int(stage), int(micro)) for kind, stage, micro in some) for some in words)
+    return tuple(
+        tuple(Action(kinds[kind], int(stage), int(micro)) for kind, stage, micro in some)
+        for some in words
+    )
 
 
 @distributed(world=2)
@@ -220,7 +255,9 @@ def connect_everywhere(ranks: int) -> None:
             executor.connect(mesh)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, *(pytest.param(n, marks=pytest.mark.soak) for n in (5, 8))])
+@pytest.mark.parametrize(
+    "ranks", [1, 2, 3, 4, *(pytest.param(n, marks=pytest.mark.soak) for n in (5, 8))]
+)
 def test_connecting_never_waits_in_a_circle(ranks: int) -> None:
     run(ranks, connect_everywhere, ranks)
 
@@ -257,7 +294,9 @@ def best_share(plan: Plan, virtual: int, costs: Costs, expected: float) -> float
         dist.barrier()
         start = time.monotonic()
         executor.run(plan, Sleeper(num_stages(plan), costs, longer), mesh)
-        times = torch.tensor([-start, time.monotonic()], dtype=torch.float64)  # one clock for all processes
+        times = torch.tensor(
+            [-start, time.monotonic()], dtype=torch.float64
+        )  # one clock for all processes
         dist.all_reduce(times, dist.ReduceOp.MAX)
         best = min(best, float(times.sum()) / (longer * expected))
         if best <= 1 + BUBBLE:
@@ -314,4 +353,6 @@ def test_few_receives_are_under_way_and_sent_tensors_are_held_while_activations_
     plan = make_plan("1f1b", 4, 1, 32)
     found = run(4, most_held, plan)
     assert all(coming <= 3 for coming, _ in found), found
-    assert all(n <= live + 1 for (_, n), live in zip(found, simulate(plan).live, strict=True)), found
+    assert all(n <= live + 1 for (_, n), live in zip(found, simulate(plan).live, strict=True)), (
+        found
+    )

@@ -20,7 +20,9 @@ PATIENCE = 300.0  # seconds for one draw on a busy machine
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "many" in metafunc.fixturenames:
         seed = metafunc.config.getoption("draw_seed")
-        metafunc.parametrize("many", [f"{seed}-{i}" for i in range(metafunc.config.getoption("draws"))])
+        metafunc.parametrize(
+            "many", [f"{seed}-{i}" for i in range(metafunc.config.getoption("draws"))]
+        )
 
 
 def attempt(given: Draw, folder: Path) -> str | float:
@@ -45,7 +47,9 @@ def attempt(given: Draw, folder: Path) -> str | float:
     return max(figures.worst for figures in found if not isinstance(figures, str))
 
 
-@pytest.mark.parametrize("seed", [*FEW, *(pytest.param(seed, marks=pytest.mark.soak) for seed in MORE)])
+@pytest.mark.parametrize(
+    "seed", [*FEW, *(pytest.param(seed, marks=pytest.mark.soak) for seed in MORE)]
+)
 def test_a_few_draws(seed: str, tmp_path: Path) -> None:
     attempt(draw(seed), tmp_path)
 

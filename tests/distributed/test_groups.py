@@ -33,7 +33,9 @@ def rows_of() -> list[dt.Sequence]:
 
 def bradley_terry(stats: dt.TokenStats, batch: dt.PackedBatch) -> dt.Loss:
     """-log sigmoid of a pair's difference of log-probs."""
-    sums = stats.logprob.new_zeros(batch.num_sequences).index_add(0, batch.sequence_ids, stats.logprob)
+    sums = stats.logprob.new_zeros(batch.num_sequences).index_add(
+        0, batch.sequence_ids, stats.logprob
+    )
     chosen, rejected = sums[batch.group_ids >= 0].view(-1, 2).unbind(1)
     return dt.Loss(-F.logsigmoid((chosen - rejected) / 8).sum(), torch.tensor(len(chosen)))
 
@@ -41,7 +43,9 @@ def bradley_terry(stats: dt.TokenStats, batch: dt.PackedBatch) -> dt.Loss:
 def train(path: Path, layout: Layout) -> dict[str, Tensor]:
     """The loss and all gradients of one step."""
     options = dt.EngineOptions(optim=PROBE, tokens_per_batch=BUDGET, dual_batch=layout.tp > 1)
-    engine = dt.from_pretrained(path, layout=layout, dtype=torch.float64, device="cpu", options=options)
+    engine = dt.from_pretrained(
+        path, layout=layout, dtype=torch.float64, device="cpu", options=options
+    )
     assert isinstance(engine, Engine)
     batch = dt.PackedBatch.pack(rows_of())
     report = engine.train_step(batch, bradley_terry)
@@ -61,7 +65,9 @@ def dense(path: Path, *, wrong: bool = False) -> dict[str, Tensor]:
         logprobs = model(ids).logits[0, :-1].log_softmax(-1)
         sums.append(logprobs.gather(-1, ids[0, 1:, None]).sum())
     pairs = [(sums[i], sums[i - len(LENGTHS) if wrong else -1 - i]) for i in range(len(LENGTHS))]
-    loss = torch.stack([-F.logsigmoid((chosen - rejected) / 8) for chosen, rejected in pairs]).mean()
+    loss = torch.stack(
+        [-F.logsigmoid((chosen - rejected) / 8) for chosen, rejected in pairs]
+    ).mean()
     loss.backward()
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return {"loss": loss.detach(), **grads}
@@ -87,4 +93,6 @@ def test_ranks_with_other_groups_are_refused(tmp_path: Path) -> None:
 def other_groups(path: Path) -> None:
     engine = dt.from_pretrained(path, layout=Layout(dp=2), dtype=torch.float64, device="cpu")
     rank = torch.distributed.get_rank()
-    engine.score(dt.PackedBatch.pack([dt.Sequence([1, 2, 3], group=rank), dt.Sequence([4, 5], group=0)]))
+    engine.score(
+        dt.PackedBatch.pack([dt.Sequence([1, 2, 3], group=rank), dt.Sequence([4, 5], group=0)])
+    )

@@ -51,8 +51,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def engine_of(path: Path, layout: str, watch: StepWatch | None = None, budget: int | None = None) -> Engine:
-    options = EngineOptions(optim=OptimSettings(lr=1e-3), watch=watch or StepWatch(), tokens_per_batch=budget)
+def engine_of(
+    path: Path, layout: str, watch: StepWatch | None = None, budget: int | None = None
+) -> Engine:
+    options = EngineOptions(
+        optim=OptimSettings(lr=1e-3), watch=watch or StepWatch(), tokens_per_batch=budget
+    )
     return from_pretrained(path, layout=Layout.parse(layout), device="cpu", options=options)
 
 
@@ -61,12 +65,18 @@ def snapshot(engine: Engine) -> list[Tensor]:
     optimizer = engine.optimizer
     states = [optimizer.rule.state[shard.local] for shard in optimizer.shards]
     moments = [state[kind].clone() for state in states for kind in sorted(state)]
-    return [torch.tensor(optimizer.steps), *(s.local.detach().clone() for s in optimizer.shards), *moments]
+    return [
+        torch.tensor(optimizer.steps),
+        *(s.local.detach().clone() for s in optimizer.shards),
+        *moments,
+    ]
 
 
 def same(before: list[Tensor], after: list[Tensor]) -> bool:
     """Bit for bit: what is not a number equals itself, too."""
-    return len(before) == len(after) and all(map(torch.equal, map(hash_bits, before), map(hash_bits, after)))
+    return len(before) == len(after) and all(
+        map(torch.equal, map(hash_bits, before), map(hash_bits, after))
+    )
 
 
 def with_loss(bad: float) -> Callable[[TokenStats, PackedBatch], Loss]:
@@ -96,7 +106,11 @@ def planted(kind: str, bad: float, engine: Engine) -> Iterator[None]:
     with contextlib.ExitStack() as undo:
         if kind in ("parameter", "unused parameter"):
             seen = make_batch().tokens
-            row = 0 if kind == "parameter" else next(i for i in range(shard.local.shape[0]) if i not in seen)
+            row = (
+                0
+                if kind == "parameter"
+                else next(i for i in range(shard.local.shape[0]) if i not in seen)
+            )
             weights = shard.local.detach()
             undo.callback(weights.copy_, weights.clone())
             weights[row, 0] = bad
@@ -111,7 +125,9 @@ def planted(kind: str, bad: float, engine: Engine) -> Iterator[None]:
         yield
 
 
-def guarded(path: Path, layout: str, folder: Path) -> list[tuple[str, bool, bool, dict[int, Any], int | None]]:
+def guarded(
+    path: Path, layout: str, folder: Path
+) -> list[tuple[str, bool, bool, dict[int, Any], int | None]]:
     """Every kind of trouble on the last rank, one step each: (kind, skipped, all bits as before, who told what, step)."""
     progress = Progress()
     engine = engine_of(path, layout, StepWatch(progress, folder))
@@ -132,38 +148,61 @@ def guarded(path: Path, layout: str, folder: Path) -> list[tuple[str, bool, bool
         with planted(kind if hit else "", bad, engine):
             before = snapshot(engine)
             report = engine.train_step(given, loss)
-            found.append((kind, report.skipped, same(before, snapshot(engine)), dict(report.faults), number))
+            found.append(
+                (kind, report.skipped, same(before, snapshot(engine)), dict(report.faults), number)
+            )
     passes: list[tuple[str, int, int]] = []
     progress.listener = lambda phase, done, total, _: passes.append((phase, done, total))
     report = engine.train_step(batch, blind)
     passes = [each for each in passes if each[1]]
-    assert passes and passes == [("update", n, len(passes)) for n in range(1, len(passes) + 1)], "each is announced"
+    assert passes and passes == [("update", n, len(passes)) for n in range(1, len(passes) + 1)], (
+        "each is announced"
+    )
     found.append(("clean", report.skipped, True, dict(report.faults), None))
     return found
 
 
-@pytest.mark.parametrize("layout", [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.soak) for name in WIDE)])
-def test_what_is_not_finite_on_one_rank_changes_no_bit_on_any(layout: str, folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "layout", [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.soak) for name in WIDE)]
+)
+def test_what_is_not_finite_on_one_rank_changes_no_bit_on_any(
+    layout: str, folder: Path, tmp_path: Path
+) -> None:
     ranks = Layout.parse(layout).num_ranks
     told = run(ranks, guarded, folder / "llama", layout, tmp_path / "faults")
     last = ranks - 1
-    words = {"logits": "loss", "unused parameter": "parameter", **{name: f"{name} of micro-batch 0" for name in FIELDS}}
+    words = {
+        "logits": "loss",
+        "unused parameter": "parameter",
+        **{name: f"{name} of micro-batch 0" for name in FIELDS},
+    }
     for each in zip(*told, strict=True):
         kind, _, _, faults, number = each[0]
-        assert all(rank == (*each[0][:2], True, *each[0][3:]) for rank in each), f"{kind}: ranks differ, {each}"
+        assert all(rank == (*each[0][:2], True, *each[0][3:]) for rank in each), (
+            f"{kind}: ranks differ, {each}"
+        )
         if kind == "clean":
             assert (each[0][1], faults) == (False, {})
             continue
         assert each[0][1], f"{kind} was not noticed"
-        assert any(fault.startswith(words.get(kind, kind)) for fault in faults[last]), (kind, faults)
+        assert any(fault.startswith(words.get(kind, kind)) for fault in faults[last]), (
+            kind,
+            faults,
+        )
         place = tmp_path / "faults" / f"step_{number:06}.rank_{last}"
         kept = load_file(place / "micro_batches.safetensors")
         assert {"0.tokens", "0.mask", "0.advantage"} <= kept.keys()
-        assert kind not in FIELDS or not kept[f"0.{kind}"].isfinite().all(), "what was wrong is what is kept"
-        assert json.loads((place / "fault.json").read_text())["faults"] == {str(r): f for r, f in faults.items()}
+        assert kind not in FIELDS or not kept[f"0.{kind}"].isfinite().all(), (
+            "what was wrong is what is kept"
+        )
+        assert json.loads((place / "fault.json").read_text())["faults"] == {
+            str(r): f for r, f in faults.items()
+        }
 
 
-def test_what_cannot_be_kept_ends_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_kept_ends_no_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A disk that is full on one rank: the others would wait for it in the next collective."""
     (tmp_path / "full").write_text("no folder")
     watch = StepWatch(Progress(), tmp_path / "full/faults")
@@ -178,11 +217,17 @@ def torn(stats: TokenStats, batch: PackedBatch) -> Loss:
 
 
 def test_a_loss_that_is_not_finite_is_named_with_its_sequences(folder: Path) -> None:
-    batch = PackedBatch.pack([[1, 2, 3], [4, 5, 6, 7], [8, 9, 10]])  # the longest comes first, with the first that fits
+    batch = PackedBatch.pack(
+        [[1, 2, 3], [4, 5, 6, 7], [8, 9, 10]]
+    )  # the longest comes first, with the first that fits
     with one_rank():
         report = engine_of(folder / "llama", "tp=1", budget=8).train_step(batch, torn)
-    assert report.describe_faults().startswith("not finite: rank 0: loss of micro-batch 1 (sequences 2)")
-    assert not any(fault.startswith(("loss of micro-batch 0", "gradient")) for fault in report.faults[0])
+    assert report.describe_faults().startswith(
+        "not finite: rank 0: loss of micro-batch 1 (sequences 2)"
+    )
+    assert not any(
+        fault.startswith(("loss of micro-batch 0", "gradient")) for fault in report.faults[0]
+    )
 
 
 def test_what_a_loss_raises_says_what_it_was_given(folder: Path) -> None:
@@ -192,7 +237,10 @@ def test_what_a_loss_raises_says_what_it_was_given(folder: Path) -> None:
 
     with one_rank(), pytest.raises(ValueError, match="not enough values") as caught:
         engine_of(folder / "llama", "tp=1").train_step(PackedBatch.pack([[1, 2, 3]]), pairs)
-    assert "raised by the loss of a micro-batch of 1 sequences with 2 counted tokens" in caught.value.__notes__[0]
+    assert (
+        "raised by the loss of a micro-batch of 1 sequences with 2 counted tokens"
+        in caught.value.__notes__[0]
+    )
 
 
 class Raising:
@@ -210,7 +258,9 @@ class Raising:
 
 def astray(path: Path, layout: str) -> tuple[list[str], list[tuple[float, float]]]:
     """What this rank hears of batches that are not those of the others; its first step, and one after all that raised."""
-    batch = make_batch().select([i for i, n in enumerate(LENGTHS) if n <= FEW])  # two micro-batches a replica
+    batch = make_batch().select(
+        [i for i, n in enumerate(LENGTHS) if n <= FEW]
+    )  # two micro-batches a replica
     first = engine_of(path, layout, budget=FEW).train_step(batch, tokenwise)
     engine = engine_of(path, layout, budget=FEW)
     rank, told = engine.mesh["world"].rank, []
@@ -252,7 +302,14 @@ def flipped(path: Path, layout: str, flips: int) -> tuple[int, int, list[str]]:
     pieces = dict(slices_of(engine.model, engine.optimizer, engine.mesh))
     everyone = [set(theirs) for theirs in gather_objects(list(pieces), world)]
     draw, found, wrong = random.Random(layout), 0, []
-    copied = sorted({name for names in everyone for name in names if sum(name in other for other in everyone) > 1})
+    copied = sorted(
+        {
+            name
+            for names in everyone
+            for name in names
+            if sum(name in other for other in everyone) > 1
+        }
+    )
     for _ in range(flips):
         name = draw.choice(copied)
         rank = draw.choice([r for r, names in enumerate(everyone) if name in names])
@@ -272,7 +329,9 @@ def flipped(path: Path, layout: str, flips: int) -> tuple[int, int, list[str]]:
 
 def flip(x: Tensor, at: float, bit: int) -> None:
     index = tuple(torch.unravel_index(torch.tensor(int(at * x.numel())), x.shape))
-    x[index] = (x[index].view(torch.int32) ^ torch.tensor(1 << bit).to(torch.int32)).view(torch.float32)
+    x[index] = (x[index].view(torch.int32) ^ torch.tensor(1 << bit).to(torch.int32)).view(
+        torch.float32
+    )
 
 
 @pytest.mark.parametrize(
@@ -295,13 +354,20 @@ def flip(x: Tensor, at: float, bit: int) -> None:
         ),
     ],
 )
-def test_one_flipped_bit_in_a_copy_is_found_and_named(name: str, layout: str, flips: int, folder: Path) -> None:
+def test_one_flipped_bit_in_a_copy_is_found_and_named(
+    name: str, layout: str, flips: int, folder: Path
+) -> None:
     """Of a norm, a copied KV head, a tied table at both ends, their moments, a buffer. Nothing is said of equal ones."""
-    for copied, found, wrong in run(Layout.parse(layout).num_ranks, flipped, folder / name, layout, flips):
+    for copied, found, wrong in run(
+        Layout.parse(layout).num_ranks, flipped, folder / name, layout, flips
+    ):
         assert copied > 0
         assert (found, wrong) == (flips, [])
 
 
 def test_copies_outvoted_by_others_are_named() -> None:
     assert _difference({0: 5, 1: 7, 2: 5}) == "rank 1 differs from rank 0, 2"
-    assert _difference({0: 5, 3: 7}) == "rank 0 and rank 3 differ, and no majority tells which is right"
+    assert (
+        _difference({0: 5, 3: 7})
+        == "rank 0 and rank 3 differ, and no majority tells which is right"
+    )

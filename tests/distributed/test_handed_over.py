@@ -10,10 +10,20 @@ from torch import Tensor
 
 from dovetail.engine.native import Engine
 from dovetail.factory import engine
-from dovetail.kernels.registry import KernelSet, mixture_of_experts
+from dovetail.kernels.registry import KernelSet
+from dovetail.nn.products import Products
 from dovetail.parallel.layout import Layout
 from tests.distributed import matrix
-from tests.distributed.matrix import FLAT, SHALLOW, Case, Figures, compare, path_of, write_alone, write_models
+from tests.distributed.matrix import (
+    FLAT,
+    SHALLOW,
+    Case,
+    Figures,
+    compare,
+    path_of,
+    write_alone,
+    write_models,
+)
 from tests.harness import run
 from tests.probe import PROBE, gradients
 from tests.tolerances import EXACT, GRAD_RATIO_FP32, SUM_ORDER, worst_error
@@ -30,7 +40,9 @@ class Handing:
         self, x: Tensor, chosen: Tensor, weights: Tensor, experts: Any, copies: int | None, add: Any
     ) -> Tensor:
         def compute(x: Tensor, weights: Tensor, *experts: Tensor) -> Tensor:
-            return mixture_of_experts(KernelSet(), x, chosen, weights, (experts[0], experts[1]), copies)
+            return Products(KernelSet()).mixture_of_experts(
+                x, chosen, weights, (experts[0], experts[1]), copies
+            )
 
         if copies == 0 or len(x) % 3 == 0:
             self.plain += torch.is_grad_enabled()
@@ -50,10 +62,16 @@ def broken_add_(*_: object, **__: object) -> None:
 
 CASES = (
     (Layout(dp=2), Case("qwen2_moe", "ragged", "grpo", 3, recompute="full", depth=FLAT)),
-    (Layout(dp=2, ep=2), Case("qwen3_moe", "ragged", "ppo", 2, in_turns=True, recompute="selective", depth=FLAT)),
+    (
+        Layout(dp=2, ep=2),
+        Case("qwen3_moe", "ragged", "ppo", 2, in_turns=True, recompute="selective", depth=FLAT),
+    ),
     (Layout(dp=2, ep=2), Case("qwen3_moe", "giant", "sft", depth=FLAT)),
     (Layout(dp=2, ep=2), Case("qwen3_moe", "ones", "value", recompute="light", depth=FLAT)),
-    (Layout(pp=2, schedule="zero_bubble"), Case("qwen3_moe", "ragged", "sft", 2, recompute="light", depth=SHALLOW)),
+    (
+        Layout(pp=2, schedule="zero_bubble"),
+        Case("qwen3_moe", "ragged", "sft", 2, recompute="light", depth=SHALLOW),
+    ),
     (
         Layout(pp=2, virtual_stages=2, schedule="interleaved", dp=2, ep=2),
         Case("qwen3_moe", "ragged", "gspo", 2, recompute="full", depth=SHALLOW),
@@ -90,7 +108,11 @@ def test_whole_models_equal_one_rank(layout: Layout, case: Case, tmp_path: Path)
     run(1, write_alone, str(tmp_path), (case.alone,))
     found = run(layout.num_ranks, whole_model, tmp_path, layout, case)
     for figures, _, _ in found:
-        assert figures.worst <= SUM_ORDER and figures.ratio <= GRAD_RATIO_FP32 and figures.stray == EXACT, figures
+        assert (
+            figures.worst <= SUM_ORDER
+            and figures.ratio <= GRAD_RATIO_FP32
+            and figures.stray == EXACT
+        ), figures
     assert sum(handed for _, handed, _ in found) > 1
 
 
@@ -103,7 +125,10 @@ def after_an_error(path: Path) -> float:
         for breaks in (False, True):
             made = engine.from_pretrained(path, dtype=torch.float64, device="cpu", options=options)
             if breaks:
-                with mock.patch.dict(globals(), add_=broken_add_), pytest.raises(ArithmeticError, match="in a product"):
+                with (
+                    mock.patch.dict(globals(), add_=broken_add_),
+                    pytest.raises(ArithmeticError, match="in a product"),
+                ):
                     made.train_step(batch, matrix.LOSSES[case.loss])
             made.train_step(batch, matrix.LOSSES[case.loss])
             found.append(gradients(made)[0])

@@ -15,7 +15,9 @@ NAMES = ("llama_biases", "qwen2_tied", "qwen3_window")
 LONG = ("dp=1", "tp=2,dp=2", "dp=2", "tp=2", "tp=4", "tp=8", "tp=4,dp=2", "tp=2,dp=4", "dp=4")
 
 
-def each(name: str, layout: str, models: tuple[str, ...], budget: int | None = BUDGET) -> dict[str, Flat]:
+def each(
+    name: str, layout: str, models: tuple[str, ...], budget: int | None = BUDGET
+) -> dict[str, Flat]:
     """Some models on one layout; all ranks' results are the same."""
     return {model: everything(Path(name) / model, Layout.parse(layout), budget) for model in models}
 
@@ -52,7 +54,9 @@ def alone(folder: Path) -> Alone:
         *(pytest.param(layout, NAMES, marks=pytest.mark.soak) for layout in ("dp=3", *LONG)),
     ],
 )
-def test_float64_equals_one_rank(folder: Path, alone: Alone, layout: str, models: tuple[str, ...]) -> None:
+def test_float64_equals_one_rank(
+    folder: Path, alone: Alone, layout: str, models: tuple[str, ...]
+) -> None:
     """Statistics, loss, norm, every gradient, and parameters after two clipped AdamW steps, micro-batches and all.
 
     Batches with fewer sequences than replicas are among them: a rank without tokens in a micro-batch, or in the whole
@@ -63,10 +67,12 @@ def test_float64_equals_one_rank(folder: Path, alone: Alone, layout: str, models
             assert set(found[model]) == set(alone[model])
             for kind in ("all", "few", "one", "gspo", "trained"):
                 mine, expected = (
-                    {k: v for k, v in flat.items() if k.startswith(f"{kind}.")} for flat in (found[model], alone[model])
+                    {k: v for k, v in flat.items() if k.startswith(f"{kind}.")}
+                    for flat in (found[model], alone[model])
                 )
                 grads = [
-                    {k: v for k, v in flat.items() if ".grad." in k or kind == "trained"} for flat in (mine, expected)
+                    {k: v for k, v in flat.items() if ".grad." in k or kind == "trained"}
+                    for flat in (mine, expected)
                 ]
                 error, name = worst_error(*grads)
                 assert error <= SUM_ORDER, f"{model} {name}: {error:.2e}"
@@ -79,7 +85,10 @@ def test_a_norm_that_counts_copies_twice_is_noticed(folder: Path, alone: Alone) 
     """The mutation: clipping by more than the true norm shows in the trained parameters."""
     expected = alone["llama_biases"]
     for found in run(2, everything, folder / "llama_biases", Layout(tp=2), wrong=True):
-        trained = [{k: v for k, v in flat.items() if k.startswith("trained.")} for flat in (found, expected)]
+        trained = [
+            {k: v for k, v in flat.items() if k.startswith("trained.")}
+            for flat in (found, expected)
+        ]
         assert worst_error(*trained)[0] > SUM_ORDER
 
 
@@ -94,7 +103,9 @@ CURVE_BUDGETS = (None, 32, 56)
 
 @pytest.mark.soak  # test_training_layouts.py has curves of a few layouts and budgets
 @pytest.mark.parametrize("layout", ["dp=1", "tp=2", "dp=2", "tp=2,dp=2", "tp=4", "dp=4"])
-def test_curves_do_not_depend_on_layout_or_budget(folder: Path, curve_alone: torch.Tensor, layout: str) -> None:
+def test_curves_do_not_depend_on_layout_or_budget(
+    folder: Path, curve_alone: torch.Tensor, layout: str
+) -> None:
     """Loss and gradient norm of ten steps of fine-tuning in float32, step by step."""
     parsed = Layout.parse(layout)
     for found in run(parsed.num_ranks, curves, folder / "qwen2_tied", parsed, CURVE_BUDGETS):

@@ -72,9 +72,17 @@ QUICK = (
     (Layout(tp=2), Case("qwen3_window", "ragged", "ppo"), Case("llama", "few", "sft", 3)),
     (Layout(dp=2), Case("mistral", "ones", "ppo"), Case("qwen3", "ragged", "sft", 3)),
     (Layout(cp=2), Case("qwen3_window", "giant", "value"), Case("llama_dynamic", "ones", "ppo", 3)),
-    (Layout(cp=2, cp_mode="gather"), Case("llama", "ragged", "ppo"), Case("qwen3", "ones", "gspo", 3)),
+    (
+        Layout(cp=2, cp_mode="gather"),
+        Case("llama", "ragged", "ppo"),
+        Case("qwen3", "ones", "gspo", 3),
+    ),
     (Layout(pp=2), Case("mistral", "ragged", "grpo"), Case("qwen2_tied", "giant", "value", 3)),
-    (Layout(pp=2, pp_split=(1, 8)), Case("qwen3_window", "giant", "sft"), Case("qwen2_tied", "few", "grpo", 3)),
+    (
+        Layout(pp=2, pp_split=(1, 8)),
+        Case("qwen3_window", "giant", "sft"),
+        Case("qwen2_tied", "few", "grpo", 3),
+    ),
     (
         Layout(pp=2, schedule="zero_bubble"),
         Case("qwen3_window", "ones", "gspo"),
@@ -103,8 +111,14 @@ QUICK = (
     ),
     (Layout(pp=2, dp=2, schedule="zero_bubble"), Case("llama_dynamic", "giant", "sft", 3)),
     (Layout(pp=2, cp=2, schedule="zero_bubble"), Case("qwen2_tied", "few", "gspo")),
-    (Layout(tp=2, pp=2, virtual_stages=2, schedule="interleaved"), Case("llama_dynamic", "giant", "value", 3)),
-    (Layout(pp=2, dp=2, virtual_stages=2, schedule="interleaved"), Case("qwen3_window", "few", "gspo", 3)),
+    (
+        Layout(tp=2, pp=2, virtual_stages=2, schedule="interleaved"),
+        Case("llama_dynamic", "giant", "value", 3),
+    ),
+    (
+        Layout(pp=2, dp=2, virtual_stages=2, schedule="interleaved"),
+        Case("qwen3_window", "few", "gspo", 3),
+    ),
     (Layout(pp=2, cp=2, virtual_stages=2, schedule="interleaved"), Case("mistral", "ones", "sft")),
     (Layout(tp=2, pp=2, dp=2), Case("qwen2_tied", "few", "value")),
 )
@@ -131,7 +145,9 @@ def check(folder: Path, layout: Layout, cases: tuple[Case, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "cases"), [(layout, cases) for layout, *cases in QUICK], ids=[name_of(layout) for layout, *_ in QUICK]
+    ("layout", "cases"),
+    [(layout, cases) for layout, *cases in QUICK],
+    ids=[name_of(layout) for layout, *_ in QUICK],
 )
 def test_equals_one_rank(folder: Path, layout: Layout, cases: list[Case]) -> None:
     check(folder, layout, tuple(case.on(layout) for case in cases))
@@ -175,5 +191,13 @@ def test_the_selection_is_wide() -> None:
     for one, other in combinations(axes, 2):
         assert any(getattr(layout, one) > 1 < getattr(layout, other) for layout in chosen)
     for schedule, axis in product(("1f1b", "zero_bubble", "interleaved"), axes):
-        assert any(layout.schedule == schedule and layout.pp > 1 < getattr(layout, axis) for layout in chosen)
-    assert {layout.cp_mode for layout in chosen if layout.cp > 1} == {"auto", "gather", "product", "ulysses"}
+        assert any(
+            layout.schedule == schedule and layout.pp > 1 < getattr(layout, axis)
+            for layout in chosen
+        )
+    assert {layout.cp_mode for layout in chosen if layout.cp > 1} == {
+        "auto",
+        "gather",
+        "product",
+        "ulysses",
+    }

@@ -51,7 +51,13 @@ CUTS = (
     Layout(cp=4, cp_mode="gather", ep=2),
     Layout(pp=2, cp=2, ep=2),
 )
-WIDE = (CUTS[2], CUTS[4], CUTS[5], CUTS[7], CUTS[8])  # what others of them have by pairs, or test_turns.py has
+WIDE = (
+    CUTS[2],
+    CUTS[4],
+    CUTS[5],
+    CUTS[7],
+    CUTS[8],
+)  # what others of them have by pairs, or test_turns.py has
 WHOLE = tuple(
     Layout(tp=tp, pp=pp, cp=cp, dp=dp, ep=ep)
     for tp, pp, cp, dp, ep in product((1, 2), (1, 2), (1, 2), (1, 2, 4), (1, 2, 4))
@@ -96,11 +102,18 @@ def slopes(path: str, aggregation: str) -> tuple[float, float]:
     batch = batch.with_fields(**weight_fields(batch, aggregation))  # type: ignore[arg-type]
     found = []
     for coefs in ((0.0, 0.0), (0.7, 0.2)):
-        options = EngineOptions(optim=PROBE, balance=BalanceSettings(aux_coef=coefs[0], z_coef=coefs[1]))
+        options = EngineOptions(
+            optim=PROBE, balance=BalanceSettings(aux_coef=coefs[0], z_coef=coefs[1])
+        )
         engine = from_pretrained(path, dtype=torch.float64, device="cpu", options=options)
         batch = batch.with_routing(engine.score_and_trace(batch)[1])
         engine.train_step(batch, SFTLoss())
-        found.append({s.name: engine.optimizer.rule.state[s.local]["exp_avg"].clone() for s in engine.optimizer.shards})
+        found.append(
+            {
+                s.name: engine.optimizer.rule.state[s.local]["exp_avg"].clone()
+                for s in engine.optimizer.shards
+            }
+        )
     slope = {name: found[1][name] - found[0][name] for name in found[0]}
 
     def cost(step: float) -> float:
@@ -108,7 +121,9 @@ def slopes(path: str, aggregation: str) -> tuple[float, float]:
             for shard in engine.optimizer.shards:
                 shard.local.add_(slope[shard.name], alpha=step)
         metrics = engine.train_step(batch, SFTLoss()).metrics
-        return len(batch.routing.layers) * (0.7 * metrics["balance_loss"] + 0.2 * metrics["router_z_loss"])  # type: ignore[union-attr]
+        assert batch.routing is not None
+        total = 0.7 * metrics["balance_loss"] + 0.2 * metrics["router_z_loss"]
+        return len(batch.routing.layers) * total
 
     ahead, behind = cost(STEP_SIZE), cost(-2 * STEP_SIZE)
     return (ahead - behind) / (2 * STEP_SIZE), sum(float(x.square().sum()) for x in slope.values())
@@ -135,9 +150,15 @@ def test_balance_terms_are_means_over_tokens_whatever_the_loss_counts(
 
 def told(path: str, layout: Layout, coefs: tuple[float, float]) -> tuple[float, float]:
     """Both costs of a step, as its metrics tell them."""
-    options = EngineOptions(optim=PROBE, balance=BalanceSettings(aux_coef=coefs[0], z_coef=coefs[1]))
-    engine = from_pretrained(path, layout=layout, dtype=torch.float64, device="cpu", options=options)
-    metrics = engine.train_step(random_batch((9, 4, 17, 1), "sft", torch.float64), SFTLoss()).metrics
+    options = EngineOptions(
+        optim=PROBE, balance=BalanceSettings(aux_coef=coefs[0], z_coef=coefs[1])
+    )
+    engine = from_pretrained(
+        path, layout=layout, dtype=torch.float64, device="cpu", options=options
+    )
+    metrics = engine.train_step(
+        random_batch((9, 4, 17, 1), "sft", torch.float64), SFTLoss()
+    ).metrics
     return metrics["balance_loss"], metrics["router_z_loss"]
 
 

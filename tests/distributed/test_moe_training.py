@@ -39,10 +39,17 @@ LATENT: Mapping[str, Any] = {
     "first_k_dense_replace": 1,
     "num_key_value_heads": 4,
 }
-SPARSE: Mapping[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+SPARSE: Mapping[str, Any] = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+}
 FAMILIES: Mapping[str, tuple[type[PreTrainedConfig], Mapping[str, Any]]] = {
     "qwen3_moe": (Qwen3MoeConfig, {**SPARSE, "head_dim": 12}),
-    "qwen2_moe": (Qwen2MoeConfig, {**SPARSE, "shared_expert_intermediate_size": 16, "mlp_only_layers": [0]}),
+    "qwen2_moe": (
+        Qwen2MoeConfig,
+        {**SPARSE, "shared_expert_intermediate_size": 16, "mlp_only_layers": [0]},
+    ),
     "mixtral": (MixtralConfig, {"num_local_experts": 4}),
     "deepseek_v2": (DeepseekV2Config, LATENT),
     "deepseek_v3": (DeepseekV3Config, {**LATENT, "n_group": 2, "topk_group": 1}),
@@ -55,7 +62,9 @@ STEADY: Mapping[str, Any] = {
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {name: write_experts(tmp_path_factory.mktemp("training") / name, name) for name in FAMILIES}
+    return {
+        name: write_experts(tmp_path_factory.mktemp("training") / name, name) for name in FAMILIES
+    }
 
 
 def write_experts(folder: Path, family: str) -> Path:
@@ -86,7 +95,9 @@ def recipe(inputs: Path, run_dir: Path, name: str) -> dict[str, Any]:
     if name == "sft":
         return sft(inputs, run_dir, model={"path": str(inputs / MODEL), **STEADY["model"]})
     reward = {"import": "digit_rewards:share_of_digits", "workers": 1}
-    given = rl(inputs, run_dir, name, reward=reward, rollout=STEADY["rollout"], model=STEADY["model"])
+    given = rl(
+        inputs, run_dir, name, reward=reward, rollout=STEADY["rollout"], model=STEADY["model"]
+    )
     return {**given, "algorithm": {**given["algorithm"], "epochs": 2}}
 
 
@@ -98,8 +109,14 @@ def check(inputs: Path, run_dir: Path, name: str, layout: str, ep: int) -> None:
     if name == "sft":
         return
     row = cut.rows[-1]
-    assert row["replayed_mismatch_mean"] <= row["mismatch_p99"] + MODEL_FP32 and 0 <= row["route_agreement"] <= 1
-    lines = [json.loads(line) for line in (run_dir / "cut" / "rollouts" / "step_000003.jsonl").read_text().splitlines()]
+    assert (
+        row["replayed_mismatch_mean"] <= row["mismatch_p99"] + MODEL_FP32
+        and 0 <= row["route_agreement"] <= 1
+    )
+    lines = [
+        json.loads(line)
+        for line in (run_dir / "cut" / "rollouts" / "step_000003.jsonl").read_text().splitlines()
+    ]
     routes = read_routes(run_dir / "cut" / "rollouts" / "step_000003.routing.safetensors")
     assert len(routes) == len(lines)
     for line, trace in zip(lines, routes, strict=True):
@@ -107,23 +124,43 @@ def check(inputs: Path, run_dir: Path, name: str, layout: str, ep: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "name"), [("deepseek_v3", "grpo"), pytest.param("qwen2_moe", "sft", marks=pytest.mark.soak)]
+    ("family", "name"),
+    [("deepseek_v3", "grpo"), pytest.param("qwen2_moe", "sft", marks=pytest.mark.soak)],
 )
-def test_experts_over_two_ranks(inputs: dict[str, Path], family: str, name: str, tmp_path: Path) -> None:
+def test_experts_over_two_ranks(
+    inputs: dict[str, Path], family: str, name: str, tmp_path: Path
+) -> None:
     check(inputs[family], tmp_path, name, "dp=2", 2)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", ["sft", "grpo", "ppo"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_over_eight_ranks(inputs: dict[str, Path], family: str, name: str, tmp_path: Path) -> None:
+def test_every_family_over_eight_ranks(
+    inputs: dict[str, Path], family: str, name: str, tmp_path: Path
+) -> None:
     check(inputs[family], tmp_path, name, WHOLE, 2)
 
 
 def scored(inputs: Path, out: Path, *layout: str) -> list[dict[str, Any]]:
     rows = inputs / "rows.jsonl"
-    rows.write_text("".join(json.dumps({"input_ids": [1 + i % 9 for i in range(n)]}) + "\n" for n in (5, 12, 2, 9)))
-    words = ["score", "--model", inputs / MODEL, "--data", rows, "--out", out, "--device", "cpu", *layout]
+    rows.write_text(
+        "".join(
+            json.dumps({"input_ids": [1 + i % 9 for i in range(n)]}) + "\n" for n in (5, 12, 2, 9)
+        )
+    )
+    words = [
+        "score",
+        "--model",
+        inputs / MODEL,
+        "--data",
+        rows,
+        "--out",
+        out,
+        "--device",
+        "cpu",
+        *layout,
+    ]
     ended = on_ranks(8, *words) if layout else [here(*words)]
     assert {each.code for each in ended} == {0}, ended
     return [json.loads(line) for line in out.read_text().splitlines()]
@@ -133,7 +170,11 @@ def scored(inputs: Path, out: Path, *layout: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_score_over_eight_ranks(inputs: dict[str, Path], family: str, tmp_path: Path) -> None:
     alone = scored(inputs[family], tmp_path / "one.jsonl")
-    for a, b in zip(scored(inputs[family], tmp_path / "cut.jsonl", "--layout", f"{WHOLE},ep=2"), alone, strict=True):
+    for a, b in zip(
+        scored(inputs[family], tmp_path / "cut.jsonl", "--layout", f"{WHOLE},ep=2"),
+        alone,
+        strict=True,
+    ):
         for key in ("log_probs", "entropy"):
             assert a[key] == pytest.approx(b[key], abs=MODEL_FP32)
 
@@ -155,23 +196,49 @@ def test_generate_and_convert_over_two_ranks(inputs: dict[str, Path], tmp_path: 
         "5",
     ]
     assert here(*words, "--out", tmp_path / "one").code == 0
-    assert {each.code for each in on_ranks(2, *words, "--out", tmp_path / "two", "--layout", "dp=2,ep=2")} == {0}
-    one, two = ([json.loads(x) for x in (tmp_path / n).read_text().splitlines()] for n in ("one", "two"))
+    assert {
+        each.code
+        for each in on_ranks(2, *words, "--out", tmp_path / "two", "--layout", "dp=2,ep=2")
+    } == {0}
+    one, two = (
+        [json.loads(x) for x in (tmp_path / n).read_text().splitlines()] for n in ("one", "two")
+    )
     assert len(one) == 9 and [row["token_ids"] for row in one] == [row["token_ids"] for row in two]
-    cut = ["convert", model, tmp_path / "cut", "--to", "sharded", "--device", "cpu", "--layout", "dp=2,ep=2"]
+    cut = [
+        "convert",
+        model,
+        tmp_path / "cut",
+        "--to",
+        "sharded",
+        "--device",
+        "cpu",
+        "--layout",
+        "dp=2,ep=2",
+    ]
     assert {each.code for each in on_ranks(2, *cut)} == {0}
-    assert here("convert", tmp_path / "cut", tmp_path / "whole", "--to", "hf", "--device", "cpu").code == 0
+    assert (
+        here("convert", tmp_path / "cut", tmp_path / "whole", "--to", "hf", "--device", "cpu").code
+        == 0
+    )
     assert_same_tensors(tensors_of(tmp_path / "whole"), tensors_of(model))
 
 
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"rollout": {"router_replay": "trainer"}}, "rollout.router_replay: .* is a qwen2 model without experts"),
-        ({"model": {"moe": {"z_loss_coef": 0.1}}}, "model.moe.z_loss_coef: .* is a qwen2 model without experts"),
+        (
+            {"rollout": {"router_replay": "trainer"}},
+            "rollout.router_replay: .* is a qwen2 model without experts",
+        ),
+        (
+            {"model": {"moe": {"z_loss_coef": 0.1}}},
+            "model.moe.z_loss_coef: .* is a qwen2 model without experts",
+        ),
     ],
 )
-def test_keys_of_experts_are_refused_without_any(sections: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_keys_of_experts_are_refused_without_any(
+    sections: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     given = rl(write_inputs(tmp_path / "inputs"), tmp_path / "run", **sections)
     recipe = tmp_path / "inputs" / "recipe.yaml"  # where its reward is
     recipe.write_text(yaml.safe_dump(given))

@@ -39,7 +39,10 @@ def write_forms(folder: Path, names: Iterable[str]) -> None:
             shutil.copytree(folder / name, path)
             tensors = {key: tensor.contiguous() for key, tensor in model.state_dict().items()}
             if form == "turned":
-                tensors = {k: x.transpose(1, 2).contiguous() if ".experts." in k else x for k, x in tensors.items()}
+                tensors = {
+                    k: x.transpose(1, 2).contiguous() if ".experts." in k else x
+                    for k, x in tensors.items()
+                }
             save_file(tensors, path / "model.safetensors", {"format": "pt"})
 
 
@@ -47,7 +50,7 @@ def through_engines(source: Path, out: Path, layout: Layout) -> None:
     """Load every checkpoint into an engine with float32 masters and save it, in the dtype that it came in."""
     for path in sorted(source.iterdir()):
         engine = from_pretrained(path, layout=layout, dtype=torch.bfloat16, device="cpu")
-        assert [name for name, _ in engine.weights()] == list(engine.origin.listed)
+        assert [name for name, _ in engine.weights()] == list(engine.origin.checkpoint_names)
         engine.save_pretrained(out / path.name)
 
 
@@ -60,7 +63,9 @@ def through_pieces(source: Path, out: Path, layouts: list[Layout]) -> None:
             found = Pretrained.open(last)
             reader = open_checkpoint(last, mesh)
 
-            def model_on(imagined: Mesh, found: Pretrained = found, reader: object = reader) -> StagedModel:
+            def model_on(
+                imagined: Mesh, found: Pretrained = found, reader: object = reader
+            ) -> StagedModel:
                 return make_model(found, imagined, torch.float32, reader)  # type: ignore[arg-type]
 
             last = convert_to_sharded(last, out / f"{path.name}.{step}", layout, model_on, mesh)
@@ -68,7 +73,9 @@ def through_pieces(source: Path, out: Path, layouts: list[Layout]) -> None:
 
 
 @pytest.mark.parametrize(
-    "layout", [LAYOUTS[0], *(pytest.param(each, marks=pytest.mark.soak) for each in LAYOUTS[1:])], ids=str
+    "layout",
+    [LAYOUTS[0], *(pytest.param(each, marks=pytest.mark.soak) for each in LAYOUTS[1:])],
+    ids=str,
 )
 def test_every_form_comes_back_as_it_was(tmp_path: Path, layout: Layout) -> None:
     write_forms(tmp_path / "in", DTYPES if layout != LAYOUTS[0] else ("mixtral", "deepseek_v3"))
@@ -85,7 +92,9 @@ def test_every_form_comes_back_as_it_was(tmp_path: Path, layout: Layout) -> None
         *(pytest.param(n, (*LAYOUTS, Layout(tp=4)), marks=pytest.mark.soak, id=n) for n in DTYPES),
     ],
 )
-def test_every_form_comes_back_from_pieces(name: str, layouts: tuple[Layout, ...], tmp_path: Path) -> None:
+def test_every_form_comes_back_from_pieces(
+    name: str, layouts: tuple[Layout, ...], tmp_path: Path
+) -> None:
     """Cut for one layout, that cut again for another, and rejoined."""
     write_forms(tmp_path / "in", [name])
     run(4, through_pieces, tmp_path / "in", tmp_path / "out", [*layouts])
@@ -109,4 +118,6 @@ def test_pieces_of_all_ordered_pairs_of_layouts(tmp_path: Path) -> None:
     save_tiny(moe_configs()["qwen2_moe"], tmp_path / "in" / "qwen2_moe", torch.bfloat16)
     for at, (first, second) in enumerate(permutations(EIGHT, 2)):
         run(1, through_pieces, tmp_path / "in", tmp_path / str(at), [first, second])
-        assert_same_tensors(tensors_of(tmp_path / str(at) / "qwen2_moe"), tensors_of(tmp_path / "in" / "qwen2_moe"))
+        assert_same_tensors(
+            tensors_of(tmp_path / str(at) / "qwen2_moe"), tensors_of(tmp_path / "in" / "qwen2_moe")
+        )

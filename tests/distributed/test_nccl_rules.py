@@ -101,7 +101,9 @@ def broken() -> None:
         with pytest.raises(RuleBroken, match=message), kept():
             fn(torch.ones(2, 2), axis)
     with kept():
-        assert collectives.sum_over(torch.ones(2, 2).T, axis).sum() == 8  # made contiguous on the way
+        assert (
+            collectives.sum_over(torch.ones(2, 2).T, axis).sum() == 8
+        )  # made contiguous on the way
 
 
 def test_every_rule_is_noticed() -> None:

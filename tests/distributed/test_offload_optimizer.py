@@ -68,10 +68,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def engine_of(source: Path, text: str = "", engine: EngineName = "native", *, hosted: bool, **more: Any) -> Engine:
+def engine_of(
+    source: Path, text: str = "", engine: EngineName = "native", *, hosted: bool, **more: Any
+) -> Engine:
     """With clipping, a schedule and weight decay."""
-    options = EngineOptions(optim=ADAMW, engine=engine, offload_optimizer=hosted, tokens_per_batch=96)
-    found = from_pretrained(source, layout=Layout.parse(text) if text else None, device="cpu", options=options, **more)
+    options = EngineOptions(
+        optim=ADAMW, engine=engine, offload_optimizer=hosted, tokens_per_batch=96
+    )
+    found = from_pretrained(
+        source, layout=Layout.parse(text) if text else None, device="cpu", options=options, **more
+    )
     with mock.patch.object(adamw, "BUCKET_BYTES", BUCKET):
         assert isinstance(found.optimizer.rule, CPUOffloadAdamW) == hosted
     return found
@@ -93,7 +99,9 @@ def bits(engine: Engine) -> dict[str, int]:
 
 def twins(folder: Path, cuts: tuple[Cut, ...]) -> None:
     for name, text, kind in cuts:
-        resident, hosted = (engine_of(folder / name, text, kind, hosted=each) for each in (False, True))
+        resident, hosted = (
+            engine_of(folder / name, text, kind, hosted=each) for each in (False, True)
+        )
         assert len(hosted_of(hosted).buckets) > 4
         before = bits(resident)
         for step in range(3):
@@ -101,7 +109,9 @@ def twins(folder: Path, cuts: tuple[Cut, ...]) -> None:
             assert reports[0] == reports[1] and not reports[0].skipped, (name, text)
             assert bits(resident) == bits(hosted), (name, text, step)
         after = bits(hosted)
-        assert all(after[key] != before[key] for key in before if "exp_avg" in key), "moments that stay at zero"
+        assert all(after[key] != before[key] for key in before if "exp_avg" in key), (
+            "moments that stay at zero"
+        )
         hosted.check_replicas()
         if text.startswith("tp=2"):
             if hosted.mesh["world"].rank == 0:
@@ -115,14 +125,18 @@ def hosted_of(engine: Engine) -> CPUOffloadAdamW:
     return engine.optimizer.rule
 
 
-@pytest.mark.parametrize(("world", "stride"), [(2, 2), *(pytest.param(n, 1, marks=pytest.mark.soak) for n in CUTS)])
+@pytest.mark.parametrize(
+    ("world", "stride"), [(2, 2), *(pytest.param(n, 1, marks=pytest.mark.soak) for n in CUTS)]
+)
 def test_every_layout_learns_the_same_bits(world: int, stride: int, folder: Path) -> None:
     run(world, twins, folder, CUTS[world][::stride])
 
 
 def moved(source: Path) -> None:
     """Skipped updates, first and later; stepping aside between updates; and bfloat16 beside float32 masters."""
-    resident, hosted = (engine_of(source, hosted=each, dtype=torch.bfloat16) for each in (False, True))
+    resident, hosted = (
+        engine_of(source, hosted=each, dtype=torch.bfloat16) for each in (False, True)
+    )
     batch = make_batch()
     poison = batch.with_fields(w0=torch.full_like(batch.fields["w0"], float("inf")))
     for number, given in enumerate((poison, batch, poison, batch)):
@@ -135,7 +149,9 @@ def moved(source: Path) -> None:
             continue
         assert bits(resident) == bits(hosted)
         assert (bits(hosted) == before) == (given is poison)
-        waiting = [x for tensors in hosted.optimizer.state_tensors().values() for x in tensors.values()]
+        waiting = [
+            x for tensors in hosted.optimizer.state_tensors().values() for x in tensors.values()
+        ]
         places = [x.data_ptr() for x in waiting]
         hosted.offload()
         assert {s.local.untyped_storage().size() for s in hosted.optimizer.shards} == {0}
@@ -156,7 +172,9 @@ def crossed(source: Path, path: Path) -> None:
             first.train_step(ragged(step), tokenwise)
         save(first, path / str(mode))
     readers = [ShardedReader(path / str(mode)) for mode in (False, True)]
-    one, other = ({name: reader.read(name) for name in reader.manifest.tensors} for reader in readers)
+    one, other = (
+        {name: reader.read(name) for name in reader.manifest.tensors} for reader in readers
+    )
     assert_same_tensors(one, other)
     first.train_step(ragged(2), tokenwise)
     for reader, mode in product(readers, (False, True)):
@@ -179,7 +197,11 @@ class Peak(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        given = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        given = {
+            x.untyped_storage().data_ptr()
+            for x in tree_leaves((args, kwargs))
+            if isinstance(x, Tensor)
+        }
         for x in tree_leaves(result):
             if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in given:
                 self._count(x.untyped_storage().nbytes())
@@ -194,7 +216,11 @@ class Peak(TorchDispatchMode):
 def tensors() -> dict[int, int]:
     """Bytes of every stretch of memory that a tensor of this process holds, by its place."""
     gc.collect()
-    found = [x for x in gc.get_objects() if issubclass(type(x), Tensor) and not issubclass(type(x), DTensor)]
+    found = [
+        x
+        for x in gc.get_objects()
+        if issubclass(type(x), Tensor) and not issubclass(type(x), DTensor)
+    ]
     storages = [x.untyped_storage() for x in found if x.device.type == "cpu"]
     return {storage.data_ptr(): storage.nbytes() for storage in storages}
 
@@ -206,7 +232,11 @@ def measured(source: Path) -> None:
         engine = engine_of(source, hosted=mode)
         engine.train_step(ragged(0), tokenwise)
         parameters = sum(s.local.numel() for s in engine.optimizer.shards)
-        on_host = {chunk.untyped_storage().data_ptr() for chunk in hosted_of(engine).hosts} if mode else set()
+        on_host = (
+            {chunk.untyped_storage().data_ptr() for chunk in hosted_of(engine).hosts}
+            if mode
+            else set()
+        )
         held[mode] = sum(size for place, size in tensors().items() if place not in before | on_host)
         for shard in engine.optimizer.shards:
             shard.local.grad = torch.zeros_like(shard.local)
@@ -215,7 +245,11 @@ def measured(source: Path) -> None:
         peaks[mode] = peak.most
         if mode:
             largest = max(bucket.num_bytes for bucket in hosted_of(engine).buckets)
-            assert sum(bucket.num_bytes for bucket in hosted_of(engine).buckets) >= 8 * parameters > 4 * largest
+            assert (
+                sum(bucket.num_bytes for bucket in hosted_of(engine).buckets)
+                >= 8 * parameters
+                > 4 * largest
+            )
         del engine
     assert abs(held[False] - held[True] - 8 * parameters) < SMALL
     assert peaks[False] < SMALL
@@ -264,12 +298,16 @@ class SlowLink(PinnedPool):
             self.done += 1
 
 
-@pytest.mark.parametrize("slow", [(), ("_coming",), ("_leaving",), ("_coming", "_leaving")], ids=str)
+@pytest.mark.parametrize(
+    "slow", [(), ("_to_device",), ("_to_host",), ("_to_device", "_to_host")], ids=str
+)
 @pytest.mark.parametrize("count", [1, 2, 3, 8])
 def test_no_copy_is_taken_for_done(slow: tuple[str, ...], count: int) -> None:
     """Whatever of the copies is late, what is computed waits for it, and so does whoever takes its room."""
     draw = torch.Generator().manual_seed(count)
-    given = [torch.randn(i % 4, 50, generator=draw) for i in range(count)]  # of some a rank holds nothing
+    given = [
+        torch.randn(i % 4, 50, generator=draw) for i in range(count)
+    ]  # of some a rank holds nothing
     grads = [[torch.randn(x.shape, generator=draw) for x in given] for _step in range(3)]
     found: list[list[Tensor]] = []
     for kind in (SkippableAdamW, CPUOffloadAdamW):
@@ -283,22 +321,29 @@ def test_no_copy_is_taken_for_done(slow: tuple[str, ...], count: int) -> None:
             for parameter, grad in zip(params, each, strict=True):
                 parameter.grad = grad.clone()
             optimizer.step()
-        found.append([*params, *(optimizer.state[x][key] for x in params for key in ("step", *MOMENTS))])
+        found.append(
+            [*params, *(optimizer.state[x][key] for x in params for key in ("step", *MOMENTS))]
+        )
     assert all(map(torch.equal, *found))
 
 
 def test_a_recipe_asks_for_it(tmp_path: Path) -> None:
-    rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": "a b", "completion": f"c {i}"} for i in range(4)])
+    rows = write_rows(
+        tmp_path / "rows.jsonl", [{"prompt": "a b", "completion": f"c {i}"} for i in range(4)]
+    )
     model, shown = make_model(tmp_path / "model"), []
     for mode in ("false", "true"):
         (tmp_path / mode).mkdir()
         recipe = write_recipe(tmp_path / mode / "recipe.yaml", model, rows, data={"shuffle": False})
-        with mock.patch.object(CPUOffloadAdamW, "begin", autospec=True, side_effect=CPUOffloadAdamW.begin) as begun:
+        with mock.patch.object(
+            CPUOffloadAdamW, "begin", autospec=True, side_effect=CPUOffloadAdamW.begin
+        ) as begun:
             ended = here("train", recipe, "--device", "cpu", f"trainer.offload_optimizer={mode}")
         assert ended.code == 0, ended.err
         assert begun.called == (mode == "true")
         lines = [
-            {key: row[key] for key in ("loss", "grad_norm")} for row in read_rows(tmp_path / mode / "run/metrics.jsonl")
+            {key: row[key] for key in ("loss", "grad_norm")}
+            for row in read_rows(tmp_path / mode / "run/metrics.jsonl")
         ]
         shown.append((lines, digests(tmp_path / mode / "run/hf")))
     assert shown[0] == shown[1]

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 import dovetail as dt
-from dovetail.optim import muon
-from dovetail.optim.muon import ROUND_ELEMENTS
+from dovetail.optim import matrices
+from dovetail.optim.matrices import ROUND_ELEMENTS
 from tests.distributed.bodies import Flat, tokenwise
 from tests.harness import run
 from tests.parity.configs import VOCAB, moe_configs, save_tiny, tiny_configs
@@ -22,7 +22,11 @@ from tests.tolerances import EXACT, SUM_ORDER, assert_all_close, max_abs
 
 LENGTHS = ((9, 5, 14, 3), (12, 4, 7, 6, 2), (8, 3, 11, 5))
 GROUPS = (dt.ParamGroup("*.layers.1.*", lr=3e-3, weight_decay=0.2),)
-RULES: dict[str, dict[str, Any]] = {"muon": {"adamw_lr": 2e-3}, "sgd": {"momentum": 0.9}, "nadam": {}}
+RULES: dict[str, dict[str, Any]] = {
+    "muon": {"adamw_lr": 2e-3},
+    "sgd": {"momentum": 0.9},
+    "nadam": {},
+}
 LAYOUTS = {
     "llama": ("tp=2,dp=2,pp=2", "tp=4,dp=2", "dp=3"),
     "qwen3_moe": ("tp=2,dp=2,ep=2", "pp=2,dp=2,ep=2", "dp=4,ep=2"),
@@ -43,17 +47,24 @@ def made(path: Path, layout: str, rule: str, dtype: torch.dtype = torch.float64)
         clip_norm=0.5,
     )
     options = dt.EngineOptions(optim=optim, tokens_per_batch=16)
-    return dt.from_pretrained(path, layout=dt.Layout.parse(layout), dtype=dtype, device="cpu", options=options)
+    return dt.from_pretrained(
+        path, layout=dt.Layout.parse(layout), dtype=dtype, device="cpu", options=options
+    )
 
 
 def batches() -> list[dt.PackedBatch]:
     draw = torch.Generator().manual_seed(2)
-    return [dt.PackedBatch.pack([torch.randint(VOCAB, (n,), generator=draw) for n in part]) for part in LENGTHS]
+    return [
+        dt.PackedBatch.pack([torch.randint(VOCAB, (n,), generator=draw) for n in part])
+        for part in LENGTHS
+    ]
 
 
-def train(path: Path, layout: str, rule: str, after: Path, before: Path | None = None) -> dict[str, Tensor]:
+def train(
+    path: Path, layout: str, rule: str, after: Path, before: Path | None = None
+) -> dict[str, Tensor]:
     """Three steps. after: where the state of the first two is saved. before: where it is loaded from, in place of them."""
-    with mock.patch.object(muon, "ROUND_ELEMENTS", FEW):
+    with mock.patch.object(matrices, "ROUND_ELEMENTS", FEW):
         engine = made(path, layout, rule)
         if before is not None:
             engine.load_state(before)
@@ -80,7 +91,13 @@ def chain(name: str, rule: str, layouts: Sequence[str], folder: Path) -> None:
     before = None
     for layout in layouts:
         found, *_ = run(
-            dt.Layout.parse(layout).num_ranks, train, folder / "model", layout, rule, folder / layout, before
+            dt.Layout.parse(layout).num_ranks,
+            train,
+            folder / "model",
+            layout,
+            rule,
+            folder / layout,
+            before,
         )
         assert_all_close(found, expected, SUM_ORDER)
         before = folder / layout
@@ -112,7 +129,9 @@ def moment(rule: Any, kind: str, shard: Any) -> Tensor:
     return state
 
 
-def eight_bits(path: Path, layout: str, after: Path, before: Path | None = None) -> tuple[list[Tensor], list[Flat]]:
+def eight_bits(
+    path: Path, layout: str, after: Path, before: Path | None = None
+) -> tuple[list[Tensor], list[Flat]]:
     """Of adamw8bit the bits of the state after two steps, its values, and the weights after a third."""
     engine = made(path, layout, "adamw8bit", torch.float32)
     if before is None:
@@ -141,10 +160,17 @@ def test_moments_of_eight_bits(tmp_path: Path) -> None:
     again = run(2, eight_bits, tmp_path / "model", "dp=2", tmp_path / "same", saved)
     for (bits, found), (bits_again, found_again) in zip(first, again, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(bits, bits_again, strict=True))
-        assert all(torch.equal(x[n], y[n]) for x, y in zip(found, found_again, strict=True) for n in x)
+        assert all(
+            torch.equal(x[n], y[n]) for x, y in zip(found, found_again, strict=True) for n in x
+        )
     ((_, elsewhere),) = run(1, eight_bits, tmp_path / "model", "", tmp_path / "one", saved)
     for signed, before, after in zip((True, False), first[0][1], elsewhere, strict=False):
-        step = max(b - a for a, b in pairwise(torchao.get_qmap_signed() if signed else torchao.get_qmap_unsigned()))
+        step = max(
+            b - a
+            for a, b in pairwise(
+                torchao.get_qmap_signed() if signed else torchao.get_qmap_unsigned()
+            )
+        )
         changed = [n for n in before if not torch.equal(before[n], after[n])]
         assert changed, "another layout has other blocks"
         assert all(max_abs(before[n] - after[n]) <= step * max_abs(before[n]) for n in changed)

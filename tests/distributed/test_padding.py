@@ -35,7 +35,9 @@ def padding(path: Path, layout: str, loss: str) -> tuple[int, float, list[bool]]
         for region in shard.regions:
             of_nothing[as_index(region.local_slice)] = False
         kept = (shard.local.detach(), *engine.optimizer.rule.state[shard.local].values())
-        found += [values[of_nothing] for values in kept if values.shape == of_nothing.shape]  # not the count of steps
+        found += [
+            values[of_nothing] for values in kept if values.shape == of_nothing.shape
+        ]  # not the count of steps
     whole = torch.cat(found)
     return len(whole), float(whole.abs().max()) if len(whole) else 0.0, skipped
 

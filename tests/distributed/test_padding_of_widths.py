@@ -23,7 +23,12 @@ PADDED = {
         "gate_up_proj.bias",
         "down_proj.weight",
     ),
-    "deepseek_v2": ("embed_tokens.weight", "lm_head.weight", "experts.gate_up_proj", "experts.down_proj"),
+    "deepseek_v2": (
+        "embed_tokens.weight",
+        "lm_head.weight",
+        "experts.gate_up_proj",
+        "experts.down_proj",
+    ),
 }
 
 
@@ -53,7 +58,9 @@ def padded(path: Path) -> tuple[dict[str, int], float]:
         state = engine.optimizer.rule.state[shard.local]
         for tensor in (shard.local, state["exp_avg"], state["exp_avg_sq"]):
             assert not tensor[~outside].isnan().any()
-            largest = max(largest, float(tensor.detach()[outside].abs().nan_to_num(nan=torch.inf).sum()))
+            largest = max(
+                largest, float(tensor.detach()[outside].abs().nan_to_num(nan=torch.inf).sum())
+            )
         found[shard.name] = int(outside.sum())
     return found, largest
 
@@ -63,5 +70,8 @@ def test_padding_stays_zero(tmp_path: Path) -> None:
         save_tiny((tiny_configs() | moe_configs())[name], tmp_path / name)
         ranks = run(LAYOUT.num_ranks, padded, tmp_path / name)
         for ending in endings:
-            assert sum(count for found, _ in ranks for n, count in found.items() if n.endswith(ending)) > 0, ending
+            assert (
+                sum(count for found, _ in ranks for n, count in found.items() if n.endswith(ending))
+                > 0
+            ), ending
         assert [largest for _, largest in ranks] == [0.0] * LAYOUT.num_ranks

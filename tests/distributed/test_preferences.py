@@ -18,7 +18,14 @@ from tests.harness import run
 from tests.parity.configs import VOCAB, moe_configs, save_tiny, tiny_configs
 from tests.tolerances import CURVE_FP32, MODEL_FP32, SUM_ORDER, assert_close, assert_sum_close
 
-LENGTHS = ((9, 4), (5, 12), (7, 7), (3, 14), (11, 2), (6, 8))  # of completions; prompts have 3 tokens
+LENGTHS = (
+    (9, 4),
+    (5, 12),
+    (7, 7),
+    (3, 14),
+    (11, 2),
+    (6, 8),
+)  # of completions; prompts have 3 tokens
 BUDGET = 24  # of the longest pair 23
 EPS = 1e-4  # a move g / (|g| + eps) has g's absolute error over eps, where g is its rounding alone
 ALGORITHMS: dict[str, dict[str, Any]] = {
@@ -49,26 +56,43 @@ def task_of(name: str, policy: Any, reference: Any = None) -> Any:
     algorithm = {"name": name.partition("-")[0], **ALGORITHMS[name]}
     trainer = {"prompts_per_step": 5, "steps": 3}
     recipe = make_recipe(
-        {"model": {"path": "m"}, "data": {"train": "d"}, "run_dir": "r", "algorithm": algorithm, "trainer": trainer}
+        {
+            "model": {"path": "m"},
+            "data": {"train": "d"},
+            "run_dir": "r",
+            "algorithm": algorithm,
+            "trainer": trainer,
+        }
     )
     rows = rows_of()
     if name == "kto":  # as many completions, without pairs
         rows = [replace(row, **{("chosen", "rejected")[i % 2]: None}) for i, row in enumerate(rows)]
     wanted = reference if recipe.algorithm.wants_reference else None
-    given = {"recipe": recipe, "policy": policy, "reference": wanted, "loss": preference_loss(recipe.algorithm)}  # type: ignore[arg-type]
+    loss = preference_loss(recipe.algorithm)  # type: ignore[arg-type]
+    given = {"recipe": recipe, "policy": policy, "reference": wanted, "loss": loss}
     precompute = recipe.algorithm.model_dump().get("precompute_ref_log_probs", False)
     sets = {"more": rows[2:]}
-    return PreferenceTask(**given, precompute=precompute, rows=rows, held_out=rows[:3], eval_sets=sets, longest=18)
+    return PreferenceTask(
+        **given, precompute=precompute, rows=rows, held_out=rows[:3], eval_sets=sets, longest=18
+    )
 
 
 def engine_of(path: Path, layout: dt.Layout, head: Any = "lm", engine: Any = "auto") -> Any:
     optim = dt.OptimSettings(lr=1e-3, eps=EPS)
-    options = dt.EngineOptions(optim=optim, tokens_per_batch=BUDGET, fresh_head_seed=1, head_bias=False, engine=engine)
-    return dt.from_pretrained(path, layout=layout, dtype=torch.float64, device="cpu", head=head, options=options)
+    options = dt.EngineOptions(
+        optim=optim, tokens_per_batch=BUDGET, fresh_head_seed=1, head_bias=False, engine=engine
+    )
+    return dt.from_pretrained(
+        path, layout=layout, dtype=torch.float64, device="cpu", head=head, options=options
+    )
 
 
 def train(
-    path: Path, layout: dt.Layout, names: tuple[str, ...], saved: Path | None = None, engine: str = "auto"
+    path: Path,
+    layout: dt.Layout,
+    names: tuple[str, ...],
+    saved: Path | None = None,
+    engine: str = "auto",
 ) -> dict[str, Any]:
     """Rows of metrics and the weights after one step and an evaluation of each algorithm in turn."""
     found: dict[str, Any] = {}
@@ -80,7 +104,9 @@ def train(
         policy = engine_of(path, layout, "value", engine) if name == "reward" else lm
         task = task_of(name, policy, reference)
         row = {**task.step(0), **task.evaluate(1)}
-        assert not row.get("skipped") and task.reference is (reference if name in ("dpo", "dpo-ipo", "kto") else None)
+        assert not row.get("skipped") and task.reference is (
+            reference if name in ("dpo", "dpo-ipo", "kto") else None
+        )
         found |= {f"{name} {key}": x for key, x in row.items() if isinstance(x, float)}
         found |= {f"{name} {key}": x.clone() for key, x in policy.weights(torch.float64)}
         if name == "reward" and saved is not None:
@@ -125,7 +151,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> tuple[dict[str, Any], ...]:
     """What one rank gives for each half of the algorithms."""
-    return tuple(run(1, train, folder, dt.Layout(), names, folder / "reward")[0] for names in HALVES)
+    return tuple(
+        run(1, train, folder, dt.Layout(), names, folder / "reward")[0] for names in HALVES
+    )
 
 
 @pytest.mark.parametrize(
@@ -136,7 +164,9 @@ def alone(folder: Path) -> tuple[dict[str, Any], ...]:
         for half in (0, 1)
     ],
 )
-def test_every_layout_is_one_rank(layout: str, half: int, folder: Path, alone: tuple[dict[str, Any], ...]) -> None:
+def test_every_layout_is_one_rank(
+    layout: str, half: int, folder: Path, alone: tuple[dict[str, Any], ...]
+) -> None:
     """Every algorithm on two layouts of the four."""
     for found in run(2, train, folder, dt.Layout.parse(layout), HALVES[half]):
         assert found.keys() == alone[half].keys() - {"scores"}
@@ -145,7 +175,13 @@ def test_every_layout_is_one_rank(layout: str, half: int, folder: Path, alone: t
 
 @pytest.mark.parametrize(
     ("layout", "half"),
-    [("dp=2", 0), *(pytest.param(*each, marks=pytest.mark.soak) for each in (("dp=2", 1), ("cp=2", 0), ("cp=2", 1)))],
+    [
+        ("dp=2", 0),
+        *(
+            pytest.param(*each, marks=pytest.mark.soak)
+            for each in (("dp=2", 1), ("cp=2", 0), ("cp=2", 1))
+        ),
+    ],
 )
 def test_the_engine_of_transformers_does_the_same(
     layout: str, half: int, folder: Path, alone: tuple[dict[str, Any], ...]
@@ -172,7 +208,8 @@ def test_metrics(alone: tuple[dict[str, Any], ...]) -> None:
         assert row["rewards/margins"] == pytest.approx(margin)
         for prefix in ("eval_", "eval/more/"):
             assert {
-                f"{prefix}{key}" for key in ("loss", "rewards/chosen", "rewards/rejected", "rewards/margins")
+                f"{prefix}{key}"
+                for key in ("loss", "rewards/chosen", "rewards/rejected", "rewards/margins")
             } <= row.keys()
         assert ("logps/chosen" in row) == (name != "reward")
         assert ("nll_loss" in row) == (name in ("cpo", "simpo", "orpo"))
@@ -180,10 +217,14 @@ def test_metrics(alone: tuple[dict[str, Any], ...]) -> None:
     assert live != early  # after other steps
 
 
-def test_a_saved_reward_model_scores_alike_in_transformers(folder: Path, alone: tuple[dict[str, Any], ...]) -> None:
+def test_a_saved_reward_model_scores_alike_in_transformers(
+    folder: Path, alone: tuple[dict[str, Any], ...]
+) -> None:
     model = AutoModelForSequenceClassification.from_pretrained(folder / "reward").eval()
     assert model.config.num_labels == 1
     scores: list[Tensor] = []
     with torch.no_grad():
-        scores += [model(torch.tensor([row.chosen.ids])).logits[0, 0] for row in rows_of() if row.chosen]
+        scores += [
+            model(torch.tensor([row.chosen.ids])).logits[0, 0] for row in rows_of() if row.chosen
+        ]
     assert_close(torch.stack(scores), alone[0]["scores"].float(), MODEL_FP32)

@@ -33,7 +33,9 @@ class ScriptedPusher(Pusher):
         next(iter(weights))
         errors: list[EngineError | None] = []
         for fake, text in zip(self.fakes, self.script.pop(0), strict=True):
-            errors.append(None if text is None else EngineError(fake.url, "/update_weights", 500, text))
+            errors.append(
+                None if text is None else EngineError(fake.url, "/update_weights", 500, text)
+            )
             fake.version = str(version) if text is None else fake.version
         return errors
 
@@ -62,8 +64,12 @@ def body() -> dict[str, Any]:
                 stack.enter_context(fake)
             clients = [Client(fake.url, timeout=5.0) for fake in fakes]
             replicas = [Replica(client, Vllm().probe(client, VOCABULARY)) for client in clients]
-            fleet = Fleet(replicas, Vllm(), silence=5.0, on_loss=lambda error: losses.append(str(error)))
-            pusher = ScriptedPusher(fakes, [[None, None], [None, "a wrong sum"], ["gone", "gone, too"], [None, None]])
+            fleet = Fleet(
+                replicas, Vllm(), silence=5.0, on_loss=lambda error: losses.append(str(error))
+            )
+            pusher = ScriptedPusher(
+                fakes, [[None, None], [None, "a wrong sum"], ["gone", "gone, too"], [None, None]]
+            )
         sampler = RemoteSampler(mesh, torch.float32, VOCABULARY, fleet, pusher, moe)
         prompts, params = (
             [Prompt(4, [1, 2]), Prompt(9, [3])],
@@ -72,7 +78,12 @@ def body() -> dict[str, Any]:
         sampler.refill(weights())
         seen["first"] = [vars(completion) for completion in sampler.sample(prompts, params)]
         seen["traced"] = [
-            (each.ids, each.routing.layers, each.routing.indices.tolist(), each.routing.valid.tolist())
+            (
+                each.ids,
+                each.routing.layers,
+                each.routing.indices.tolist(),
+                each.routing.valid.tolist(),
+            )
             for each in sampler.sample(prompts, replace(params, trace=True))
             if each.routing is not None
         ]
@@ -113,7 +124,9 @@ def test_all_ranks_get_the_first_one_s_samples_and_errors() -> None:
         and first["errors"] == second["errors"]
     )
     samples = first["first"]
-    assert [(each["row"], each["sample"]) for each in samples] == [(row, i) for row in (4, 9) for i in range(3)]
+    assert [(each["row"], each["sample"]) for each in samples] == [
+        (row, i) for row in (4, 9) for i in range(3)
+    ]
     for each in samples:
         ids = each["ids"]
         assert len(ids) == len(each["log_probs"]) and each["versions"] == ((1, 0, len(ids)),)
@@ -127,7 +140,10 @@ def test_all_ranks_get_the_first_one_s_samples_and_errors() -> None:
     lost, foreign, media, bare = first["errors"]
     assert "gone; " in lost and "gone, too" in lost
     assert "weights of version 77, but this run pushed 4" in foreign and "row 0 has images" in media
-    assert bare == "an engine returned no routes of experts; start it with --enable-return-routed-experts"
+    assert (
+        bare
+        == "an engine returned no routes of experts; start it with --enable-return-routed-experts"
+    )
     assert first["traced"] == second["traced"] and len(first["traced"]) == 6
     for slot, (ids, layers, experts, valid) in enumerate(first["traced"]):
         whole = [*([1, 2] if slot < 3 else [3]), *ids]

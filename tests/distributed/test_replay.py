@@ -60,7 +60,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def engine_of(folder: Path | str, layout: Layout | None = None, **options: Any) -> Engine:
     chosen = EngineOptions(**{"optim": STEP, "tokens_per_batch": 48, **options})
-    return from_pretrained(folder, layout=layout or Layout(), dtype=torch.float64, device="cpu", options=chosen)
+    return from_pretrained(
+        folder, layout=layout or Layout(), dtype=torch.float64, device="cpu", options=chosen
+    )
 
 
 def batch_of(loss: str = "grpo") -> PackedBatch:
@@ -73,7 +75,10 @@ def random_trace(engine: Engine, tokens: int) -> RoutingTrace:
     moe = engine.model.spec.moe
     draw = torch.Generator().manual_seed(5)
     ranks = torch.rand(tokens, len(moe.numbers), moe.num_experts, generator=draw)
-    indices, valid = ranks.topk(moe.top_k).indices.to(torch.int32), torch.rand(tokens, generator=draw) < 0.9
+    indices, valid = (
+        ranks.topk(moe.top_k).indices.to(torch.int32),
+        torch.rand(tokens, generator=draw) < 0.9,
+    )
     indices[~valid] = moe.num_experts + 7
     return RoutingTrace(moe.numbers, indices, valid)
 
@@ -121,13 +126,18 @@ RECORDED = (
 
 @pytest.mark.parametrize(
     ("name", "layout"),
-    [*RECORDED, *(pytest.param(*pair, marks=pytest.mark.soak) for pair in PAIRS if pair not in RECORDED)],
+    [
+        *RECORDED,
+        *(pytest.param(*pair, marks=pytest.mark.soak) for pair in PAIRS if pair not in RECORDED),
+    ],
     ids=lambda x: name_of(x) if isinstance(x, Layout) else x,
 )
 def test_a_replayed_pass_is_the_recorded_one(folder: Path, name: str, layout: Layout) -> None:
     path = str(path_of(folder, name, DEPTH))
     alone, *_ = recorded_alone(path)
-    for trace, same_bits, live_same, replay_same, router in run(layout.num_ranks, recorded, path, layout):
+    for trace, same_bits, live_same, replay_same, router in run(
+        layout.num_ranks, recorded, path, layout
+    ):
         assert same_bits
         assert torch.equal(trace.indices, alone.indices) and trace.layers == alone.layers
         assert replay_same and not live_same
@@ -192,7 +202,9 @@ def tied(path: str, recompute: str, replay: bool) -> tuple[dict[str, Tensor], in
         if shard.name.endswith("gate.weight"):
             with torch.no_grad():
                 shard.local.zero_()
-    engine.train_step(batch.with_routing(random_trace(engine, len(batch)) if replay else None), _objective)
+    engine.train_step(
+        batch.with_routing(random_trace(engine, len(batch)) if replay else None), _objective
+    )
     return gradients(engine)[0], fickle[0].calls
 
 
@@ -212,19 +224,30 @@ def _many(path: str) -> tuple[int, bool]:
     engine = from_pretrained(path, dtype=torch.float32, device="cpu")
     batch = PackedBatch.pack([torch.arange(40), torch.arange(50)])
     stats, trace = engine.score_and_trace(batch)
-    return int(trace.indices.max()), all(map(torch.equal, stats, engine.score(batch.with_routing(trace))))
+    return int(trace.indices.max()), all(
+        map(torch.equal, stats, engine.score(batch.with_routing(trace)))
+    )
 
 
 @pytest.mark.parametrize("experts", [pytest.param(300, marks=pytest.mark.soak), 70_000])
-def test_edge_36_experts_beyond_any_narrow_type_and_dense_layers_before(tmp_path: Path, experts: int) -> None:
+def test_edge_36_experts_beyond_any_narrow_type_and_dense_layers_before(
+    tmp_path: Path, experts: int
+) -> None:
     config = expert_models()["qwen3_moe"]
-    shape = {"hidden_size": 8, "moe_intermediate_size": 2, "num_hidden_layers": 2, "mlp_only_layers": [0]}
+    shape = {
+        "hidden_size": 8,
+        "moe_intermediate_size": 2,
+        "num_hidden_layers": 2,
+        "mlp_only_layers": [0],
+    }
     for key, value in {**shape, "num_experts": experts, "num_experts_per_tok": 8}.items():
         setattr(config, key, value)
     config.layer_types = None
     model = tiny_model(config)
     config.save_pretrained(tmp_path)
-    save_file({k: x.contiguous() for k, x in model.state_dict().items()}, tmp_path / "model.safetensors")
+    save_file(
+        {k: x.contiguous() for k, x in model.state_dict().items()}, tmp_path / "model.safetensors"
+    )
     ((largest, same),) = run(1, _many, str(tmp_path))
     assert largest > experts // 2 and same
 
@@ -238,23 +261,30 @@ def _partly(path: str) -> dict[str, bool]:
     nonsense = torch.zeros_like(trace.indices)
     gaps = torch.ones(len(plain), dtype=torch.bool)
     gaps[[8, 20, 25, 12, 13, 14, 23, 24]] = False
-    holed = RoutingTrace(trace.layers, torch.where(gaps[:, None, None], trace.indices, nonsense), gaps)
+    holed = RoutingTrace(
+        trace.layers, torch.where(gaps[:, None, None], trace.indices, nonsense), gaps
+    )
     by_row = [plain.with_routing(holed).select([i]).routing for i in range(3)]
     assert by_row[0] is not None
-    packed = PackedBatch.pack([Sequence(row, routing=each) for row, each in zip(rows, by_row, strict=True)])
+    packed = PackedBatch.pack(
+        [Sequence(row, routing=each) for row, each in zip(rows, by_row, strict=True)]
+    )
     given, found = engine.score_and_trace(packed)
     report = engine.train_step(packed.select([2, 0]), _objective, trace=True)
     assert report.routing is not None
     refusals = {}
     for what, rows_ in {
         "a sequence without routing": [Sequence(rows[0], routing=by_row[0]), Sequence(rows[1])],
-        "routing that is one token short": [Sequence(rows[0], routing=by_row[0].map(lambda x: x[:-1]))],
+        "routing that is one token short": [
+            Sequence(rows[0], routing=by_row[0].map(lambda x: x[:-1]))
+        ],
     }.items():
         refusals[what] = _refused(lambda rows_=rows_: PackedBatch.pack(rows_))  # type: ignore[misc]
     wrapped = replace(trace, indices=trace.indices - 1)
     fewer = replace(trace, layers=trace.layers[:-1], indices=trace.indices[:, :-1])
     return {
-        "equal bits": all(map(torch.equal, stats, given)) and torch.equal(found.indices, trace.indices),
+        "equal bits": all(map(torch.equal, stats, given))
+        and torch.equal(found.indices, trace.indices),
         "selected": torch.equal(report.routing.indices, trace.indices[plain.token_index([2, 0])]),
         "an expert that is none": _refused(lambda: engine.score(plain.with_routing(wrapped))),
         "a layer without data": _refused(lambda: engine.score(plain.with_routing(fewer))),
@@ -324,8 +354,12 @@ def _failing(stats: Any, _: PackedBatch) -> Loss:
     raise ZeroDivisionError(f"a loss of the user's own, of {len(stats)} statistics")
 
 
-@pytest.mark.parametrize("layout", [pytest.param(Layout(), marks=pytest.mark.soak), Layout(dp=2, ep=2)], ids=name_of)
-def test_edge_38_and_39_other_passes_and_models_leave_no_trace(folder: Path, layout: Layout) -> None:
+@pytest.mark.parametrize(
+    "layout", [pytest.param(Layout(), marks=pytest.mark.soak), Layout(dp=2, ep=2)], ids=name_of
+)
+def test_edge_38_and_39_other_passes_and_models_leave_no_trace(
+    folder: Path, layout: Layout
+) -> None:
     path = str(path_of(folder, "deepseek_v3", DEPTH))
     for alone, found in zip(
         run(layout.num_ranks, _interrupted, path, layout, False),

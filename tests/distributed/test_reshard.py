@@ -55,7 +55,12 @@ CUTS: dict[int, tuple[Cut, ...]] = {
         (NATIVE, "tp=2,pp=2"),
         (FOREIGN, "cp=2,dp=2"),
     ),
-    8: ((NATIVE, "tp=8"), (NATIVE, "tp=2,pp=2,dp=2"), (NATIVE, "pp=2,cp=2,dp=2"), (NATIVE, "tp=4,pp=2")),
+    8: (
+        (NATIVE, "tp=8"),
+        (NATIVE, "tp=2,pp=2,dp=2"),
+        (NATIVE, "pp=2,cp=2,dp=2"),
+        (NATIVE, "tp=4,pp=2"),
+    ),
 }
 FEW: dict[int, tuple[Cut, ...]] = {1: CUTS[1][:1], 2: (CUTS[2][0], CUTS[2][2], CUTS[2][5])}
 EXPERTS: dict[int, tuple[Cut, ...]] = {
@@ -82,14 +87,20 @@ def layout_of(text: str) -> Layout:
     for part in filter(None, text.split(",")):
         key, _, value = part.partition("=")
         given[key] = (
-            value if key == "schedule" else int(value) if "-" not in value else tuple(map(int, value.split("-")))
+            value
+            if key == "schedule"
+            else int(value)
+            if "-" not in value
+            else tuple(map(int, value.split("-")))
         )
     return Layout(**given)
 
 
 def engine_of(source: Path, cut: Cut, head: Any) -> Engine:
     options = EngineOptions(engine=cut[0], fresh_head_seed=0)
-    return from_pretrained(source, layout=layout_of(cut[1]), head=head, device="cpu", options=options)
+    return from_pretrained(
+        source, layout=layout_of(cut[1]), head=head, device="cpu", options=options
+    )
 
 
 def save(engine: Engine, path: Path) -> None:
@@ -98,7 +109,9 @@ def save(engine: Engine, path: Path) -> None:
     mine = {name: piece for export in exports for name, piece in export.local.items()}
     mesh = engine.mesh
     state = {"updates": engine.updates}
-    write_sharded(path, mesh, specs, {mesh["world"].rank: mine}, mesh.layout, sides={}, state=state)
+    write_sharded(
+        path, mesh, specs, {mesh["world"].rank: mine}, mesh.layout, auxiliary={}, state=state
+    )
 
 
 def whole(engine: Engine) -> Iterator[tuple[str, Tensor]]:
@@ -129,7 +142,9 @@ def write_reference(source: Path, path: Path, head: str) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in whole(engine)}
 
 
-def through(source: Path, cuts: Sequence[Cut], head: str, loads: Sequence[Path], saves: Path | None) -> list[Any]:
+def through(
+    source: Path, cuts: Sequence[Cut], head: str, loads: Sequence[Path], saves: Path | None
+) -> list[Any]:
     """Load each checkpoint in `loads` under each cut: what differs from the first one; with `saves`, save it there."""
     found: list[Any] = []
     for cut in cuts:
@@ -141,7 +156,9 @@ def through(source: Path, cuts: Sequence[Cut], head: str, loads: Sequence[Path],
             reader = ShardedReader(path)
             engine.load_training(ROLE, reader, (reader.manifest.state or {})["updates"])
             seen = {name: tensor.clone() for name, tensor in whole(engine)}
-            steps = {float(state["step"]) for state in engine.optimizer.rule.state.values()} | {float(engine.updates)}
+            steps = {float(state["step"]) for state in engine.optimizer.rule.state.values()} | {
+                float(engine.updates)
+            }
             found.append((path.name, cut, seen if engine.mesh["world"].rank == 0 else {}, steps))
         if saves is not None:
             save(engine, saves / f"{cut[0]} {cut[1]}")
@@ -176,11 +193,25 @@ def test_every_layout_goes_on_from_every_other(
     tiny_model((models(depth) | expert_models(depth))[name]).save_pretrained(source)
     (tmp_path / "saved").mkdir()
     (reference,) = run(1, write_reference, source, tmp_path / "reference", head)
-    weights, *moments = ({key.partition(" ")[2] for key in reference if key.startswith(f"{kind} ")} for kind in KINDS)
-    assert all(weights - names == {x for x in weights if x.endswith("correction_bias")} for names in moments)
+    weights, *moments = (
+        {key.partition(" ")[2] for key in reference if key.startswith(f"{kind} ")} for kind in KINDS
+    )
+    assert all(
+        weights - names == {x for x in weights if x.endswith("correction_bias")}
+        for names in moments
+    )
     for world, some in cuts.items():
         check(
-            run(world, through, source, some, head, [tmp_path / "reference"], tmp_path / "saved", timeout=600)[0],
+            run(
+                world,
+                through,
+                source,
+                some,
+                head,
+                [tmp_path / "reference"],
+                tmp_path / "saved",
+                timeout=600,
+            )[0],
             reference,
         )
     saved = sorted((tmp_path / "saved").iterdir())
@@ -196,7 +227,8 @@ def test_a_wrong_layer_is_noticed(tmp_path: Path) -> None:
     tiny_model(models()["llama"]).save_pretrained(source)
     (reference,) = run(1, write_reference, source, tmp_path / "reference", "lm")
     swapped = {
-        key.replace("layers.0.", "layers.9.").replace("layers.1.", "layers.0."): x for key, x in reference.items()
+        key.replace("layers.0.", "layers.9.").replace("layers.1.", "layers.0."): x
+        for key, x in reference.items()
     }
     swapped = {key.replace("layers.9.", "layers.1."): x for key, x in swapped.items()}
     found = run(1, through, source, CUTS[1][:1], "lm", [tmp_path / "reference"], None)[0]

@@ -39,11 +39,21 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def recipe_of(inputs: Path, run_dir: Path, name: str, layout: str, **sections: Any) -> dict[str, Any]:
+def recipe_of(
+    inputs: Path, run_dir: Path, name: str, layout: str, **sections: Any
+) -> dict[str, Any]:
     """Every algorithm with as much state as it can have; all steps are kept."""
-    trainer = {"steps": 2 * K, "save_every": K, "keep_last": 10, "prompts_per_step": 4, **sections.pop("trainer", {})}
+    trainer = {
+        "steps": 2 * K,
+        "save_every": K,
+        "keep_last": 10,
+        "prompts_per_step": 4,
+        **sections.pop("trainer", {}),
+    }
     optim = {"schedule": "cosine", "warmup_steps": 1, "weight_decay": 0.1, "lr": 3e-3}
-    degrees = {key: int(value) for key, value in (part.split("=") for part in layout.split(",") if part)}
+    degrees = {
+        key: int(value) for key, value in (part.split("=") for part in layout.split(",") if part)
+    }
     common: dict[str, Any] = {"optim": optim, "layout": degrees, "trainer": trainer}
     algorithm = {"name": name, "num_mini_batches": 2, **sections.pop("algorithm", {})}
     if name == "sft":
@@ -51,7 +61,9 @@ def recipe_of(inputs: Path, run_dir: Path, name: str, layout: str, **sections: A
     options: dict[str, Any] = {"kl_coef": 0.05}
     if name == "ppo":
         options |= {"critic_warmup": 1, "epochs": 2}
-    return rl(inputs, run_dir, name, **{**common, "algorithm": {**options, **algorithm}, **sections})
+    return rl(
+        inputs, run_dir, name, **{**common, "algorithm": {**options, **algorithm}, **sections}
+    )
 
 
 def done(given: dict[str, Any], world: int) -> Path:
@@ -88,7 +100,9 @@ def assert_same_run(resumed: Path, straight: Path) -> None:
     one, other = ShardedReader(first.path), ShardedReader(second.path)
     one.verify()
     names = one.manifest.tensors
-    assert_same_tensors({n: one.read(n) for n in names}, {n: other.read(n) for n in other.manifest.tensors})
+    assert_same_tensors(
+        {n: one.read(n) for n in names}, {n: other.read(n) for n in other.manifest.tensors}
+    )
     states = [{**(reader.manifest.state or {})} for reader in (one, other)]
     for state in states:
         del state["recipe"]["run_dir"]
@@ -102,12 +116,24 @@ CASES = [
     ("sft", "", {}),
     ("grpo", "dp=2", {"trainer": {"async_save": False}}),
     pytest.param(("ppo", "tp=2", {}), marks=pytest.mark.soak),
-    ("ppo", "tp=2", {"model": {"dtype": "bfloat16", "save_dtype": "bfloat16"}, "algorithm": {"epochs": 1}}),
-    pytest.param(("ppo", "pp=2", {"model": {"dtype": "bfloat16", "save_dtype": "bfloat16"}}), marks=pytest.mark.soak),
+    (
+        "ppo",
+        "tp=2",
+        {"model": {"dtype": "bfloat16", "save_dtype": "bfloat16"}, "algorithm": {"epochs": 1}},
+    ),
+    pytest.param(
+        ("ppo", "pp=2", {"model": {"dtype": "bfloat16", "save_dtype": "bfloat16"}}),
+        marks=pytest.mark.soak,
+    ),
 ]
 LAYOUTS = ("", "dp=4", "tp=2,dp=2", "pp=2,dp=2", "cp=2,dp=2")
 HALF = {"model": {"dtype": "bfloat16", "save_dtype": "bfloat16"}}
-WIDE = [(name, layout, more) for name in ("sft", "grpo", "ppo") for layout in LAYOUTS for more in ({}, HALF)]
+WIDE = [
+    (name, layout, more)
+    for name in ("sft", "grpo", "ppo")
+    for layout in LAYOUTS
+    for more in ({}, HALF)
+]
 
 
 def _called(case: tuple[str, str, dict[str, Any]]) -> str:
@@ -115,7 +141,9 @@ def _called(case: tuple[str, str, dict[str, Any]]) -> str:
 
 
 @pytest.mark.parametrize(
-    "case", [*CASES, *(pytest.param(case, marks=pytest.mark.soak) for case in WIDE)], ids=lambda case: _called(case)
+    "case",
+    [*CASES, *(pytest.param(case, marks=pytest.mark.soak) for case in WIDE)],
+    ids=lambda case: _called(case),
 )
 def test_stopped_and_resumed_is_straight_through(
     case: tuple[str, str, dict[str, Any]], inputs: Path, tmp_path: Path
@@ -126,15 +154,21 @@ def test_stopped_and_resumed_is_straight_through(
     for degree in given["layout"].values():
         world *= degree
     straight = done(given, world)
-    assert len({row["loss"] for row in numbers(straight)}) == 2 * K, "a run that learns nothing shows nothing"
+    assert len({row["loss"] for row in numbers(straight)}) == 2 * K, (
+        "a run that learns nothing shows nothing"
+    )
     again = cut_back(straight, tmp_path / "again", K, given)
     resumed = done(again, world)
     assert_same_run(resumed, straight)
     (aside,) = (resumed / "superseded").iterdir()
-    assert [row["step"] for row in read_rows(aside / "metrics.jsonl")] == list(range(K + 1, 2 * K + 1))
+    assert [row["step"] for row in read_rows(aside / "metrics.jsonl")] == list(
+        range(K + 1, 2 * K + 1)
+    )
     assert any("resumed" in event["kind"] for event in read_rows(resumed / "events.jsonl"))
     if name != "sft":
-        taken = Counter(row["id"] for path in (resumed / "rollouts").iterdir() for row in read_rows(path))
+        taken = Counter(
+            row["id"] for path in (resumed / "rollouts").iterdir() for row in read_rows(path)
+        )
         stream = batch_rows(ROWS, 2 * K * 4, 0, 0)
         assert taken == Counter({f"row-{i}": 4 * count for i, count in Counter(stream).items()})
 
@@ -142,7 +176,10 @@ def test_stopped_and_resumed_is_straight_through(
 @pytest.mark.parametrize("cut", [1, pytest.param(3, marks=pytest.mark.soak)])
 def test_any_step_may_be_the_last_saved_one(cut: int, inputs: Path, tmp_path: Path) -> None:
     """With evaluations, and a run that was stopped twice."""
-    more: dict[str, Any] = {"data": {"eval": str(inputs / RL_ROWS)}, "trainer": {"save_every": 1, "eval_every": 2}}
+    more: dict[str, Any] = {
+        "data": {"eval": str(inputs / RL_ROWS)},
+        "trainer": {"save_every": 1, "eval_every": 2},
+    }
     given = recipe_of(inputs, tmp_path / "straight", "grpo", "", **more)
     straight = done(given, 1)
     again = cut_back(straight, tmp_path / "again", cut, given)
@@ -158,8 +195,15 @@ def test_rows_are_taken_once_when_a_step_takes_more_or_fewer_of_them(
 ) -> None:
     taken: list[str] = []
     for before, count in enumerate(counts):
-        given = recipe_of(inputs, tmp_path / "run", "grpo", "", algorithm={"num_mini_batches": 1, "kl_coef": 0.0})
-        given["trainer"] = {**given["trainer"], "steps": before + 1, "save_every": 1, "prompts_per_step": count}
+        given = recipe_of(
+            inputs, tmp_path / "run", "grpo", "", algorithm={"num_mini_batches": 1, "kl_coef": 0.0}
+        )
+        given["trainer"] = {
+            **given["trainer"],
+            "steps": before + 1,
+            "save_every": 1,
+            "prompts_per_step": count,
+        }
         rows = read_rows(done(given, 1) / "rollouts" / f"step_{before + 1:06}.jsonl")
         taken += [row["id"] for row in rows if row["sample"] == 0]
     assert taken == [f"row-{i}" for i in batch_rows(ROWS, sum(counts), 0, 0)]
@@ -186,7 +230,9 @@ def killed(recipe: Path, run_dir: Path, draw: random.Random) -> bool:
         if rows.exists() and (size := len(rows.read_bytes())) not in (before, found):
             found = size
             moments.append(time.monotonic())
-    time.sleep(draw.random() * (moments[-1] - moments[-2] if steps > 1 and len(moments) > 2 else 0.02))
+    time.sleep(
+        draw.random() * (moments[-1] - moments[-2] if steps > 1 and len(moments) > 2 else 0.02)
+    )
     ended = process.poll()
     if ended is None:
         os.killpg(process.pid, signal.SIGKILL)
@@ -195,7 +241,10 @@ def killed(recipe: Path, run_dir: Path, draw: random.Random) -> bool:
     return ended is None
 
 
-CYCLES = [("grpo", "", 1), *(pytest.param(n, "dp=2", 7, marks=pytest.mark.soak) for n in ("sft", "grpo", "ppo"))]
+CYCLES = [
+    ("grpo", "", 1),
+    *(pytest.param(n, "dp=2", 7, marks=pytest.mark.soak) for n in ("sft", "grpo", "ppo")),
+]
 
 
 @pytest.mark.parametrize(("name", "layout", "cycles"), CYCLES)
@@ -203,7 +252,10 @@ def test_a_killed_program_started_again_is_straight_through(
     name: str, layout: str, cycles: int, inputs: Path, tmp_path: Path
 ) -> None:
     """kill -9 of every process at random moments, in steps and in saves."""
-    draw, trainer = random.Random(f"{name}{layout}"), {"steps": 4 * cycles, "save_every": 1, "keep_last": 2}
+    draw, trainer = (
+        random.Random(f"{name}{layout}"),
+        {"steps": 4 * cycles, "save_every": 1, "keep_last": 2},
+    )
     given = recipe_of(inputs, tmp_path / "straight", name, layout, trainer=trainer)
     straight = done(given, 2 if layout else 1)
     given["run_dir"] = str(tmp_path / "killed")
@@ -221,5 +273,9 @@ def test_a_killed_program_started_again_is_straight_through(
     assert numbers(tmp_path / "killed") == numbers(straight)
     assert digests(tmp_path / "killed/hf") == digests(straight / "hf")
     assert digests(tmp_path / "killed/rollouts") == digests(straight / "rollouts")
-    left = {path.name for path in (tmp_path / "killed/checkpoints").iterdir() if not path.name.startswith("step_")}
+    left = {
+        path.name
+        for path in (tmp_path / "killed/checkpoints").iterdir()
+        if not path.name.startswith("step_")
+    }
     assert left == {"latest"}, "no debris"

@@ -25,7 +25,9 @@ from tests.parity.configs import VOCAB, moe_configs, save_tiny, tiny_configs, ti
 from tests.tolerances import MODEL_FP32, OP_FP64, SUM_ORDER, assert_close
 
 MODELS = ("llama_biases", "qwen2_window", "qwen3_tied", "llama_one_kv_head")
-PARAMS = SamplingParams(samples=3, max_new_tokens=7, temperature=1.4, stop_ids=tuple(range(0, VOCAB, 11)), seed=9)
+PARAMS = SamplingParams(
+    samples=3, max_new_tokens=7, temperature=1.4, stop_ids=tuple(range(0, VOCAB, 11)), seed=9
+)
 
 
 def mesh_of(layout: str) -> Mesh:
@@ -34,14 +36,19 @@ def mesh_of(layout: str) -> Mesh:
 
 def sampler_of(name: str, mesh: Mesh, max_tokens: int | None = None) -> NativeSampler:
     config = (tiny_configs() | moe_configs())[name]
-    sampler = NativeSampler(spec_from_config(config.to_dict()), mesh, KernelSet(), torch.float64, max_tokens=max_tokens)
+    sampler = NativeSampler(
+        spec_from_config(config.to_dict()), mesh, KernelSet(), torch.float64, max_tokens=max_tokens
+    )
     sampler.refill(tiny_model(config).state_dict().items())
     return sampler
 
 
 def prompts_of(lengths: tuple[int, ...]) -> list[Prompt]:
     generator = torch.Generator().manual_seed(1)
-    return [Prompt(5 * i, torch.randint(0, VOCAB, (n,), generator=generator).tolist()) for i, n in enumerate(lengths)]
+    return [
+        Prompt(5 * i, torch.randint(0, VOCAB, (n,), generator=generator).tolist())
+        for i, n in enumerate(lengths)
+    ]
 
 
 def sample_all(
@@ -49,7 +56,10 @@ def sample_all(
 ) -> dict[str, list[Completion]]:
     """Completions of every model; the mesh is built once."""
     mesh, prompts = mesh_of(layout), prompts_of(lengths)
-    return {name: sampler_of(name, mesh, max_tokens=max_tokens).sample(prompts, PARAMS) for name in names}
+    return {
+        name: sampler_of(name, mesh, max_tokens=max_tokens).sample(prompts, PARAMS)
+        for name in names
+    }
 
 
 @functools.cache
@@ -87,7 +97,9 @@ def test_every_layout_draws_the_same_samples_on_every_rank(
 ) -> None:
     lengths = (9, 3, 14, 1, 6)
     expected = alone(lengths, names)
-    for found in run(Layout.parse(layout).num_ranks, sample_all, layout, lengths, max_tokens, names):
+    for found in run(
+        Layout.parse(layout).num_ranks, sample_all, layout, lengths, max_tokens, names
+    ):
         for name in names:
             assert_same(found[name], expected[name])
             assert {c.finish for c in found[name]} == {"stop", "length"}
@@ -102,11 +114,17 @@ def test_replicas_without_prompts_take_part(lengths: tuple[int, ...]) -> None:
 
 def score_samples(layout: str, names: tuple[str, ...]) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Log-probs of samples, and what a forward pass over the same ids, as in training, gives for them."""
-    mesh, prompts, params = mesh_of(layout), prompts_of((9, 3, 14)), replace(PARAMS, top_k=30, top_p=0.9)
+    mesh, prompts, params = (
+        mesh_of(layout),
+        prompts_of((9, 3, 14)),
+        replace(PARAMS, top_k=30, top_p=0.9),
+    )
     pairs = []
     for name in names:
         config = tiny_configs()[name]
-        sampler = NativeSampler(spec_from_config(config.to_dict()), mesh, KernelSet(), torch.float32)
+        sampler = NativeSampler(
+            spec_from_config(config.to_dict()), mesh, KernelSet(), torch.float32
+        )
         sampler.refill(tiny_model(config).state_dict().items())
         done = sampler.sample(prompts, params)
         rows = []
@@ -122,7 +140,11 @@ def score_samples(layout: str, names: tuple[str, ...]) -> list[tuple[torch.Tenso
 
 @pytest.mark.parametrize(
     ("layout", "names"),
-    [("tp=1", MODELS), ("tp=2,dp=2", MODELS[2:3]), pytest.param("tp=2,dp=2", MODELS, marks=pytest.mark.soak)],
+    [
+        ("tp=1", MODELS),
+        ("tp=2,dp=2", MODELS[2:3]),
+        pytest.param("tp=2,dp=2", MODELS, marks=pytest.mark.soak),
+    ],
 )
 def test_log_probs_are_those_of_scoring(layout: str, names: tuple[str, ...]) -> None:
     for found in run(Layout.parse(layout).num_ranks, score_samples, layout, names):
@@ -147,7 +169,9 @@ def favor_padding(layout: str) -> tuple[set[int], list[int]]:
     return {token for c in done for token in c.ids}, [token for c in best for token in c.ids]
 
 
-@pytest.mark.parametrize("layout", ["tp=4", *(pytest.param(name, marks=pytest.mark.soak) for name in ("tp=2", "tp=8"))])
+@pytest.mark.parametrize(
+    "layout", ["tp=4", *(pytest.param(name, marks=pytest.mark.soak) for name in ("tp=2", "tp=8"))]
+)
 def test_padding_of_the_vocabulary_is_never_drawn(layout: str) -> None:
     for drawn, best in run(Layout.parse(layout).num_ranks, favor_padding, layout):
         assert drawn == set(range(VOCAB))
@@ -179,7 +203,9 @@ def test_a_misshapen_table_is_refused_by_ranks_that_hold_only_padding_of_it() ->
     sampler.refill(weights.items())
     assert max(token for c in sampler.sample([Prompt(0, [4, 1])], PARAMS) for token in c.ids) < 5
     weights["lm_head.weight"] = torch.zeros(6, 64)
-    with pytest.raises(CheckpointError, match=r"lm_head.weight: shape \[6, 64\], expected \[5, 64\]"):
+    with pytest.raises(
+        CheckpointError, match=r"lm_head.weight: shape \[6, 64\], expected \[5, 64\]"
+    ):
         sampler.refill(weights.items())
 
 
@@ -212,7 +238,10 @@ def assert_same_routes(actual: list[Completion], expected: list[Completion]) -> 
     [
         ("tp=2", EXPERTS[2:]),
         ("tp=2,dp=2", EXPERTS[1:2]),
-        *(pytest.param(layout, EXPERTS, marks=pytest.mark.soak) for layout in ("tp=2", "tp=2,dp=2")),
+        *(
+            pytest.param(layout, EXPERTS, marks=pytest.mark.soak)
+            for layout in ("tp=2", "tp=2,dp=2")
+        ),
     ],
 )
 def test_experts_and_latent_attention_draw_the_same_and_tell_the_same_routes(
@@ -234,12 +263,18 @@ def score_routes(folder: str, found: dict[str, list[Completion]], prompts: list[
         engine = from_pretrained(f"{folder}/{name}", dtype=torch.float64, device="cpu")
         rows = [Sequence([*ids[c.row], *c.ids], routing=c.routing) for c in completions]
         batch = PackedBatch.pack(rows, dtype=torch.float64)
-        batch = batch.with_fields(temperature=torch.full((len(batch),), PARAMS.temperature, dtype=torch.float64))
+        batch = batch.with_fields(
+            temperature=torch.full((len(batch),), PARAMS.temperature, dtype=torch.float64)
+        )
         assert batch.routing is not None
         for asked in (batch.with_routing(None), batch):
             stats, trace = engine.score_and_trace(asked)
-            drawn = [batch.token_index([i])[len(ids[c.row]) - 1 : -1] for i, c in enumerate(completions)]
-            expected = torch.tensor([x for c in completions for x in c.log_probs], dtype=torch.float64)
+            drawn = [
+                batch.token_index([i])[len(ids[c.row]) - 1 : -1] for i, c in enumerate(completions)
+            ]
+            expected = torch.tensor(
+                [x for c in completions for x in c.log_probs], dtype=torch.float64
+            )
             assert_close(stats.logprob[torch.cat(drawn)], expected, OP_FP64)
             assert trace.agreement(batch.routing) == 1.0
         assert int(batch.routing.valid.sum()) == len(batch) - len(rows)

@@ -37,7 +37,10 @@ def drawn(dtype: torch.dtype, values: int = CHANNELS) -> list[Tensor]:
     """Queries, keys and values of all tokens, and a gradient of what attention makes of them."""
     draw = torch.Generator().manual_seed(0)
     shapes = ((HEADS, CHANNELS), (GROUPS, CHANNELS), (GROUPS, values), (HEADS, values))
-    return [torch.randn(TOKENS, *shape, generator=draw, dtype=torch.float64).to(dtype) for shape in shapes]
+    return [
+        torch.randn(TOKENS, *shape, generator=draw, dtype=torch.float64).to(dtype)
+        for shape in shapes
+    ]
 
 
 def cases() -> Iterator[tuple[tuple[int, ...], int | None, int]]:
@@ -57,8 +60,14 @@ def compare(layout: Layout, ulysses: int) -> None:
         whole = q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
         expected = PackedAttention(spans(lengths), KernelSet()).attend(*whole, window)
         wanted = torch.autograd.grad(expected, whole, up)
-        own = q.detach()[mine].requires_grad_(), k.detach()[mine].requires_grad_(), v.detach()[mine].requires_grad_()
-        shared = SharedAttention(cut_chunks(lengths, share, CPU), mesh.context[ulysses], KernelSet())
+        own = (
+            q.detach()[mine].requires_grad_(),
+            k.detach()[mine].requires_grad_(),
+            v.detach()[mine].requires_grad_(),
+        )
+        shared = SharedAttention(
+            cut_chunks(lengths, share, CPU), mesh.context[ulysses], KernelSet()
+        )
         with poisoned(), kept():
             actual = shared.attend(*own, window)
             found = torch.autograd.grad(actual, own, up[mine])
@@ -79,7 +88,9 @@ def test_equals_attention_of_all_tokens(world: int, mode: str, ulysses: int) -> 
     run(world, compare, Layout(cp=world, cp_mode=mode), ulysses)
 
 
-def plainly(k: Tensor, v: Tensor, stretches: list[slice], axis: Axis) -> list[tuple[Tensor, Tensor]]:
+def plainly(
+    k: Tensor, v: Tensor, stretches: list[slice], axis: Axis
+) -> list[tuple[Tensor, Tensor]]:
     """`share_keys` of one collective and torch's own slices, each with its own gradient."""
     chunks = gather_in_order(torch.cat((k, v), dim=1), axis, sum_deterministic).chunk(2 * axis.size)
     kv = torch.cat((*chunks[0::2], *reversed(chunks[1::2])))
@@ -95,7 +106,10 @@ def bits(dtype: torch.dtype) -> None:
         q, k, v, _ = drawn(dtype)
         own = k[mine].requires_grad_(), v[mine].requires_grad_()
         draw = torch.Generator().manual_seed(share.rank)
-        made = [list(share_keys(*own, stretches, axis, sum_deterministic)), plainly(*own, stretches, axis)]
+        made = [
+            list(share_keys(*own, stretches, axis, sum_deterministic)),
+            plainly(*own, stretches, axis),
+        ]
         up = [torch.randn(x.shape, generator=draw).to(dtype) for pair in made[0] for x in pair]
         grads = []
         for pairs in made:
@@ -104,12 +118,16 @@ def bits(dtype: torch.dtype) -> None:
                 assert len(x) == stretch.stop - stretch.start
             grads.append([*flat, *torch.autograd.grad(flat, own, up)])
         assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True)), (dtype, lengths)
-        assert torch.equal(made[0][0][0], k[stretches[0]]) and torch.equal(made[0][1][1], v[stretches[1]])
+        assert torch.equal(made[0][0][0], k[stretches[0]]) and torch.equal(
+            made[0][1][1], v[stretches[1]]
+        )
         with kept() as rules:
             assert torch.equal(gather_mirrored(q[mine], axis), q)
         assert sum(rules.seen.values()) == 2
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.soak)]
+)
 def test_bits_are_those_of_one_gather_and_plain_slices(dtype: torch.dtype) -> None:
     run(4, bits, dtype)

@@ -16,24 +16,46 @@ from tests.parity.configs import VOCAB, moe_configs, save_tiny, tiny_configs
 from tests.tolerances import SUM_ORDER, assert_all_close, worst_error
 
 LENGTHS = ((9, 5, 14, 3), (12, 4, 7, 6, 2))
-GROUPS = (dt.ParamGroup("*.layers.1.*", lr=3e-3, weight_decay=0.2), dt.ParamGroup("*norm.weight", weight_decay=0.0))
+GROUPS = (
+    dt.ParamGroup("*.layers.1.*", lr=3e-3, weight_decay=0.2),
+    dt.ParamGroup("*norm.weight", weight_decay=0.0),
+)
 BOTTOM = ("model.embed_tokens.weight", "model.layers.0.*")  # all that the first of two stages has
-FROZEN = {"llama": BOTTOM, "llama_tied": ("lm_head.weight",), "qwen3_moe": ("*.layers.1.mlp.experts.*",)}
-LAYOUTS = {"llama": ("tp=2", "dp=2", "pp=2", "cp=2"), "llama_tied": ("pp=2",), "qwen3_moe": ("dp=2,ep=2",)}
+FROZEN = {
+    "llama": BOTTOM,
+    "llama_tied": ("lm_head.weight",),
+    "qwen3_moe": ("*.layers.1.mlp.experts.*",),
+}
+LAYOUTS = {
+    "llama": ("tp=2", "dp=2", "pp=2", "cp=2"),
+    "llama_tied": ("pp=2",),
+    "qwen3_moe": ("dp=2,ep=2",),
+}
 
 
 def made(path: Path, layout: str, frozen: tuple[str, ...]) -> Any:
     optim = dt.OptimSettings(
-        lr=1e-3, weight_decay=0.1, groups=GROUPS, frozen=frozen, schedule="linear", total_steps=9, clip_norm=0.5
+        lr=1e-3,
+        weight_decay=0.1,
+        groups=GROUPS,
+        frozen=frozen,
+        schedule="linear",
+        total_steps=9,
+        clip_norm=0.5,
     )
     balance = BalanceSettings(aux_coef=0.1, z_coef=0.01)
     options = dt.EngineOptions(optim=optim, tokens_per_batch=16, balance=balance)
-    return dt.from_pretrained(path, layout=dt.Layout.parse(layout), dtype=torch.float64, device="cpu", options=options)
+    return dt.from_pretrained(
+        path, layout=dt.Layout.parse(layout), dtype=torch.float64, device="cpu", options=options
+    )
 
 
 def batches() -> list[dt.PackedBatch]:
     draw = torch.Generator().manual_seed(2)
-    return [dt.PackedBatch.pack([torch.randint(VOCAB, (n,), generator=draw) for n in part]) for part in LENGTHS]
+    return [
+        dt.PackedBatch.pack([torch.randint(VOCAB, (n,), generator=draw) for n in part])
+        for part in LENGTHS
+    ]
 
 
 def raising(*_: Any) -> dt.Loss:
@@ -41,7 +63,13 @@ def raising(*_: Any) -> dt.Loss:
 
 
 def train(
-    path: Path, layout: str, frozen: tuple[str, ...], after: Path, before: Path | None = None, *, wrong: bool = False
+    path: Path,
+    layout: str,
+    frozen: tuple[str, ...],
+    after: Path,
+    before: Path | None = None,
+    *,
+    wrong: bool = False,
 ) -> dict[str, Tensor]:
     """Two steps of two batches each, with a failed call in each, and a sample.
 
@@ -58,14 +86,18 @@ def train(
             engine.param_groups[0].lr = 5e-4
         engine.forward_backward(batches()[0], tokenwise)
         last = engine.mesh["pp"].rank == engine.mesh["pp"].size - 1
-        with pytest.raises(ArithmeticError if last else SecondaryFailure, match=r"in the loss|stage 1 failed"):
+        with pytest.raises(
+            ArithmeticError if last else SecondaryFailure, match=r"in the loss|stage 1 failed"
+        ):
             engine.forward_backward(batches()[1], raising)
         for batch in batches():
             part = engine.forward_backward(batch, tokenwise)
             engine.score(batch)
         report = engine.optim_step(denominator=part.count if wrong else None)
         assert not report.skipped
-        found["step"] = torch.tensor([part.loss, report.loss, report.grad_norm, report.lr], dtype=torch.float64)
+        found["step"] = torch.tensor(
+            [part.loss, report.loss, report.grad_norm, report.lr], dtype=torch.float64
+        )
         if step == 0:
             engine.save_state(after, {"done": 1})
     engine.check_replicas()
@@ -96,7 +128,9 @@ def test_layouts_are_one_rank(name: str, tmp_path: Path) -> None:
 def halves_and_whole(path: Path) -> list[list[float]]:
     """The norm of a batch's gradient, and of its halves' sum, whose balance losses are the same where counts are."""
     engine = made(path, "tp=1", ())
-    whole = dt.PackedBatch.pack([row for batch in batches() for row in batch.tokens.split(batch.lengths)])
+    whole = dt.PackedBatch.pack(
+        [row for batch in batches() for row in batch.tokens.split(batch.lengths)]
+    )
     norms = []
     for given in ([whole], batches()):
         for batch in given:

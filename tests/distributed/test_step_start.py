@@ -61,7 +61,11 @@ def under_way(engine: Engine) -> list[str]:
         for name, module in engine.model.named_modules()
         if isinstance(module, FSDPModule)
     }
-    return sorted(name for name, group in groups.items() if group is not None and group._all_gather_result is not None)
+    return sorted(
+        name
+        for name, group in groups.items()
+        if group is not None and group._all_gather_result is not None
+    )
 
 
 @contextmanager
@@ -123,10 +127,16 @@ def bits_of(path: Path, layout: str, *, plainly: bool) -> list[Tensor]:
         if plainly:
             plain = Engine.micro_batches
             patches.enter_context(mock.patch.object(native, "begin_gathers"))
-            patches.enter_context(mock.patch.object(Engine, "micro_batches", lambda *args: list(plain(*args))))
+            patches.enter_context(
+                mock.patch.object(Engine, "micro_batches", lambda *args: list(plain(*args)))
+            )
         for _ in range(2):
             report = engine.train_step(batch, tokenwise)
-            found += [torch.tensor([report.loss, report.grad_norm, *report.metrics.values()], dtype=torch.float64)]
+            found += [
+                torch.tensor(
+                    [report.loss, report.grad_norm, *report.metrics.values()], dtype=torch.float64
+                )
+            ]
             found += list(engine.score(batch))
     return [*found, *(shard.local.detach().clone() for shard in engine.optimizer.shards)]
 
@@ -135,12 +145,17 @@ def bits_of(path: Path, layout: str, *, plainly: bool) -> list[Tensor]:
     ("family", "layout"),
     [
         ("qwen3_moe", "dp=2"),
-        *(pytest.param("llama", each, marks=[pytest.mark.soak] * (each not in QUICK)) for each in LAYOUTS),
+        *(
+            pytest.param("llama", each, marks=[pytest.mark.soak] * (each not in QUICK))
+            for each in LAYOUTS
+        ),
     ],
 )
 def test_every_bit_is_that_of_one_after_the_other(family: str, layout: str, folder: Path) -> None:
     ranks = Layout.parse(layout).num_ranks
-    early, plain = (run(ranks, bits_of, folder / family, layout, plainly=plainly) for plainly in (False, True))
+    early, plain = (
+        run(ranks, bits_of, folder / family, layout, plainly=plainly) for plainly in (False, True)
+    )
     for mine, other in zip(early, plain, strict=True):
         assert len(mine) == len(other)
         assert all(map(torch.equal, mine, other))

@@ -18,7 +18,9 @@ from dovetail.engine.fsdp import ReshardPolicy
 from dovetail.engine.native import Engine
 from dovetail.factory.engine import EngineOptions, from_pretrained
 from dovetail.kernels.reference import add_weight_grad_
+from dovetail.kernels.registry import KernelSet
 from dovetail.nn.layers import GradAccumulator, Linear
+from dovetail.nn.products import Products
 from dovetail.parallel.layout import Layout
 from tests.harness import run
 from tests.parity.configs import VOCAB, tiny_model
@@ -38,7 +40,12 @@ SMALL = {
 MODELS = {
     "tied": lambda: Qwen2Config(**SMALL, tie_word_embeddings=True),
     "experts": lambda: Qwen3MoeConfig(
-        **SMALL, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, tie_word_embeddings=False
+        **SMALL,
+        head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        tie_word_embeddings=False,
     ),
 }
 
@@ -54,7 +61,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def batch_of(dtype: torch.dtype) -> PackedBatch:
     """So many tokens that each of two replicas has several micro-batches."""
     draw = torch.Generator().manual_seed(0)
-    batch = PackedBatch.pack([torch.randint(VOCAB, (n,), generator=draw) for n in (12, 7, 16, 9, 14, 11, 3, 15)])
+    batch = PackedBatch.pack(
+        [torch.randint(VOCAB, (n,), generator=draw) for n in (12, 7, 16, 9, 14, 11, 3, 15)]
+    )
     w0, w1 = torch.randn(2, len(batch), generator=draw).to(dtype)
     return batch.with_fields(w0=w0, w1=w1)
 
@@ -85,7 +94,7 @@ def counted(path: Path, layout: Layout) -> tuple[int, int, int, int, set[torch.d
     engine, sums = engine_of(path, layout, torch.bfloat16, BUDGET), Sums()
     for part in engine.model.modules():
         if isinstance(part, Linear):
-            part.kernels = replace(part.kernels, add_weight_grad_=sums)
+            part.products = Products(replace(KernelSet(), add_weight_grad_=sums))
     batch = batch_of(torch.float32)
     engine.train_step(batch, objective)
     products = sum(isinstance(part, Linear) for part in engine.model.modules())
@@ -94,7 +103,9 @@ def counted(path: Path, layout: Layout) -> tuple[int, int, int, int, set[torch.d
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(dp=2)], ids=str)
 def test_each_weight_has_one_sum_a_step(folder: Path, layout: Layout) -> None:
-    for products, micros, starts, adds, dtypes in run(layout.num_ranks, counted, folder / "tied", layout):
+    for products, micros, starts, adds, dtypes in run(
+        layout.num_ranks, counted, folder / "tied", layout
+    ):
         assert micros > 1
         assert (starts, adds, dtypes) == (products, products * micros, {torch.float32})
 
@@ -113,7 +124,9 @@ def compared(path: Path, layout: Layout) -> dict[str, float]:
                 for part in engine.model.modules():
                     if isinstance(part, GradAccumulator):
                         part.wgrad_queue = None
-            engine.train_step(batch_of(torch.float64 if dtype == torch.float64 else torch.float32), objective)
+            engine.train_step(
+                batch_of(torch.float64 if dtype == torch.float64 else torch.float32), objective
+            )
             flat = {key: value.to(torch.float64) for key, value in gradients(engine)[0].items()}
             found[f"{name} {kind}"] = worst_error(flat, exact)[0]
     return found
@@ -130,12 +143,18 @@ def resident(path: Path, layout: Layout) -> dict[str, float]:
     """How far each way of keeping things whole between micro-batches is from the one of a host, and what is left gathered."""
     found: dict[str, float] = {}
     exact: dict[str, Tensor] = {}
-    for residency in (ReshardPolicy(False, True), ReshardPolicy(True, True), ReshardPolicy(False, False)):
+    for residency in (
+        ReshardPolicy(False, True),
+        ReshardPolicy(True, True),
+        ReshardPolicy(False, False),
+    ):
         engine = engine_of(path, layout, torch.float64, BUDGET)
         engine.reshard_policy = residency
         before = engine.score(batch_of(torch.float64)).logprob
         engine.train_step(batch_of(torch.float64), objective)
-        assert torch.equal(before, engine.score(batch_of(torch.float64)).logprob)  # at learning rate 0
+        assert torch.equal(
+            before, engine.score(batch_of(torch.float64)).logprob
+        )  # at learning rate 0
         assert all(isinstance(parameter, DTensor) for parameter in engine.model.parameters())
         flat = gradients(engine)[0]
         exact = exact or flat
@@ -143,7 +162,9 @@ def resident(path: Path, layout: Layout) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("layout", [pytest.param(Layout(dp=2), marks=pytest.mark.soak), Layout(dp=2, ep=2)], ids=str)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(Layout(dp=2), marks=pytest.mark.soak), Layout(dp=2, ep=2)], ids=str
+)
 def test_what_stays_whole_changes_no_gradient(folder: Path, layout: Layout) -> None:
     for found in run(2, resident, folder / "experts", layout):
         assert len(found) == 3
@@ -152,8 +173,12 @@ def test_what_stays_whole_changes_no_gradient(folder: Path, layout: Layout) -> N
 
 def gathers(path: Path, layout: Layout, *, again: bool, tiles: int) -> tuple[int, int, int]:
     """Groups of parameters, and how often a step of one micro-batch gathers one where parameters may stay, and where not."""
-    options = EngineOptions(optim=PROBE, recompute="selective" if again else "none", mlp_tile_tokens=tiles)
-    engine = from_pretrained(path, layout=layout, dtype=torch.float64, device="cpu", options=options)
+    options = EngineOptions(
+        optim=PROBE, recompute="selective" if again else "none", mlp_tile_tokens=tiles
+    )
+    engine = from_pretrained(
+        path, layout=layout, dtype=torch.float64, device="cpu", options=options
+    )
     assert isinstance(engine, Engine)
     groups, found, batch = (
         sum(isinstance(part, FSDPModule) for part in engine.model.modules()),
@@ -175,8 +200,12 @@ def gathers(path: Path, layout: Layout, *, again: bool, tiles: int) -> tuple[int
 
 
 @pytest.mark.parametrize(("again", "tiles"), [(False, 0), (True, 0), (False, 16)])
-def test_one_micro_batch_gathers_once_where_blocks_spare_no_memory(folder: Path, again: bool, tiles: int) -> None:
-    for groups, may, may_not in run(2, gathers, folder / "tied", Layout(dp=2), again=again, tiles=tiles):
+def test_one_micro_batch_gathers_once_where_blocks_spare_no_memory(
+    folder: Path, again: bool, tiles: int
+) -> None:
+    for groups, may, may_not in run(
+        2, gathers, folder / "tied", Layout(dp=2), again=again, tiles=tiles
+    ):
         assert may_not > groups
         assert may == (may_not if again or tiles else groups)
 
@@ -191,7 +220,9 @@ def test_one_micro_batch_gathers_once_where_blocks_spare_no_memory(folder: Path,
         (70.0, None, ReshardPolicy(False, True)),
     ],
 )
-def test_what_a_device_may_keep_whole(billions: float, gib: int | None, expected: ReshardPolicy) -> None:
+def test_what_a_device_may_keep_whole(
+    billions: float, gib: int | None, expected: ReshardPolicy
+) -> None:
     """At most a third of it: weights in bfloat16 and sums in float32."""
     memory = None if gib is None else gib << 30
     assert ReshardPolicy.within(int(billions * 1e9), 2, 4, memory) == expected

@@ -74,9 +74,13 @@ def live(source: Path, out: Path, layout: Layout, dtype: torch.dtype) -> None:
         assert not len(before) or not torch.equal(table(again), before)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.soak)], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.soak)], ids=str
+)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
-def test_both_ends_hold_the_same_table(source: Path, tmp_path: Path, layout: Layout, dtype: torch.dtype) -> None:
+def test_both_ends_hold_the_same_table(
+    source: Path, tmp_path: Path, layout: Layout, dtype: torch.dtype
+) -> None:
     run(layout.num_ranks, live, source, tmp_path, layout, dtype)
 
 

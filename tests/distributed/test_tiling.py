@@ -20,12 +20,18 @@ TILE = 6
 Engine = Literal["native", "transformers"]
 
 
-def figures(folder: Path, layout: Layout, engine: Engine, recompute: Literal["none", "full"]) -> tuple[float, float]:
+def figures(
+    folder: Path, layout: Layout, engine: Engine, recompute: Literal["none", "full"]
+) -> tuple[float, float]:
     """How far gradients with tiles are from those without: error, and stray factor."""
     found = []
     for tile in (0, TILE):
         options = EngineOptions(
-            optim=PROBE, tokens_per_batch=80, engine=engine, recompute=recompute, mlp_tile_tokens=tile
+            optim=PROBE,
+            tokens_per_batch=80,
+            engine=engine,
+            recompute=recompute,
+            mlp_tile_tokens=tile,
         )
         made = from_pretrained(folder, layout=layout, device="cpu", options=options)
         made.train_step(make_batch(), objective)
@@ -56,16 +62,25 @@ def test_edge_case_45(
 def refused(folder: Path) -> str:
     """Why a model whose layers all have experts has no tiles."""
     with pytest.raises(ModelError) as caught:
-        from_pretrained(folder, layout=Layout(pp=2), device="cpu", options=EngineOptions(mlp_tile_tokens=TILE))
+        from_pretrained(
+            folder, layout=Layout(pp=2), device="cpu", options=EngineOptions(mlp_tile_tokens=TILE)
+        )
     return str(caught.value)
 
 
 def test_a_stage_may_have_no_dense_mlp(tmp_path: Path) -> None:
     """One rank alone refused, and the others waited for it: of two stages the first has the dense layer, if any has."""
     for name, dense in (("some", [0]), ("none", [])):
-        config = tiny(Qwen3MoeConfig, **EXPERTS, head_dim=16, mlp_only_layers=dense, num_hidden_layers=2)
+        config = tiny(
+            Qwen3MoeConfig, **EXPERTS, head_dim=16, mlp_only_layers=dense, num_hidden_layers=2
+        )
         tiny_model(config).save_pretrained(tmp_path / name)
-    for error, stray in run(2, figures, tmp_path / "some", Layout(pp=2), "native", "none", timeout=60):
+    for error, stray in run(
+        2, figures, tmp_path / "some", Layout(pp=2), "native", "none", timeout=60
+    ):
         assert error <= MODEL_FP32
         assert stray <= GRAD_RATIO_FP32
-    assert all("no MLP of up_proj and down_proj alone" in told for told in run(2, refused, tmp_path / "none"))
+    assert all(
+        "no MLP of up_proj and down_proj alone" in told
+        for told in run(2, refused, tmp_path / "none")
+    )

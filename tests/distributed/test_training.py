@@ -21,7 +21,13 @@ from dovetail.parallel.layout import Layout
 from tests.distributed.bodies import BUDGET, made, tokenwise
 from tests.harness import run
 from tests.parity.configs import save_tiny, tiny_configs
-from tests.parity.reference import make_batch, objective, read_reference, value_objective, write_reference
+from tests.parity.reference import (
+    make_batch,
+    objective,
+    read_reference,
+    value_objective,
+    write_reference,
+)
 from tests.probe import PROBE, gradients, parameters
 from tests.tolerances import (
     EXACT,
@@ -57,16 +63,26 @@ class AttentionRuns(TorchDispatchMode):
 
 
 def recomputed(
-    path: Path, layout: Layout, recompute: Recompute, offload: bool = False, budget: int | None = None
+    path: Path,
+    layout: Layout,
+    recompute: Recompute,
+    offload: bool = False,
+    budget: int | None = None,
 ) -> tuple[dict[str, Tensor], Counter[str]]:
-    options = EngineOptions(optim=PROBE, recompute=recompute, offload_activations=offload, tokens_per_batch=budget)
-    engine = from_pretrained(path, layout=layout, dtype=torch.float64, device="cpu", options=options)
+    options = EngineOptions(
+        optim=PROBE, recompute=recompute, offload_activations=offload, tokens_per_batch=budget
+    )
+    engine = from_pretrained(
+        path, layout=layout, dtype=torch.float64, device="cpu", options=options
+    )
     with AttentionRuns() as runs:
         engine.train_step(make_batch(torch.float64), tokenwise)
     return gradients(engine)[0], runs.seen
 
 
-@pytest.mark.parametrize(("name", "layout"), [("llama", Layout(tp=2)), ("qwen3_window", Layout())], ids=str)
+@pytest.mark.parametrize(
+    ("name", "layout"), [("llama", Layout(tp=2)), ("qwen3_window", Layout())], ids=str
+)
 def test_recomputation_changes_no_gradient_and_selective_runs_attention_once(
     folder: Path, name: str, layout: Layout
 ) -> None:
@@ -97,7 +113,9 @@ def test_what_waits_on_the_host_changes_no_gradient(folder: Path) -> None:
 def test_offloading_is_refused_where_it_would_do_nothing(folder: Path) -> None:
     refused = {
         "activation_checkpointing=selective": EngineOptions(offload_activations=True),
-        "model.engine=native": EngineOptions(offload_activations=True, recompute="full", engine="transformers"),
+        "model.engine=native": EngineOptions(
+            offload_activations=True, recompute="full", engine="transformers"
+        ),
         "mlp_tile_tokens": EngineOptions(recompute="light", mlp_tile_tokens=4),
     }
     for told, options in refused.items():
@@ -141,7 +159,9 @@ def clipped(path: Path, layout: Layout) -> None:
     for limit, factor in ((norm / 4, 0.25), (norm * 4, 1.0)):
         engine = made(path, layout, OptimSettings(lr=0.0, betas=(0.0, 0.95), clip_norm=limit))
         assert engine.train_step(batch, objective).grad_norm == pytest.approx(norm, abs=SUM_ORDER)
-        expected = {name: g * (limit / (norm + 1e-6) if factor < 1.0 else 1.0) for name, g in raw.items()}
+        expected = {
+            name: g * (limit / (norm + 1e-6) if factor < 1.0 else 1.0) for name, g in raw.items()
+        }
         assert_all_close(gradients(engine)[0], expected, SUM_ORDER)
 
 
@@ -170,7 +190,11 @@ def named_by_tokens(stats: TokenStats, batch: PackedBatch) -> Loss:
     """Of a likelihood, with a metric for targets of each kind that there is."""
     even = batch.targets % 2 == 0
     kinds = {"even": even, "odd": ~even}
-    metrics = {name: Sum(stats.logprob[kind].sum(), kind.sum()) for name, kind in kinds.items() if kind.any()}
+    metrics = {
+        name: Sum(stats.logprob[kind].sum(), kind.sum())
+        for name, kind in kinds.items()
+        if kind.any()
+    }
     return Loss(-stats.logprob.sum(), batch.mask.sum(), metrics)
 
 
@@ -197,7 +221,11 @@ class Watching:
         self.seen: list[float] = []
 
     def __call__(self, stats: TokenStats, batch: PackedBatch) -> Loss:
-        self.dtypes |= {stats.logprob.dtype, stats.entropy.dtype, *(x.dtype for x in batch.fields.values())}
+        self.dtypes |= {
+            stats.logprob.dtype,
+            stats.entropy.dtype,
+            *(x.dtype for x in batch.fields.values()),
+        }
         self.seen += batch.fields["old"].tolist()
         return Loss((stats.logprob * batch.fields["old"]).sum(), batch.mask.sum())
 
@@ -213,7 +241,9 @@ def narrow(path: Path, layout: Layout) -> list[float]:
     engine.train_step(batch.with_fields(old=exact, temperature=exact), loss)
     assert loss.dtypes == {torch.float32}
     assert {s.local.dtype for s in engine.optimizer.shards} == {torch.float32}
-    assert {state["exp_avg"].dtype for state in engine.optimizer.rule.state.values()} == {torch.float32}
+    assert {state["exp_avg"].dtype for state in engine.optimizer.rule.state.values()} == {
+        torch.float32
+    }
     return loss.seen
 
 
@@ -232,7 +262,9 @@ def beside(actor: Path, critic: Path) -> None:
     options = EngineOptions(optim=PROBE, tokens_per_batch=BUDGET)
 
     def engine(path: Path, layout: Layout, head: Any = "lm"):
-        return from_pretrained(path / "model", layout=layout, head=head, device="cpu", options=options)
+        return from_pretrained(
+            path / "model", layout=layout, head=head, device="cpu", options=options
+        )
 
     first, second = engine(actor, Layout(tp=2, dp=2)), engine(actor, Layout(tp=4))
     third = engine(critic, Layout(dp=4), "value")
@@ -261,9 +293,15 @@ def test_engines_of_different_layouts_live_side_by_side(tmp_path: Path) -> None:
 
 
 def test_schedules_rise_hold_and_fall() -> None:
-    def shape(kind: Any, total: int = 10, warmup: int = 0, floor: float = 0.0, decay: int | None = None) -> list[float]:
+    def shape(
+        kind: Any, total: int = 10, warmup: int = 0, floor: float = 0.0, decay: int | None = None
+    ) -> list[float]:
         settings = OptimSettings(
-            schedule=kind, warmup_steps=warmup, total_steps=total, min_lr_ratio=floor, decay_steps=decay
+            schedule=kind,
+            warmup_steps=warmup,
+            total_steps=total,
+            min_lr_ratio=floor,
+            decay_steps=decay,
         )
         return [settings.factor_at(step) for step in range(12)]
 

@@ -44,16 +44,32 @@ def alone(inputs: Path, request: pytest.FixtureRequest) -> tuple[str, Played]:
 
 def rl_recipe(inputs: Path, name: str, run_dir: Path, **sections: Any) -> dict[str, Any]:
     reward = {"import": "digit_rewards:share_of_digits"}  # a random model gets some of it
-    return rl(inputs, run_dir, name, algorithm=RECIPES[name], reward=reward, trainer={"steps": RL_STEPS}, **sections)
+    return rl(
+        inputs,
+        run_dir,
+        name,
+        algorithm=RECIPES[name],
+        reward=reward,
+        trainer={"steps": RL_STEPS},
+        **sections,
+    )
 
 
-def played_on(layout: str, given: Mapping[str, Any], *, bug: str = "", agree: bool = True) -> Played:
+def played_on(
+    layout: str, given: Mapping[str, Any], *, bug: str = "", agree: bool = True
+) -> Played:
     """The run on as many ranks as its layout has; every rank sees the same rows, unless `agree` is False.
 
     What `given` says of its layout beside degrees stays.
     """
     cut = Layout.parse(layout) if layout else Layout()
-    section = {**given.get("layout", {}), "tp": cut.tp, "pp": cut.pp, "cp": cut.cp, "dp": cut.dp or "auto"}
+    section = {
+        **given.get("layout", {}),
+        "tp": cut.tp,
+        "pp": cut.pp,
+        "cp": cut.cp,
+        "dp": cut.dp or "auto",
+    }
     each = run(cut.num_ranks, play, {**given, "layout": section}, timeout=PATIENCE, bug=bug)
     for other in each[1:]:
         assert not agree or timeless(other.rows) == timeless(each[0].rows)
@@ -73,12 +89,18 @@ def assert_same_rl(played: Played, alone: Played) -> None:
     for row, expected in zip(played.rows, alone.rows, strict=True):
         for prefix in ("", "critic_") if "critic_loss" in expected else ("",):
             a, b = row[f"{prefix}loss"], expected[f"{prefix}loss"]
-            assert abs(a - b) <= RL_LOSS_FP32 * (1 + abs(b)), f"{prefix}loss of step {row['step']}: {a} and {b}"
+            assert abs(a - b) <= RL_LOSS_FP32 * (1 + abs(b)), (
+                f"{prefix}loss of step {row['step']}: {a} and {b}"
+            )
             a, b = row[f"{prefix}grad_norm"], expected[f"{prefix}grad_norm"]
-            assert abs(a / b - 1) <= CURVE_FP32, f"{prefix}grad_norm of step {row['step']}: {a} and {b}"
+            assert abs(a / b - 1) <= CURVE_FP32, (
+                f"{prefix}grad_norm of step {row['step']}: {a} and {b}"
+            )
 
 
-@pytest.mark.parametrize("layout", ["tp=2,dp=2", *(pytest.param(name, marks=pytest.mark.soak) for name in LAYOUTS)])
+@pytest.mark.parametrize(
+    "layout", ["tp=2,dp=2", *(pytest.param(name, marks=pytest.mark.soak) for name in LAYOUTS)]
+)
 def test_the_sft_curve_is_that_of_one_rank(inputs: Path, sft_alone: Played, layout: str) -> None:
     given = sft(inputs, inputs.parent / f"sft-{layout}", trainer={"steps": SFT_STEPS})
     assert_same_sft(played_on(layout, given), sft_alone)
@@ -93,20 +115,28 @@ def test_a_sum_left_out_shows_in_the_curve(inputs: Path, sft_alone: Played, layo
 
 
 @pytest.mark.parametrize("budget", [8, 30, 64])
-def test_the_sft_curve_does_not_depend_on_the_micro_batches(inputs: Path, sft_alone: Played, budget: int) -> None:
+def test_the_sft_curve_does_not_depend_on_the_micro_batches(
+    inputs: Path, sft_alone: Played, budget: int
+) -> None:
     """8 tokens are one row; 30 are not a multiple of rows."""
     trainer = {"steps": SFT_STEPS, "tokens_per_batch": budget}
-    assert_same_sft(played_on("", sft(inputs, inputs.parent / f"sft-{budget}", trainer=trainer)), sft_alone)
+    assert_same_sft(
+        played_on("", sft(inputs, inputs.parent / f"sft-{budget}", trainer=trainer)), sft_alone
+    )
 
 
 @pytest.mark.parametrize(
     "layout", ["", *(pytest.param(name, marks=pytest.mark.soak) for name in ("tp=2,dp=2", "dp=4"))]
 )
-def test_rl_curves_are_those_of_one_rank(inputs: Path, alone: tuple[str, Played], layout: str) -> None:
+def test_rl_curves_are_those_of_one_rank(
+    inputs: Path, alone: tuple[str, Played], layout: str
+) -> None:
     """Each algorithm on a layout of its own; `make soak` has all on all."""
     name, expected = alone
     layout = layout or RL_LAYOUTS[name]
-    assert_same_rl(played_on(layout, rl_recipe(inputs, name, inputs.parent / f"{name}-{layout}")), expected)
+    assert_same_rl(
+        played_on(layout, rl_recipe(inputs, name, inputs.parent / f"{name}-{layout}")), expected
+    )
 
 
 @pytest.mark.soak  # test_training_pipelines.py has one with stages, too

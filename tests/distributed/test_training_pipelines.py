@@ -11,7 +11,12 @@ from transformers import AutoModelForCausalLM
 
 from tests.checkpoints import tensors_of
 from tests.commands.program import here
-from tests.distributed.test_training_layouts import RECIPES, assert_same_rl, assert_same_sft, played_on
+from tests.distributed.test_training_layouts import (
+    RECIPES,
+    assert_same_rl,
+    assert_same_sft,
+    played_on,
+)
 from tests.golden.job import Played, rl, sft, write_inputs
 from tests.tolerances import CURVE_FP32, worst_error
 
@@ -19,7 +24,9 @@ DEPTH = 5
 STEPS = 3
 RL_STEPS = 2  # the second one samples from what the first has learned
 ALL = "pp=2,cp=2,dp=2"
-OPTIM = {"eps": 1e-4}  # AdamW divides gradients that are noise by no less: what is saved is comparable
+OPTIM = {
+    "eps": 1e-4
+}  # AdamW divides gradients that are noise by no less: what is saved is comparable
 TRAINER = {"steps": STEPS, "tokens_per_batch": 48, "save_every": 2}  # several micro-batches a stage
 # layout, what else the recipe says of it, how much is computed again
 CUTS: Mapping[str, tuple[str, dict[str, Any], str]] = {
@@ -41,7 +48,10 @@ RUNS = [
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("pipelines")
-    return {name: write_inputs(folder / name / "in", depth=DEPTH, tied=name == "tied") for name in ("tied", "untied")}
+    return {
+        name: write_inputs(folder / name / "in", depth=DEPTH, tied=name == "tied")
+        for name in ("tied", "untied")
+    }
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +60,12 @@ def alone(written: dict[str, Path]) -> Callable[[str], tuple[Played, Path]]:
 
     def played(name: str) -> tuple[Played, Path]:
         folder = written[name]
-        given = sft(folder, folder.parent / "one", trainer={**TRAINER, "tokens_per_batch": 4096}, optim=OPTIM)
+        given = sft(
+            folder,
+            folder.parent / "one",
+            trainer={**TRAINER, "tokens_per_batch": 4096},
+            optim=OPTIM,
+        )
         return played_on("", given), Path(given["run_dir"])
 
     return cache(played)
@@ -102,7 +117,9 @@ def rl_recipe(inputs: Path, name: str, run_dir: Path, **sections: Any) -> dict[s
     """Some steps of one of the algorithms, with a reward that a random model gets some of."""
     reward = {"import": "digit_rewards:share_of_digits"}
     trainer = {"steps": RL_STEPS, "prompts_per_step": 4, "tokens_per_batch": 128}
-    return rl(inputs, run_dir, name, algorithm=RECIPES[name], reward=reward, trainer=trainer, **sections)
+    return rl(
+        inputs, run_dir, name, algorithm=RECIPES[name], reward=reward, trainer=trainer, **sections
+    )
 
 
 @pytest.fixture(scope="module")
@@ -124,10 +141,14 @@ def rl_alone(written: dict[str, Path]) -> Callable[[str], Played]:
         pytest.param("ppo", "gather", marks=pytest.mark.soak),
     ],
 )
-def test_rl(written: dict[str, Path], rl_alone: Callable[[str], Played], name: str, cut: str) -> None:
+def test_rl(
+    written: dict[str, Path], rl_alone: Callable[[str], Played], name: str, cut: str
+) -> None:
     """By the rule of the contract, on identical sampled ids."""
     folder = written["tied"]
-    assert_same_rl(cut_run(rl_recipe(folder, name, folder.parent / f"{name}-{cut}"), cut), rl_alone(name))
+    assert_same_rl(
+        cut_run(rl_recipe(folder, name, folder.parent / f"{name}-{cut}"), cut), rl_alone(name)
+    )
 
 
 @pytest.mark.parametrize(

@@ -32,8 +32,14 @@ from tests.probe import PROBE
 DENSE = (
     (Layout(tp=2), Case("llama", "ragged", "grpo", 1, in_turns=True)),
     (Layout(tp=2, dp=2), Case("qwen3", "ragged", "ppo", 3, in_turns=True, recompute="selective")),
-    (Layout(tp=2, cp=2, cp_mode="gather"), Case("qwen2_tied", "ragged", "grpo", 1, in_turns=True, recompute="full")),
-    (Layout(tp=2, pp=2, schedule="zero_bubble"), Case("llama", "ragged", "sft", 3, in_turns=True, recompute="light")),
+    (
+        Layout(tp=2, cp=2, cp_mode="gather"),
+        Case("qwen2_tied", "ragged", "grpo", 1, in_turns=True, recompute="full"),
+    ),
+    (
+        Layout(tp=2, pp=2, schedule="zero_bubble"),
+        Case("llama", "ragged", "sft", 3, in_turns=True, recompute="light"),
+    ),
     (Layout(tp=2, pp=2), Case("mistral", "ragged", "value", 3, in_turns=True)),
     (Layout(tp=2, cp=2), Case("qwen3_window", "few", "gspo", 1, in_turns=True)),
     (Layout(tp=4), Case("llama_dynamic", "few", "sft", 1, in_turns=True)),
@@ -41,8 +47,14 @@ DENSE = (
 )
 MIXED = (
     (Layout(dp=2, ep=2), Case("qwen2_moe", "ragged", "sft", 3, in_turns=True, recompute="full")),
-    (Layout(tp=2, dp=2, ep=2), Case("deepseek_v3", "few", "ppo", 1, in_turns=True, recompute="selective")),
-    (Layout(tp=2, pp=2, schedule="zero_bubble"), Case("deepseek_v2", "ragged", "grpo", 3, in_turns=True)),
+    (
+        Layout(tp=2, dp=2, ep=2),
+        Case("deepseek_v3", "few", "ppo", 1, in_turns=True, recompute="selective"),
+    ),
+    (
+        Layout(tp=2, pp=2, schedule="zero_bubble"),
+        Case("deepseek_v2", "ragged", "grpo", 3, in_turns=True),
+    ),
     (Layout(dp=4, ep=2), Case("qwen3_moe", "ragged", "grpo", 1, in_turns=True)),
     (Layout(cp=2, ep=2), Case("mixtral", "ragged", "value", 1, in_turns=True)),
     (Layout(dp=4, ep=4), Case("qwen3_moe", "giant", "gspo", 1, in_turns=True)),
@@ -64,7 +76,9 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def marked(cases: tuple[tuple[Layout, Case], ...], quick: int) -> list[Any]:
     """The first ones, and the others for `make soak`."""
     return [
-        pytest.param(layout, case, id=f"{name_of(layout)}-{case}", marks=[pytest.mark.soak] * (i >= quick))
+        pytest.param(
+            layout, case, id=f"{name_of(layout)}-{case}", marks=[pytest.mark.soak] * (i >= quick)
+        )
         for i, (layout, case) in enumerate(cases)
     ]
 
@@ -93,7 +107,9 @@ def covered(folder: Path, layout: Layout, *, in_turns: bool) -> dict[str, tuple[
         return mock.patch.object(cls, method, noted)
 
     options = EngineOptions(optim=PROBE, dual_batch=in_turns)
-    engine = from_pretrained(folder, layout=layout, dtype=torch.float64, device="cpu", options=options)
+    engine = from_pretrained(
+        folder, layout=layout, dtype=torch.float64, device="cpu", options=options
+    )
     batch = random_batch(RECIPES["ragged"], "sft", torch.float64)
     held: list[AsyncCollective] = []  # or one would get the number of one before
     init = AsyncCollective.__init__
@@ -128,7 +144,11 @@ def covered(folder: Path, layout: Layout, *, in_turns: bool) -> dict[str, tuple[
         engine.train_step(batch, LOSSES["sft"])
     found = {}
     for begin, end in (("start", "wait"), ("start_backward", "wait_backward")):
-        spans = [(i, events.index((end, number))) for i, (what, number) in enumerate(events) if what == begin]
+        spans = [
+            (i, events.index((end, number)))
+            for i, (what, number) in enumerate(events)
+            if what == begin
+        ]
         under = sum(any(what == "product" for what, _ in events[i:j]) for i, j in spans)
         found[begin] = under, len(spans) - under
     return found
@@ -152,5 +172,7 @@ def test_products_lie_under_exchanges_of_experts(mixed: Path) -> None:
     """
     layers = SHALLOW
     write_models(mixed, ["qwen3_moe"], SHALLOW)
-    turns, *_ = run(2, covered, path_of(mixed, "qwen3_moe", SHALLOW), Layout(dp=2, ep=2), in_turns=True)
+    turns, *_ = run(
+        2, covered, path_of(mixed, "qwen3_moe", SHALLOW), Layout(dp=2, ep=2), in_turns=True
+    )
     assert turns == {"start": (layers, 5 * layers), "start_backward": (5 * layers, layers)}

@@ -28,8 +28,18 @@ from tests.parity.configs import save_tiny, tiny_configs, tiny_model
 from tests.parity.reference import make_batch, rows_of
 from tests.tolerances import EXACT, MODEL_FP32, max_abs
 
-STEMS = ("score", "v_head.summary", "v_head", "value_head.summary", "value_head", "classifier", "lm_head")
-CASES = {f"{stem}, {kind}": (stem, kind == "bias") for stem in STEMS for kind in ("bias", "no bias")}
+STEMS = (
+    "score",
+    "v_head.summary",
+    "v_head",
+    "value_head.summary",
+    "value_head",
+    "classifier",
+    "lm_head",
+)
+CASES = {
+    f"{stem}, {kind}": (stem, kind == "bias") for stem in STEMS for kind in ("bias", "no bias")
+}
 REWARD = "score, no bias"  # a sequence classifier: it has no bias, and keeps having none
 FEW = (REWARD, *(f"{stem}, {('bias', 'no bias')[i % 2]}" for i, stem in enumerate(STEMS)))
 
@@ -43,7 +53,11 @@ def write_case(path: Path, stem: str, bias: bool, variant: str = "llama_tied") -
     tensors |= {f"{stem}.{kind}": x for kind, x in head.items() if kind == "weight" or bias}
     if stem.startswith("v"):
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
-    save_file({name: x.contiguous() for name, x in tensors.items()}, path / "model.safetensors", {"format": "pt"})
+    save_file(
+        {name: x.contiguous() for name, x in tensors.items()},
+        path / "model.safetensors",
+        {"format": "pt"},
+    )
     config = json.loads((path / "config.json").read_text())
     kind = "ForSequenceClassification" if stem == "score" and not bias else "ForCausalLM"
     config["architectures"] = [config["architectures"][0].replace("ForTokenClassification", kind)]
@@ -57,12 +71,16 @@ def defined(path: Path, tensors: Mapping[str, Tensor], stem: str) -> Tensor:
     """Values [T] from transformers' bare trunk and the head's two tensors."""
     config = AutoConfig.from_pretrained(path)
     trunk = AutoModel.from_config(config, attn_implementation="eager").eval()
-    trunk.load_state_dict({k.removeprefix("model."): x for k, x in tensors.items() if k.startswith("model.")})
+    trunk.load_state_dict(
+        {k.removeprefix("model."): x for k, x in tensors.items() if k.startswith("model.")}
+    )
     hidden = torch.cat([trunk(row[None]).last_hidden_state[0] for row in rows_of(make_batch())])
     return hidden @ tensors[f"{stem}.weight"][0] + tensors.get(f"{stem}.bias", torch.zeros(1))
 
 
-def valued(folder: Path, out: Path, layout: Layout, fresh: int | None = None) -> dict[str, tuple[Tensor, Tensor]]:
+def valued(
+    folder: Path, out: Path, layout: Layout, fresh: int | None = None
+) -> dict[str, tuple[Tensor, Tensor]]:
     """For every case its values, and those of what was saved and loaded again."""
     found = {}
     for path in sorted(folder.iterdir()):
@@ -78,7 +96,9 @@ def valued(folder: Path, out: Path, layout: Layout, fresh: int | None = None) ->
 def transformed(kind: Any, path: Path) -> list[Tensor]:
     """The logits of each sequence of the batch, by transformers; nothing missing or left over."""
     model, info = kind.from_pretrained(path, output_loading_info=True, attn_implementation="eager")
-    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), (
+        info
+    )
     return [model.eval()(row[None]).logits[0] for row in rows_of(make_batch())]
 
 
@@ -86,11 +106,16 @@ def transformed(kind: Any, path: Path) -> list[Tensor]:
     ("layout", "names"),
     [
         (Layout(tp=2), FEW),
-        *(pytest.param(x, (*CASES,), marks=pytest.mark.soak) for x in (Layout(), Layout(tp=2), Layout(tp=2, dp=2))),
+        *(
+            pytest.param(x, (*CASES,), marks=pytest.mark.soak)
+            for x in (Layout(), Layout(tp=2), Layout(tp=2, dp=2))
+        ),
     ],
     ids=str,
 )
-def test_heads_of_every_name_come_and_go(tmp_path: Path, layout: Layout, names: tuple[str, ...]) -> None:
+def test_heads_of_every_name_come_and_go(
+    tmp_path: Path, layout: Layout, names: tuple[str, ...]
+) -> None:
     tensors = {name: write_case(tmp_path / "in" / name, *CASES[name]) for name in names}
     for found in run(layout.num_ranks, valued, tmp_path / "in", tmp_path / "out", layout):
         for name in names:
@@ -104,20 +129,27 @@ def test_heads_of_every_name_come_and_go(tmp_path: Path, layout: Layout, names: 
     for name in names:
         values = found[name][0]
         if name == REWARD:
-            theirs = torch.cat(transformed(AutoModelForSequenceClassification, tmp_path / "out" / name))
+            theirs = torch.cat(
+                transformed(AutoModelForSequenceClassification, tmp_path / "out" / name)
+            )
             last = make_batch().cu_seqlens[1:].long() - 1
             values = values[last]
         else:
-            theirs = torch.cat(transformed(AutoModelForTokenClassification, tmp_path / "out" / name))[:, 0]
+            theirs = torch.cat(
+                transformed(AutoModelForTokenClassification, tmp_path / "out" / name)
+            )[:, 0]
         assert max_abs((values - theirs) / theirs.abs().clamp(min=1.0)) <= MODEL_FP32, name
 
 
-def test_a_fresh_head_is_the_same_on_every_layout_and_says_when_it_is_not_allowed(tmp_path: Path) -> None:
+def test_a_fresh_head_is_the_same_on_every_layout_and_says_when_it_is_not_allowed(
+    tmp_path: Path,
+) -> None:
     """A causal language model with tied embeddings: the head is its own, and drawn from the seed alone."""
     save_tiny(tiny_configs()["qwen2_tied"], tmp_path / "in" / "model")
     layouts = (Layout(), Layout(tp=2), Layout(dp=3))
     found = {
-        str(a): run(a.num_ranks, valued, tmp_path / "in", tmp_path / str(a), a, fresh=5)[0]["model"] for a in layouts
+        str(a): run(a.num_ranks, valued, tmp_path / "in", tmp_path / str(a), a, fresh=5)[0]["model"]
+        for a in layouts
     }
     alone = found[str(Layout())][0]
     assert max_abs(alone) > 0.0
@@ -126,10 +158,16 @@ def test_a_fresh_head_is_the_same_on_every_layout_and_says_when_it_is_not_allowe
         assert max_abs(first - again) == EXACT
     (other,) = run(1, valued, tmp_path / "in", tmp_path / "other", Layout(), fresh=6)
     assert max_abs(other["model"][0] - alone) > MODEL_FP32
-    theirs = torch.cat(transformed(AutoModelForTokenClassification, tmp_path / str(Layout(tp=2)) / "model"))[:, 0]
+    theirs = torch.cat(
+        transformed(AutoModelForTokenClassification, tmp_path / str(Layout(tp=2)) / "model")
+    )[:, 0]
     assert max_abs((theirs - alone) / theirs.abs().clamp(min=1.0)) <= MODEL_FP32
     assert run(
-        2, refused, tmp_path / "in" / "model", ModelError, "has no value head: expected one of score.weight"
+        2,
+        refused,
+        tmp_path / "in" / "model",
+        ModelError,
+        "has no value head: expected one of score.weight",
     ) == [1, 1]
 
 
@@ -145,13 +183,19 @@ def test_a_score_without_bias_is_saved_as_a_sequence_classifier(architecture: st
 @pytest.mark.parametrize("family", sorted(name for name in FAMILIES if name in CONFIG_MAPPING))
 def test_a_config_without_architectures_gets_those_that_transformers_has(family: str) -> None:
     name = CONFIG_MAPPING[family]().__class__.__name__.removesuffix("Config")
-    assert saved_config({"model_type": family}, "value", None)["architectures"] == [f"{name}ForTokenClassification"]
+    assert saved_config({"model_type": family}, "value", None)["architectures"] == [
+        f"{name}ForTokenClassification"
+    ]
 
 
 def test_a_head_of_another_shape_is_refused_on_every_rank(tmp_path: Path) -> None:
     model = tiny_model(tiny_configs()["llama"], values=True)
     model.save_pretrained(tmp_path)
-    tensors = {**model.state_dict(), "score.weight": torch.zeros(2, 64), "score.bias": torch.zeros(2)}
+    tensors = {
+        **model.state_dict(),
+        "score.weight": torch.zeros(2, 64),
+        "score.bias": torch.zeros(2),
+    }
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     assert run(2, refused, tmp_path, CheckpointError, "score.weight") == [1, 1]
 

@@ -26,15 +26,36 @@ from dovetail.parallel.mesh import Mesh
 from dovetail.weights.hf_directory import CheckpointSource
 from dovetail.weights.hf_reader import TensorSource
 from dovetail.weights.load import load
-from dovetail.weights.safe_paths import side_files
+from dovetail.weights.safe_paths import auxiliary_files
 from dovetail.weights.save import save
-from dovetail.weights.shards import local_params
+from dovetail.weights.shards import ExportRules, local_params
 from dovetail.weights.stream import stream
-from tests.checkpoints import assert_same_tensors, decoder_on, digests, engine_model, tensors_of, write_tiny
+from tests.checkpoints import (
+    assert_same_tensors,
+    decoder_on,
+    digests,
+    engine_model,
+    tensors_of,
+    write_tiny,
+)
 from tests.harness import run
 
-LAYOUTS = ("tp=1,dp=1", "tp=2,dp=1", "tp=4,dp=1", "tp=1,dp=2", "tp=2,dp=2", "pp=2", "tp=2,pp=2", "pp=2,cp=2", "cp=4")
-CUT = ("tp=2,dp=1", "tp=1,dp=2", "pp=2")  # on which every other model goes; on the others one, in turn
+LAYOUTS = (
+    "tp=1,dp=1",
+    "tp=2,dp=1",
+    "tp=4,dp=1",
+    "tp=1,dp=2",
+    "tp=2,dp=2",
+    "pp=2",
+    "tp=2,pp=2",
+    "pp=2,cp=2",
+    "cp=4",
+)
+CUT = (
+    "tp=2,dp=1",
+    "tp=1,dp=2",
+    "pp=2",
+)  # on which every other model goes; on the others one, in turn
 MODELS = (  # family, dtype, tied
     ("llama", torch.bfloat16, False),
     ("qwen2", torch.float32, True),
@@ -47,41 +68,68 @@ SMALL_SHARD = 9000
 
 def _either_tied(cases: list[tuple[Any, ...]]) -> list[Any]:
     """Cases that end in whether tables are tied; `make soak` has them the other way, too."""
-    return [*cases, *(pytest.param(*case, not tied, marks=pytest.mark.soak) for *case, tied in cases)]
+    return [
+        *cases,
+        *(pytest.param(*case, not tied, marks=pytest.mark.soak) for *case, tied in cases),
+    ]
 
 
-def _loaded(source: Path, layout: str, *, wrap: bool = True) -> tuple[nn.Module, Mesh, TensorSource]:
+def _loaded(
+    source: Path, layout: str, *, wrap: bool = True
+) -> tuple[nn.Module, Mesh, TensorSource]:
     model, mesh = engine_model(source, layout, torch.float32, wrap=wrap)
     reader = open_checkpoint(source, mesh)
     load(model, reader, mesh)
     return model, mesh, reader
 
 
-def _through_model(source: Path, out: Path, layout: str, wrap: bool) -> tuple[int, int, dict[str, Tensor]]:
+def _through_model(
+    source: Path, out: Path, layout: str, wrap: bool
+) -> tuple[int, int, dict[str, Tensor]]:
     model, mesh, reader = _loaded(source, layout, wrap=wrap)
     for param in local_params(model, mesh):
         assert not param.local.isnan().any(), param.name  # padding too
-    read, own = reader.bytes_read, sum(r.num_elements for p in local_params(model, mesh) for r in p.regions)
-    streamed = dict(stream(model, mesh, bucket_bytes=SMALL_BUCKET, dtype_of=reader.dtype, listed=reader.names))
+    read, own = (
+        reader.bytes_read,
+        sum(r.num_elements for p in local_params(model, mesh) for r in p.regions),
+    )
+    streamed = dict(
+        stream(
+            model,
+            mesh,
+            bucket_bytes=SMALL_BUCKET,
+            dtype_of=reader.dtype,
+            checkpoint_names=reader.names,
+        )
+    )
     assert list(streamed) == list(reader.names)
-    sides = side_files(source)
-    save(model, out / "hf", mesh, sides=sides, dtype_of=reader.dtype, listed=reader.names, shard_bytes=SMALL_SHARD)
-    save_sharded(model, out, mesh, sides=sides, step=7, dtype_of=reader.dtype, listed=reader.names)
+    auxiliary = auxiliary_files(source)
+    rules: ExportRules = {"dtype_of": reader.dtype, "checkpoint_names": reader.names}
+    save(model, out / "hf", mesh, auxiliary=auxiliary, shard_bytes=SMALL_SHARD, **rules)
+    save_sharded(model, out, mesh, auxiliary=auxiliary, step=7, **rules)
     return read, own, streamed
 
 
 @pytest.mark.parametrize(
     ("layout", "family", "dtype", "tied"),
     [
-        pytest.param(layout, *model, marks=[pytest.mark.soak] * ((i + j) % (2 if layout in CUT else len(MODELS)) > 0))
+        pytest.param(
+            layout,
+            *model,
+            marks=[pytest.mark.soak] * ((i + j) % (2 if layout in CUT else len(MODELS)) > 0),
+        )
         for j, layout in enumerate(LAYOUTS)
         for i, model in enumerate(MODELS)
     ],
 )
-def test_through_the_model(tmp_path: Path, family: str, dtype: torch.dtype, tied: bool, layout: str) -> None:
+def test_through_the_model(
+    tmp_path: Path, family: str, dtype: torch.dtype, tied: bool, layout: str
+) -> None:
     source = write_tiny(tmp_path / "source", family, dtype=dtype, tied=tied)
     expected = tensors_of(source)
-    for read, own, streamed in run(Layout.parse(layout).num_ranks, _through_model, source, tmp_path, layout, True):
+    for read, own, streamed in run(
+        Layout.parse(layout).num_ranks, _through_model, source, tmp_path, layout, True
+    ):
         assert read <= 1.1 * own * dtype.itemsize
         assert_same_tensors(streamed, expected)
     assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 2
@@ -96,9 +144,12 @@ def test_through_the_model(tmp_path: Path, family: str, dtype: torch.dtype, tied
 
 
 @pytest.mark.parametrize(
-    ("layout", "tied"), _either_tied([("tp=4,dp=1", True), ("tp=2,dp=2", False), ("pp=2,dp=2", True)])
+    ("layout", "tied"),
+    _either_tied([("tp=4,dp=1", True), ("tp=2,dp=2", False), ("pp=2,dp=2", True)]),
 )
-def test_a_rank_whose_rows_are_all_padding_holds_zeros(tmp_path: Path, tied: bool, layout: str) -> None:
+def test_a_rank_whose_rows_are_all_padding_holds_zeros(
+    tmp_path: Path, tied: bool, layout: str
+) -> None:
     """Five ids: with tp = 4 the last rank has none of them, with tp = 2 and dp = 2 the last shard has none."""
     source = write_tiny(tmp_path / "source", "llama", tied=tied, vocab_size=5)
     for _, _, streamed in run(4, _through_model, source, tmp_path, layout, True):
@@ -108,16 +159,20 @@ def test_a_rank_whose_rows_are_all_padding_holds_zeros(tmp_path: Path, tied: boo
 @pytest.mark.parametrize("layout", ["tp=2,dp=2", "tp=1,dp=2"])
 def test_a_model_that_is_not_wrapped(tmp_path: Path, layout: str) -> None:
     source = write_tiny(tmp_path / "source", "qwen2", tied=True)
-    for _, _, streamed in run(Layout.parse(layout).num_ranks, _through_model, source, tmp_path, layout, False):
+    for _, _, streamed in run(
+        Layout.parse(layout).num_ranks, _through_model, source, tmp_path, layout, False
+    ):
         assert_same_tensors(streamed, tensors_of(source))
 
 
 def _cut_and_load(source: Path, out: Path, cut: str, layout: str) -> dict[str, Tensor]:
     mesh = Mesh.build(Layout.parse(layout))
-    convert_to_sharded(source, out / "cut", Layout.parse(cut), lambda imagined: decoder_on(source, imagined), mesh)
+    convert_to_sharded(
+        source, out / "cut", Layout.parse(cut), lambda imagined: decoder_on(source, imagined), mesh
+    )
     model, mesh, reader = _loaded(out / "cut", layout)
     convert_to_hf(out / "cut", out / "hf", mesh, shard_bytes=SMALL_SHARD)
-    return dict(stream(model, mesh, dtype_of=reader.dtype, listed=reader.names))
+    return dict(stream(model, mesh, dtype_of=reader.dtype, checkpoint_names=reader.names))
 
 
 @pytest.mark.parametrize(
@@ -134,9 +189,13 @@ def _cut_and_load(source: Path, out: Path, cut: str, layout: str) -> dict[str, T
     ),
 )
 def test_any_layout_reads_any_other(tmp_path: Path, cut: str, layout: str, tied: bool) -> None:
-    source = write_tiny(tmp_path / "source", "qwen2", dtype=torch.bfloat16, tied=tied, shard_size="8KB")
+    source = write_tiny(
+        tmp_path / "source", "qwen2", dtype=torch.bfloat16, tied=tied, shard_size="8KB"
+    )
     expected = tensors_of(source)
-    for streamed in run(Layout.parse(layout).num_ranks, _cut_and_load, source, tmp_path, cut, layout):
+    for streamed in run(
+        Layout.parse(layout).num_ranks, _cut_and_load, source, tmp_path, cut, layout
+    ):
         assert_same_tensors(streamed, expected)
     assert_same_tensors(tensors_of(tmp_path / "hf"), expected)
     assert digests(tmp_path / "hf", weights=False) == digests(source, weights=False)
@@ -149,7 +208,9 @@ def _messages(source: Path, layout: str, broken_on: int | None) -> str:
     with pytest.raises(CheckpointError) as caught:
         load(model, open_checkpoint(path, mesh), mesh)
     for param, old in zip(local_params(model, mesh), before, strict=True):
-        assert torch.equal(param.local.view(torch.int32), old.view(torch.int32)), f"{param.name} was touched"
+        assert torch.equal(param.local.view(torch.int32), old.view(torch.int32)), (
+            f"{param.name} was touched"
+        )
     return str(caught.value)
 
 
@@ -202,9 +263,16 @@ def test_a_flipped_bit_is_refused_on_every_rank(tmp_path: Path) -> None:
 
 def _write(model: nn.Module, out: Path, mesh: Mesh, sharded: bool) -> None:
     if sharded:
-        save_sharded(model, out, mesh, sides={}, step=1)
+        save_sharded(model, out, mesh, auxiliary={}, step=1)
     else:
-        save(model, out / "hf", mesh, sides={}, shard_bytes=SMALL_SHARD, bucket_bytes=SMALL_BUCKET)
+        save(
+            model,
+            out / "hf",
+            mesh,
+            auxiliary={},
+            shard_bytes=SMALL_SHARD,
+            bucket_bytes=SMALL_BUCKET,
+        )
 
 
 def _disk_full(source: Path, out: Path, failing: int, sharded: bool) -> str:
@@ -258,17 +326,25 @@ def _both_tied_names(source: Path, out: Path, layout: str) -> str:
         load(model, reader, mesh)
     except CheckpointError as error:
         return str(error)
-    save(model, out, mesh, sides={}, dtype_of=reader.dtype, listed=reader.names)
+    save(model, out, mesh, auxiliary={}, dtype_of=reader.dtype, checkpoint_names=reader.names)
     return ""
 
 
 @pytest.mark.parametrize("layout", ["tp=2", "pp=2"])
-@pytest.mark.parametrize("listed", ["model.embed_tokens.weight", "lm_head.weight", "both", "different"])
-def test_tied_weights_under_the_names_that_the_source_lists(tmp_path: Path, listed: str, layout: str) -> None:
+@pytest.mark.parametrize(
+    "listed", ["model.embed_tokens.weight", "lm_head.weight", "both", "different"]
+)
+def test_tied_weights_under_the_names_that_the_source_lists(
+    tmp_path: Path, listed: str, layout: str
+) -> None:
     source = write_tiny(tmp_path / "source", "qwen2", tied=True)
     tensors = tensors_of(source)
     table = tensors.pop("model.embed_tokens.weight")
-    names = ("lm_head.weight", "model.embed_tokens.weight") if listed in ("both", "different") else (listed,)
+    names = (
+        ("lm_head.weight", "model.embed_tokens.weight")
+        if listed in ("both", "different")
+        else (listed,)
+    )
     tensors |= {name: table.clone() for name in names}
     if listed == "different":
         tensors["lm_head.weight"][-1, -1] += 1

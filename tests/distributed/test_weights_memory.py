@@ -28,11 +28,19 @@ from tests.checkpoints import decoder_on, write_tiny
 from tests.harness import run
 
 MIB = 2**20
-LARGE = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 4, "vocab_size": 8190, "head_dim": 512}
+LARGE = {
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 4,
+    "vocab_size": 8190,
+    "head_dim": 512,
+}
 BUCKET = 16 * MIB
 ROLE = "policy"
 M_MMAP_THRESHOLD = -3  # glibc's mallopt
-PEAKS = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the kernel tells no peaks of memory")
+PEAKS = pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="the kernel tells no peaks of memory"
+)
 
 
 def write_large(path: Path, *, tied: bool = False, **sizes: int) -> int:
@@ -53,7 +61,11 @@ def write_large(path: Path, *, tied: bool = False, **sizes: int) -> int:
 
 
 def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    return {r.checkpoint_name: r.checkpoint_shape for p in local_params(model, Mesh.solo()) for r in p.regions}
+    return {
+        r.checkpoint_name: r.checkpoint_shape
+        for p in local_params(model, Mesh.solo())
+        for r in p.regions
+    }
 
 
 def resident(key: str) -> int:
@@ -65,7 +77,9 @@ def resident(key: str) -> int:
 
 
 def _load_and_stream(source: Path, layout: Layout) -> dict[str, int]:
-    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MIB)  # give freed blocks back at once, so that only live ones count
+    ctypes.CDLL(None).mallopt(
+        M_MMAP_THRESHOLD, MIB
+    )  # give freed blocks back at once, so that only live ones count
     mesh = Mesh.build(layout)
     model = decoder_on(source, replace(mesh, device=torch.device("meta")))
     shard_over_data(model, mesh, torch.float32)
@@ -91,7 +105,11 @@ def _sparse_state(engine: Engine, path: Path) -> None:
     tensors: dict[str, StoredTensor] = {}
     end = 0
     for spec in specs:
-        header[spec.name] = {"dtype": "F32", "shape": spec.shape, "data_offsets": [end, end + spec.num_bytes]}
+        header[spec.name] = {
+            "dtype": "F32",
+            "shape": spec.shape,
+            "data_offsets": [end, end + spec.num_bytes],
+        }
         end += spec.num_bytes
         region = StoredRegion("pieces", spec.name, tuple((0, n) for n in spec.shape), 0)
         tensors[spec.name] = StoredTensor(spec.dtype, spec.shape, (region,))
@@ -109,7 +127,9 @@ def _load_state(source: Path, layout: Layout) -> dict[str, int]:
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MIB)
     engine = from_pretrained(source, layout=layout, device="cpu")
     own = sum(
-        tensor.numel() * 4 for tensors in engine.optimizer.state_tensors().values() for tensor in tensors.values()
+        tensor.numel() * 4
+        for tensors in engine.optimizer.state_tensors().values()
+        for tensor in tensors.values()
     )
     own += sum(param.local.numel() * 4 for param in local_params(engine.model, engine.mesh))
     path = source.parent / "state"
@@ -137,7 +157,9 @@ def _load_state(source: Path, layout: Layout) -> dict[str, int]:
         pytest.param(Layout(pp=2), 2048, marks=pytest.mark.soak),
     ],
 )
-def test_training_state_costs_a_rank_its_own_pieces_too(tmp_path: Path, layout: Layout, width: int) -> None:
+def test_training_state_costs_a_rank_its_own_pieces_too(
+    tmp_path: Path, layout: Layout, width: int
+) -> None:
     write_large(tmp_path / "source", num_hidden_layers=2, hidden_size=width)
     tensor = 4 * width * max(LARGE["vocab_size"], LARGE["intermediate_size"])
     for figures in run(2, _load_state, tmp_path / "source", layout):
@@ -158,9 +180,14 @@ def test_training_state_costs_a_rank_its_own_pieces_too(tmp_path: Path, layout: 
         ),
     ],
 )
-def test_a_rank_pays_for_its_own_pieces(tmp_path: Path, layout: Layout, tied: bool, width: int) -> None:
+def test_a_rank_pays_for_its_own_pieces(
+    tmp_path: Path, layout: Layout, tied: bool, width: int
+) -> None:
     """Slices of every tensor, or a stage's tensors; of a tied table both ends of a pipeline have all."""
-    size, vocab = write_large(tmp_path / "source", tied=tied, hidden_size=width), LARGE["vocab_size"]
+    size, vocab = (
+        write_large(tmp_path / "source", tied=tied, hidden_size=width),
+        LARGE["vocab_size"],
+    )
     assert size >= width // 2 * MIB
     table, tensor = 4 * width * vocab, 4 * width * max(vocab, LARGE["intermediate_size"])
     held_in_all = size + (table if tied and layout.pp > 1 else 0)

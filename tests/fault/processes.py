@@ -16,7 +16,10 @@ from tests.commands.program import start, write_recipe, write_rows
 
 SECONDS = 240.0  # for a program to come to some point, on a busy machine
 ENDLESS = 100000  # steps: days
-AT_REST, AT_WORK = 0.05, 0.001  # seconds between two looks at a rank that imports, and at one that has phases
+AT_REST, AT_WORK = (
+    0.05,
+    0.001,
+)  # seconds between two looks at a rank that imports, and at one that has phases
 FORKED = re.compile(r"dovetail$|rank (?P<rank>\d+)$")  # names that tests/forked.py gives
 GRADER = """
 import time
@@ -74,7 +77,10 @@ def programs() -> set[int]:
     found = set()
     for pid in children_of([os.getpid()]):
         with contextlib.suppress(OSError):
-            if FORKED.match(_name(pid)) or b"-m\0dovetail\0" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            if (
+                FORKED.match(_name(pid))
+                or b"-m\0dovetail\0" in Path(f"/proc/{pid}/cmdline").read_bytes()
+            ):
                 found.add(pid)
     return found
 
@@ -116,12 +122,20 @@ def state_of(rank: int, temporary: Path) -> State | None:
     return None
 
 
-def stopped_in(process: subprocess.Popen[str], rank: int, phase: Phase, step: int, temporary: Path) -> int | None:
+def stopped_in(
+    process: subprocess.Popen[str], rank: int, phase: Phase, step: int, temporary: Path
+) -> int | None:
     """Stop a rank with SIGSTOP in that phase, not before that step: its pid; None where the program ended before."""
     deadline = time.monotonic() + SECONDS
     while process.poll() is None:
-        assert time.monotonic() < deadline, f"rank {rank} never came to {phase}: {state_of(rank, temporary)}"
-        pid = ranks_of(process).get(rank) if phase in ("init", "load") or _is_at(rank, phase, step, temporary) else None
+        assert time.monotonic() < deadline, (
+            f"rank {rank} never came to {phase}: {state_of(rank, temporary)}"
+        )
+        pid = (
+            ranks_of(process).get(rank)
+            if phase in ("init", "load") or _is_at(rank, phase, step, temporary)
+            else None
+        )
         if pid is None or not _is_at(rank, phase, step, temporary):
             time.sleep(AT_REST if state_of(rank, temporary) is None else AT_WORK)
             continue

@@ -20,7 +20,10 @@ from tests.fault.training_checkpoint import state_of
 
 ROWS, WIDTH = 8, 6
 NAMES = ("a.weight", "training/policy/param/a.weight", "training/policy/exp_avg/a.weight")
-SIDES: Mapping[str, bytes] = {"config.json": b"{}\n", "additional_chat_templates/tool.jinja": b"{{ tools }}"}
+SIDES: Mapping[str, bytes] = {
+    "config.json": b"{}\n",
+    "additional_chat_templates/tool.jinja": b"{{ tools }}",
+}
 
 
 def mesh_of(world: int) -> Mesh:
@@ -48,7 +51,9 @@ def made_of(value: float, world: int) -> dict[str, Tensor]:
 class Run:
     """One rank of a run that saves: the tensors of its n-th save are made of n."""
 
-    def __init__(self, folder: Path, world: int = 1, *, keep: int = 10, background: bool = False) -> None:
+    def __init__(
+        self, folder: Path, world: int = 1, *, keep: int = 10, background: bool = False
+    ) -> None:
         self.mesh = mesh_of(world)
         self.saver = Saver(folder, self.mesh, Retention(keep), background=background)
 

@@ -36,7 +36,7 @@ def opened(path: Path, resume: str = "auto", index: int | None = None) -> RunDir
     if index is not None:
         die_at(index)
     run.claim()
-    run.open(Contents(engines={}, sides={}, model="m", data="d"))
+    run.open(Contents(engines={}, auxiliary={}, model="m", data="d"))
     run.close()
     return run
 
@@ -69,22 +69,45 @@ def check(path: Path, told: Path) -> None:
     run = opened(path)
     assert run.resumed is not None
     step = run.resumed.state.step
-    assert [json.loads(line)["step"] for line in (path / "metrics.jsonl").read_text().splitlines()] == list(
-        range(1, step + 1)
-    )
+    assert [
+        json.loads(line)["step"] for line in (path / "metrics.jsonl").read_text().splitlines()
+    ] == list(range(1, step + 1))
     assert [row["step"] for row in run.earlier()[1]] == list(range(1, step + 1))  # type: ignore[index]
-    assert sorted(p.name for p in (path / "rollouts").iterdir()) == [f"step_{s:06}.jsonl" for s in range(1, step + 1)]
-    assert sorted(p.name for p in (path / "profile").iterdir()) == [f"step-{s}" for s in range(1, step + 1)]
-    assert [saved.step for saved in saved_steps(path / "checkpoints")[0]] == list(range(step, 0, -1))
-    assert {p.name for p in (path / "checkpoints").glob("step_??????")} == {f"step_{s:06}" for s in range(1, step + 1)}
-    assert not [p for pattern in LEFTOVERS for folder in (path, path / "checkpoints") for p in folder.glob(pattern)]
+    assert sorted(p.name for p in (path / "rollouts").iterdir()) == [
+        f"step_{s:06}.jsonl" for s in range(1, step + 1)
+    ]
+    assert sorted(p.name for p in (path / "profile").iterdir()) == [
+        f"step-{s}" for s in range(1, step + 1)
+    ]
+    assert [saved.step for saved in saved_steps(path / "checkpoints")[0]] == list(
+        range(step, 0, -1)
+    )
+    assert {p.name for p in (path / "checkpoints").glob("step_??????")} == {
+        f"step_{s:06}" for s in range(1, step + 1)
+    }
+    assert not [
+        p
+        for pattern in LEFTOVERS
+        for folder in (path, path / "checkpoints")
+        for p in folder.glob(pattern)
+    ]
     aside = path / "superseded"
-    kept = "".join(file.read_text() for file in (path / "metrics.jsonl", *aside.rglob("metrics.jsonl")))
+    kept = "".join(
+        file.read_text() for file in (path / "metrics.jsonl", *aside.rglob("metrics.jsonl"))
+    )
     assert all(line(s) in kept for s in range(1, STEPS + 1)), "no row is lost"
-    samples = {p.name for folder in (path / "rollouts", aside) for p in folder.rglob("step_*.jsonl")}
+    samples = {
+        p.name for folder in (path / "rollouts", aside) for p in folder.rglob("step_*.jsonl")
+    }
     assert len(samples) == STEPS, "no sample is lost"
-    steps = {p.name[:11] for folder in (path / "checkpoints", aside) for p in folder.rglob("step_??????.*")}
-    assert {name for name in steps if not name.endswith("jsonl")} >= {f"step_{s:06}" for s in range(1, STEPS + 1)}
+    steps = {
+        p.name[:11]
+        for folder in (path / "checkpoints", aside)
+        for p in folder.rglob("step_??????.*")
+    }
+    assert {name for name in steps if not name.endswith("jsonl")} >= {
+        f"step_{s:06}" for s in range(1, STEPS + 1)
+    }
     assert len([*path.rglob("hf/config.json")]) == 1, "nor is a final model"
     told.write_text(str(step))
 
@@ -117,7 +140,10 @@ def apart() -> Iterator[Apart]:
     ("damaged", "resume", "stride"),
     [
         (True, "auto", 5),
-        *(pytest.param(*each, 1, marks=pytest.mark.soak) for each in ((False, "step=1"), (True, "auto"))),
+        *(
+            pytest.param(*each, 1, marks=pytest.mark.soak)
+            for each in ((False, "step=1"), (True, "auto"))
+        ),
     ],
 )
 def test_every_death_while_a_directory_is_put_in_order(
@@ -159,9 +185,17 @@ def gone_back_twice(path: Path) -> None:
     opened(path, "step=1")
 
 
-def test_what_was_set_aside_before_stays_where_an_older_part_was_removed(apart: Apart, tmp_path: Path) -> None:
+def test_what_was_set_aside_before_stays_where_an_older_part_was_removed(
+    apart: Apart, tmp_path: Path
+) -> None:
     path = tmp_path / "run"
     assert apart(forked, partial(gone_back_twice, path)) == 0
     earlier, now = path / "superseded/002", path / "superseded/003"
-    assert (earlier / "metrics.jsonl").read_text() == (earlier / "hf/config.json").read_text() == "earlier"
-    assert (now / "metrics.jsonl").read_text().startswith(line(2) + line(3)) and (now / "hf/config.json").is_file()
+    assert (
+        (earlier / "metrics.jsonl").read_text()
+        == (earlier / "hf/config.json").read_text()
+        == "earlier"
+    )
+    assert (now / "metrics.jsonl").read_text().startswith(line(2) + line(3)) and (
+        now / "hf/config.json"
+    ).is_file()

@@ -49,7 +49,9 @@ def change_config(model: Path, **changes: object) -> None:
 
 
 @RANKS
-def test_missing_extra_and_misshaped_tensors_are_named_together(world: int, copy: Path, tmp_path: Path) -> None:
+def test_missing_extra_and_misshaped_tensors_are_named_together(
+    world: int, copy: Path, tmp_path: Path
+) -> None:
     tensors = load_file(copy / "model.safetensors")
     del tensors["model.layers.1.mlp.up_proj.weight"]
     tensors["model.layers.9.extra.weight"] = torch.zeros(3)
@@ -111,18 +113,45 @@ def no_config(model: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (cut, ["model.safetensors is cut, corrupt or", "file not fully covered; fetch or write it again"]),
-        (cut_header, ["model.safetensors is cut, corrupt or no safetensors", "invalid header length"]),
-        (garble, ["model.safetensors is cut, corrupt or", "invalid JSON in header", "fetch or write it again"]),
+        (
+            cut,
+            [
+                "model.safetensors is cut, corrupt or",
+                "file not fully covered; fetch or write it again",
+            ],
+        ),
+        (
+            cut_header,
+            ["model.safetensors is cut, corrupt or no safetensors", "invalid header length"],
+        ),
+        (
+            garble,
+            [
+                "model.safetensors is cut, corrupt or",
+                "invalid JSON in header",
+                "fetch or write it again",
+            ],
+        ),
         (no_json, ["config.json is not valid JSON", "fetch or write it again"]),
-        (link_out, ["model.safetensors is a link to", "outside the directory; copy the file into it"]),
+        (
+            link_out,
+            ["model.safetensors is a link to", "outside the directory; copy the file into it"],
+        ),
         (link_side, ["vocab.txt is a link to /etc/hostname, outside the directory"]),
-        (only_pickled, ["only pickled weights (pytorch_model.bin)", "save_pretrained(NEW) writes safetensors"]),
-        (no_weights, ["has no weights: expected model.safetensors or model.safetensors.index.json"]),
+        (
+            only_pickled,
+            ["only pickled weights (pytorch_model.bin)", "save_pretrained(NEW) writes safetensors"],
+        ),
+        (
+            no_weights,
+            ["has no weights: expected model.safetensors or model.safetensors.index.json"],
+        ),
         (no_config, ["has no config.json; give a directory that transformers can load"]),
     ],
 )
-def test_damaged_files(world: int, damage: Damage, words: list[str], copy: Path, tmp_path: Path) -> None:
+def test_damaged_files(
+    world: int, damage: Damage, words: list[str], copy: Path, tmp_path: Path
+) -> None:
     damage(copy)
     message = score_refused(world, copy, tmp_path)
     for said in words:
@@ -139,8 +168,14 @@ def in_index(model: Path, file: str) -> None:
 @pytest.mark.parametrize(
     ("file", "words"),
     [
-        ("../b.safetensors", "names the file '../b.safetensors', which is not inside the directory; correct its index"),
-        ("/etc/x.safetensors", "names the file '/etc/x.safetensors', which is not inside the directory"),
+        (
+            "../b.safetensors",
+            "names the file '../b.safetensors', which is not inside the directory; correct its index",
+        ),
+        (
+            "/etc/x.safetensors",
+            "names the file '/etc/x.safetensors', which is not inside the directory",
+        ),
         ("sub\\..\\b.safetensors", "which is not inside the directory"),
         ("c.safetensors", "c.safetensors does not exist; fetch the checkpoint again"),
         ("b.bin", "names files that are not safetensors"),
@@ -163,7 +198,10 @@ def test_index_entries(file: str, words: str, sharded_index: Path, tmp_path: Pat
     ("changes", "words"),
     [
         ({"model_type": None}, "model_type is None; known families:"),
-        ({"rope_parameters": None, "rope_scaling": {"rope_type": "proportional", "factor": 2.0}}, "rope_type"),
+        (
+            {"rope_parameters": None, "rope_scaling": {"rope_type": "proportional", "factor": 2.0}},
+            "rope_type",
+        ),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "odd": 1}}, "odd"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         ({"num_attention_heads": 0}, "num_attention_heads"),
@@ -195,8 +233,12 @@ def test_damage_stops_train_generate_and_convert_too(copy: Path, tmp_path: Path)
         refusal(here("convert", copy, tmp_path / "cut", "--to", "sharded")),
         refusal(here("convert", copy, tmp_path / "back", "--to", "hf")),
     ]
-    assert all("file not fully covered; fetch or write it again" in message for message in told), told
-    assert {path.name for path in tmp_path.iterdir()} == {"model", "rows.jsonl"}, "nothing was left behind"
+    assert all("file not fully covered; fetch or write it again" in message for message in told), (
+        told
+    )
+    assert {path.name for path in tmp_path.iterdir()} == {"model", "rows.jsonl"}, (
+        "nothing was left behind"
+    )
 
 
 def test_a_damaged_file_that_one_rank_alone_sees_stops_both(copy: Path, tmp_path: Path) -> None:
@@ -219,7 +261,9 @@ def test_what_is_no_model_at_all(tmp_path: Path) -> None:
     }.items():
         for world in (1, 2):
             flags = ["--layout", "dp=2"] if world > 1 else []
-            told = refused_on(world, "score", "--model", given, "--data", rows, "--out", tmp_path / "o", *flags)
+            told = refused_on(
+                world, "score", "--model", given, "--data", rows, "--out", tmp_path / "o", *flags
+            )
             assert words in told
 
 
@@ -228,7 +272,17 @@ def test_a_head_that_is_not_there(model: Path, tmp_path: Path) -> None:
     for world in (1, 2):
         flags = ["--layout", "tp=2"] if world > 1 else []
         told = refused_on(
-            world, "score", "--model", model, "--data", rows, "--out", tmp_path / "o", "--head", "value", *flags
+            world,
+            "score",
+            "--model",
+            model,
+            "--data",
+            rows,
+            "--out",
+            tmp_path / "o",
+            "--head",
+            "value",
+            *flags,
         )
         assert "has no value head: expected one of score.weight" in told
         assert "give a reward or value model, or --head lm" in told
@@ -236,10 +290,14 @@ def test_a_head_that_is_not_there(model: Path, tmp_path: Path) -> None:
 
 def test_a_model_without_tokenizer_refuses_text(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", tokenizer=False)
-    rows = write_rows(tmp_path / "rows.jsonl", [{"input_ids": [5]}, {"prompt": "a", "completion": "b"}])
+    rows = write_rows(
+        tmp_path / "rows.jsonl", [{"input_ids": [5]}, {"prompt": "a", "completion": "b"}]
+    )
     for world in (1, 2):
         flags = ["--layout", "tp=2"] if world > 1 else []
-        told = refused_on(world, "score", "--model", model, "--data", rows, "--out", tmp_path / "o", *flags)
+        told = refused_on(
+            world, "score", "--model", model, "--data", rows, "--out", tmp_path / "o", *flags
+        )
         assert "has no tokenizer (tokenizer.json); give rows of input_ids, or copy it there" in told
 
 
@@ -255,7 +313,10 @@ def test_weights_that_are_not_finite_are_scored_and_told_of(copy: Path, tmp_path
     tensors = load_file(copy / "model.safetensors")
     tensors["model.embed_tokens.weight"][7] = torch.nan
     save_file(tensors, copy / "model.safetensors", {"format": "pt"})
-    rows, out = write_rows(tmp_path / "rows.jsonl", [{"input_ids": [5, 6, 8]}, *IDS]), tmp_path / "out.jsonl"
+    rows, out = (
+        write_rows(tmp_path / "rows.jsonl", [{"input_ids": [5, 6, 8]}, *IDS]),
+        tmp_path / "out.jsonl",
+    )
     ended = here("score", "--model", copy, "--data", rows, "--out", out)
     assert ended.code == 0, ended
     assert f"1 of 2 rows of {out} hold numbers that are not finite, written as null" in ended.err

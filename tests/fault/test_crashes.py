@@ -70,7 +70,12 @@ def prepare(folder: Path, scene: Scene) -> None:
 
 
 def saving(
-    folder: Path, store: Path, scene: Scene, background: bool, place: tuple[int, int], index: int | None
+    folder: Path,
+    store: Path,
+    scene: Scene,
+    background: bool,
+    place: tuple[int, int],
+    index: int | None,
 ) -> None:
     """One rank's life: with `index` it dies at that change of the disk. place: rank and world."""
     rank, world = place
@@ -95,7 +100,11 @@ def deaths(
         folders.append(folder)
         shutil.copytree(base / "good", folder, symlinks=True)
         life = partial(saving, folder, base / f"store-{index}", scene, background)
-        others = [start_fork(partial(life, (rank, world), None)) for rank in range(world) if rank != victim]
+        others = [
+            start_fork(partial(life, (rank, world), None))
+            for rank in range(world)
+            if rank != victim
+        ]
         code = forked(partial(life, (victim, world), index))
         assert code in (0, DIED), code
         if others:
@@ -115,7 +124,9 @@ def wait_or_end(children: list[int], *, patient: bool) -> None:
 
 def survivors(folders: Sequence[Path], scene: Scene, path: Path) -> Counter[tuple[int, int]]:
     """How often which save was gone on from, by a child, which tells it in a file; it then runs on from there."""
-    assert forked(lambda: path.write_text(json.dumps([recovered(folder) for folder in folders]))) == 0
+    assert (
+        forked(lambda: path.write_text(json.dumps([recovered(folder) for folder in folders]))) == 0
+    )
     found = [(step, order) for step, order in json.loads(path.read_text())]
     assert {*found} <= scene.allowed, [*zip(folders, found, strict=True)]
     return Counter(found)
@@ -140,11 +151,17 @@ def test_one_process_dies_at_every_change_of_the_disk(
 
 
 SOME = [("new", True, 0, 7), ("retention", False, 1, 3)]
-ALL = [(name, background, victim, 1) for name in SCENES for background in (False, True) for victim in (0, 1)]
+ALL = [
+    (name, background, victim, 1)
+    for name in SCENES
+    for background in (False, True)
+    for victim in (0, 1)
+]
 
 
 @pytest.mark.parametrize(
-    ("name", "background", "victim", "stride"), [*SOME, *(pytest.param(*each, marks=pytest.mark.soak) for each in ALL)]
+    ("name", "background", "victim", "stride"),
+    [*SOME, *(pytest.param(*each, marks=pytest.mark.soak) for each in ALL)],
 )
 def test_either_of_two_ranks_dies_at_every_change_of_the_disk(
     name: str, background: bool, victim: int, stride: int, apart: Apart, tmp_path: Path
@@ -156,7 +173,11 @@ def test_either_of_two_ranks_dies_at_every_change_of_the_disk(
 
 
 def live_or_kill(
-    life: Callable[[tuple[int, int], Path], None], base: Path, world: int, rng: random.Random, seconds: float | None
+    life: Callable[[tuple[int, int], Path], None],
+    base: Path,
+    world: int,
+    rng: random.Random,
+    seconds: float | None,
 ) -> float:
     """Have `life`, called with its place and the file that tells that it has begun, be led by all ranks at once.
 
@@ -182,7 +203,9 @@ def live_or_kill(
     return time.monotonic() - begun
 
 
-def killed_at_random(base: Path, scene: Scene, background: bool, world: int, rounds: int) -> Counter[tuple[int, int]]:
+def killed_at_random(
+    base: Path, scene: Scene, background: bool, world: int, rounds: int
+) -> Counter[tuple[int, int]]:
     """SIGKILL for one rank at any moment of a save, and for the others soon after."""
     rng = random.Random(f"{base.name}{world}")
     assert forked(partial(prepare, base / "good", scene)) == 0
@@ -200,7 +223,9 @@ def killed_at_random(base: Path, scene: Scene, background: bool, world: int, rou
     return survivors(folders, scene, base / "told")
 
 
-def announced(folder: Path, store: Path, scene: Scene, background: bool, place: tuple[int, int], ready: Path) -> None:
+def announced(
+    folder: Path, store: Path, scene: Scene, background: bool, place: tuple[int, int], ready: Path
+) -> None:
     if place[1] > 1:
         join_group(store, *place)
     run = Run(folder, place[1], keep=scene.keep, background=background)
@@ -223,7 +248,9 @@ def test_a_random_rank_is_killed_at_a_random_moment(
     assert sum(found.values()) == rounds
 
 
-def exporting(source: Path, out: Path, store: Path, place: tuple[int, int], index: int | None) -> None:
+def exporting(
+    source: Path, out: Path, store: Path, place: tuple[int, int], index: int | None
+) -> None:
     join_group(store, *place)
     engine = tiny_engine(source)
     if index is not None:
@@ -239,7 +266,11 @@ def export_deaths(base: Path, world: int, victim: int, stride: int) -> int:
     for index in (MANY, *range(0, MANY, stride)):  # the first one lives, and tells what is expected
         out, store = base / f"hf-{index}", base / f"store-{index}"
         life = partial(exporting, base / "source", out, store)
-        others = [start_fork(partial(life, (rank, world), None)) for rank in range(world) if rank != victim]
+        others = [
+            start_fork(partial(life, (rank, world), None))
+            for rank in range(world)
+            if rank != victim
+        ]
         code = forked(partial(life, (victim, world), index))
         time.sleep(GRACE if code and others else 0)
         wait_or_end(others, patient=code == 0)
@@ -252,7 +283,9 @@ def export_deaths(base: Path, world: int, victim: int, stride: int) -> int:
     return missing
 
 
-def exporting_anew(source: Path, out: Path, store: Path, place: tuple[int, int], ready: Path) -> None:
+def exporting_anew(
+    source: Path, out: Path, store: Path, place: tuple[int, int], ready: Path
+) -> None:
     """The model has been trained on since the export before."""
     join_group(store, *place)
     engine = tiny_engine(source)
@@ -265,7 +298,9 @@ def exporting_anew(source: Path, out: Path, store: Path, place: tuple[int, int],
 def exports_killed_at_random(base: Path, world: int, rounds: int) -> dict[bool, int]:
     """SIGKILL for one rank at any moment of an export, beside one that is there: how often the new one was whole."""
     rng = random.Random(f"hf{world}")
-    assert forked(partial(exporting, base / "source", base / "old", base / "store", (0, 1), None)) == 0
+    assert (
+        forked(partial(exporting, base / "source", base / "old", base / "store", (0, 1), None)) == 0
+    )
     shutil.copytree(base / "old", base / "copy")
     found = {True: 0, False: 0}
     seconds: float | None = None
@@ -282,7 +317,9 @@ def exports_killed_at_random(base: Path, world: int, rounds: int) -> dict[bool, 
     return found
 
 
-@pytest.mark.parametrize(("world", "rounds"), [(2, 4), *(pytest.param(w, 100, marks=pytest.mark.soak) for w in (2, 4))])
+@pytest.mark.parametrize(
+    ("world", "rounds"), [(2, 4), *(pytest.param(w, 100, marks=pytest.mark.soak) for w in (2, 4))]
+)
 def test_a_random_rank_is_killed_while_the_final_model_is_written(
     world: int, rounds: int, apart: Apart, tmp_path: Path
 ) -> None:
@@ -341,7 +378,9 @@ def full_disks(base: Path, world: int, rooms: list[int]) -> int:
         folder, store = base / f"{room}" / "steps", base / f"store-{room}"
         folder.mkdir(parents=True)
         life = partial(full, folder, store)
-        children = [start_fork(partial(life, (rank, world), bool(room % 2), room)) for rank in range(world)]
+        children = [
+            start_fork(partial(life, (rank, world), bool(room % 2), room)) for rank in range(world)
+        ]
         assert {os.waitpid(child, 0)[1] for child in children} == {0}, room
         told = {(folder.parent / f"told-{rank}").read_text() for rank in range(world)}
         assert len(told) == 1, "the same on all ranks"
@@ -352,9 +391,12 @@ def full_disks(base: Path, world: int, rooms: list[int]) -> int:
 
 
 @pytest.mark.parametrize(
-    ("world", "count"), [(1, 20), (2, 5), *(pytest.param(w, 50, marks=pytest.mark.soak) for w in (1, 2, 4))]
+    ("world", "count"),
+    [(1, 20), (2, 5), *(pytest.param(w, 50, marks=pytest.mark.soak) for w in (1, 2, 4))],
 )
-def test_a_full_disk_on_one_rank_costs_one_save(world: int, count: int, apart: Apart, tmp_path: Path) -> None:
+def test_a_full_disk_on_one_rank_costs_one_save(
+    world: int, count: int, apart: Apart, tmp_path: Path
+) -> None:
     sizes = (
         [97 * n + n % 3 for n in range(count)]
         if world == 1

@@ -22,29 +22,48 @@ AT_LENGTH: tuple[tuple[Phase, int], ...] = (
 )  # fmt: skip
 
 
-def started(phase: Phase, model: Path, folder: Path, attempt: int) -> tuple[subprocess.Popen[str], Path]:
+def started(
+    phase: Phase, model: Path, folder: Path, attempt: int
+) -> tuple[subprocess.Popen[str], Path]:
     """A command of two ranks that comes to the phase, with its temporary files in a folder of their own."""
     temporary = folder / f"tmp-{attempt}"
     if phase == "run":
         temporary.mkdir()
         rows = write_rows(folder / "ids.jsonl", [{"input_ids": list(range(200))}] * 2000)
-        argv = ["score", "--model", model, "--data", rows, "--out", folder / "out", "--layout", "dp=2"]
+        argv = [
+            "score",
+            "--model",
+            model,
+            "--data",
+            rows,
+            "--out",
+            folder / "out",
+            "--layout",
+            "dp=2",
+        ]
         return start(*argv, "--tokens-per-batch", 400, env={"TMPDIR": str(temporary)}), temporary
     flags = [f"run_dir={folder}/run-{attempt}", "--layout", "dp=2"]
     steps = 2 if phase == "exit" else ENDLESS
-    return rl_run(model, folder, *flags, temporary=temporary.name, steps=steps, save_every=1, eval_every=1), temporary
+    return rl_run(
+        model, folder, *flags, temporary=temporary.name, steps=steps, save_every=1, eval_every=1
+    ), temporary
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="ranks are found by /proc")
 @pytest.mark.parametrize(
-    ("phase", "rank"), [*IN_SHORT, *(pytest.param(*case, marks=pytest.mark.soak) for case in AT_LENGTH)]
+    ("phase", "rank"),
+    [*IN_SHORT, *(pytest.param(*case, marks=pytest.mark.soak) for case in AT_LENGTH)],
 )
 def test_a_killed_rank_is_named_with_its_phase_and_nothing_is_left(
     phase: Phase, rank: int, model: Path, tmp_path: Path
 ) -> None:
-    for attempt in range(20):  # the end of a command is short: the rank may be through before it is caught
+    for attempt in range(
+        20
+    ):  # the end of a command is short: the rank may be through before it is caught
         process, temporary = started(phase, model, tmp_path, attempt)
-        pid = stopped_in(process, rank, phase, 1 if phase not in ("init", "load", "run") else 0, temporary)
+        pid = stopped_in(
+            process, rank, phase, 1 if phase not in ("init", "load", "run") else 0, temporary
+        )
         if pid is not None:
             break
         assert process.communicate()[0] is not None
@@ -62,16 +81,25 @@ def test_a_killed_rank_is_named_with_its_phase_and_nothing_is_left(
     assert ": killed by SIGKILL: " in line
     if phase not in ("init", "load", "run"):
         assert f"phase {phase}, step " in line
-        (event,) = [json.loads(row) for row in (tmp_path / f"run-{attempt}/events.jsonl").read_text().splitlines()]
+        (event,) = [
+            json.loads(row)
+            for row in (tmp_path / f"run-{attempt}/events.jsonl").read_text().splitlines()
+        ]
         assert (event["kind"], event["rank"], event["phase"]) == ("death", rank, phase)
     assert all_gone(below, 5.0)
     assert list(temporary.iterdir()) == []
-    assert not [name for name in os.listdir("/dev/shm") if any(f"_{pid}_" in name for pid in below)], "torch's names"
+    assert not [
+        name for name in os.listdir("/dev/shm") if any(f"_{pid}_" in name for pid in below)
+    ], "torch's names"
 
 
 @pytest.mark.soak
-def test_a_run_that_is_started_again_goes_on_and_ends_as_if_nothing_had_been(model: Path, tmp_path: Path) -> None:
-    rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": "ab", "completion": f"{i}"} for i in range(9)])
+def test_a_run_that_is_started_again_goes_on_and_ends_as_if_nothing_had_been(
+    model: Path, tmp_path: Path
+) -> None:
+    rows = write_rows(
+        tmp_path / "rows.jsonl", [{"prompt": "ab", "completion": f"{i}"} for i in range(9)]
+    )
     recipe = write_recipe(tmp_path / "r.yaml", model, rows, trainer={"steps": 40, "save_every": 4})
     (tmp_path / "tmp").mkdir()
     argv = ["train", recipe, "--layout", "dp=2"]
@@ -84,7 +112,10 @@ def test_a_run_that_is_started_again_goes_on_and_ends_as_if_nothing_had_been(mod
     _, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
     events = [json.loads(row) for row in (tmp_path / "run/events.jsonl").read_text().splitlines()]
-    assert [event["kind"] for event in events if event["kind"] in ("death", "restart")] == ["death", "restart"] * 2
+    assert [event["kind"] for event in events if event["kind"] in ("death", "restart")] == [
+        "death",
+        "restart",
+    ] * 2
     assert program(*argv, f"run_dir={tmp_path}/straight").code == 0
     found = [read_rows(tmp_path / name / "metrics.jsonl") for name in ("run", "straight")]
     assert [row["step"] for row in found[0]] == list(range(1, 41))

@@ -62,7 +62,15 @@ def trapped(model: Path, tmp_path: Path, sentinel: Path) -> Path:
     """A good model with code in every place where a loader could fall for it."""
     path = Path(shutil.copytree(model, tmp_path / "model"))
     code = TRAP.format(sentinel=str(sentinel))
-    names = ("modeling_trap", "configuration_trap", "tokenization_trap", "conftest", "sitecustomize", "torch", "yaml")
+    names = (
+        "modeling_trap",
+        "configuration_trap",
+        "tokenization_trap",
+        "conftest",
+        "sitecustomize",
+        "torch",
+        "yaml",
+    )
     for name in (*names, "json", "reward", "setup", "__init__"):
         (path / f"{name}.py").write_text(code + TOKENIZER)
     for name in ("pytorch_model.bin", "training_args.bin", "optimizer.pt", "model.pkl"):
@@ -82,8 +90,12 @@ def trapped(model: Path, tmp_path: Path, sentinel: Path) -> Path:
     return path
 
 
-def test_no_command_executes_what_lies_in_the_model(trapped: Path, sentinel: Path, tmp_path: Path) -> None:
-    text = write_rows(tmp_path / "rows.jsonl", [{"prompt": "ab", "completion": "cd", "answer": "x"}])
+def test_no_command_executes_what_lies_in_the_model(
+    trapped: Path, sentinel: Path, tmp_path: Path
+) -> None:
+    text = write_rows(
+        tmp_path / "rows.jsonl", [{"prompt": "ab", "completion": "cd", "answer": "x"}]
+    )
     ids = write_rows(tmp_path / "ids.jsonl", [{"input_ids": [5, 6]}])
     recipe = write_recipe(tmp_path / "r.yaml", trapped, text, algorithm={"name": "grpo"})
     for argv in (
@@ -98,7 +110,9 @@ def test_no_command_executes_what_lies_in_the_model(trapped: Path, sentinel: Pat
         ended = here(*argv)
         assert ended.code in (0, 2), ended
         assert not sentinel.exists(), f"{argv[0]} executed code of the model"
-    assert here("score", "--model", trapped, "--data", ids, "--out", tmp_path / "o").code == 0, "ids need no tokenizer"
+    assert here("score", "--model", trapped, "--data", ids, "--out", tmp_path / "o").code == 0, (
+        "ids need no tokenizer"
+    )
     assert {ended.code for ended in on_ranks(2, "train", recipe, f"run_dir={tmp_path}/b")} <= {0, 2}
     assert not sentinel.exists()
 
@@ -127,7 +141,10 @@ def test_a_tokenizer_whose_words_only_its_own_code_reads(model: Path, tmp_path: 
     (path / "tokenizer.json").rename(path / "tiktoken.model")
     words = WORDS.format(lock=str(Path(HF_MODULES_CACHE) / LOCK), held=str(tmp_path / "held"))
     (path / "tokenization_words.py").write_text(words)
-    named = {"tokenizer_class": "Words", "auto_map": {"AutoTokenizer": ["tokenization_words.Words", None]}}
+    named = {
+        "tokenizer_class": "Words",
+        "auto_map": {"AutoTokenizer": ["tokenization_words.Words", None]},
+    }
     (path / "tokenizer_config.json").write_text(json.dumps({**named, "eos_token": "<|im_end|>"}))
     rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": "ab", "completion": "cd"}])
     argv = ["score", "--data", rows, "--out", tmp_path / "o"]
@@ -142,7 +159,18 @@ def test_a_tokenizer_whose_words_only_its_own_code_reads(model: Path, tmp_path: 
 def test_pickles_alone_are_refused_unread(trapped: Path, sentinel: Path, tmp_path: Path) -> None:
     (trapped / "model.safetensors").unlink()
     rows = write_rows(tmp_path / "rows.jsonl", [{"input_ids": [5]}])
-    told = refusal(here("score", "--model", trapped, "--data", rows, "--out", tmp_path / "o", "--trust-remote-code"))
+    told = refusal(
+        here(
+            "score",
+            "--model",
+            trapped,
+            "--data",
+            rows,
+            "--out",
+            tmp_path / "o",
+            "--trust-remote-code",
+        )
+    )
     assert "has only pickled weights (model.pkl, optimizer.pt, pytorch_model.bin)" in told
     assert not sentinel.exists()
 
@@ -160,7 +188,9 @@ RewardRunner("exact_match").close()
 """
 
 
-def test_ranks_and_rewards_start_without_the_working_directory(trapped: Path, sentinel: Path, tmp_path: Path) -> None:
+def test_ranks_and_rewards_start_without_the_working_directory(
+    trapped: Path, sentinel: Path, tmp_path: Path
+) -> None:
     """As below, but that the program by which ranks start ends with its help."""
     recipe = recipe_in(trapped, tmp_path)
     ended = program("-c", STARTS, recipe, cwd=trapped, python=["-P"])
@@ -175,7 +205,9 @@ def test_ranks_and_rewards_import_nothing_from_the_working_directory(
 ) -> None:
     """Whoever stands in a model's directory must not run its json.py: as the installed program, on two ranks."""
     recipe = recipe_in(trapped, tmp_path)
-    ended = program("train", recipe, "--layout", "tp=2", cwd=trapped, python=["-P", "-m", "dovetail"])
+    ended = program(
+        "train", recipe, "--layout", "tp=2", cwd=trapped, python=["-P", "-m", "dovetail"]
+    )
     assert (ended.code, ended.err) == (0, ""), ended
     assert not sentinel.exists()
 
@@ -187,7 +219,9 @@ def recipe_in(trapped: Path, tmp_path: Path) -> Path:
         given = json.loads((trapped / name).read_text())
         del given["auto_map"]
         (trapped / name).write_text(json.dumps(given))
-    return write_recipe(tmp_path / "r.yaml", trapped, rows, algorithm={"name": "grpo"}, trainer={"steps": 1})
+    return write_recipe(
+        tmp_path / "r.yaml", trapped, rows, algorithm={"name": "grpo"}, trainer={"steps": 1}
+    )
 
 
 TRAPS = (
@@ -221,25 +255,46 @@ def saved(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
     shutil.copytree(model, base / "model")
     rows = write_rows(base / "rows.jsonl", [{"prompt": "ab", "completion": "cd"}])
     trainer = {"save_every": 1, "steps": 1, "prompts_per_step": 1}
-    assert here("train", write_recipe(base / "r.yaml", base / "model", rows, trainer=trainer)).code == 0
+    assert (
+        here("train", write_recipe(base / "r.yaml", base / "model", rows, trainer=trainer)).code
+        == 0
+    )
     shutil.rmtree(base / "run/hf")
     return base
 
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(
-    "trap", [pytest.param(trap, marks=[pytest.mark.soak] if number % 5 else []) for number, trap in enumerate(TRAPS)]
+    "trap",
+    [
+        pytest.param(trap, marks=[pytest.mark.soak] if number % 5 else [])
+        for number, trap in enumerate(TRAPS)
+    ],
 )
-def test_sixty_hostile_directories(trap: str, place: str, saved: Path, sentinel: Path, tmp_path: Path) -> None:
+def test_sixty_hostile_directories(
+    trap: str, place: str, saved: Path, sentinel: Path, tmp_path: Path
+) -> None:
     base = Path(shutil.copytree(saved, tmp_path / "job", symlinks=True))
     recipe = base / "r.yaml"
     recipe.write_text(recipe.read_text().replace(str(saved), str(base)))
     (step,) = (base / "run/checkpoints").glob("step_000001.*")
-    lay(trap, {"model": base / "model", "step": step, "run": base / "run/checkpoints"}[place], sentinel)
+    lay(
+        trap,
+        {"model": base / "model", "step": step, "run": base / "run/checkpoints"}[place],
+        sentinel,
+    )
     for argv in (
         ["train", recipe, "--dry-run"],
         ["inspect", step, "--verify"],
-        ["score", "--model", base / "model", "--data", base / "rows.jsonl", "--out", tmp_path / "o"],
+        [
+            "score",
+            "--model",
+            base / "model",
+            "--data",
+            base / "rows.jsonl",
+            "--out",
+            tmp_path / "o",
+        ],
     ):
         ended = here(*argv)
         assert ended.code in (0, 2), ended

@@ -55,13 +55,23 @@ def test_rows_samples_and_events_wait_while_the_disk_is_full(
     monkeypatch.setattr(directory, "write_samples", or_fail(metrics.write_samples))
     monkeypatch.setattr(TensorFileWriter, "close", or_fail(TensorFileWriter.close))
     rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": "ab", "answer": "c"}])
-    trainer = {"steps": 8, "save_every": 2, "keep_last": 9, "prompts_per_step": 1, "async_save": False}
-    recipe = write_recipe(tmp_path / "r.yaml", model, rows, algorithm={"name": "grpo"}, trainer=trainer)
+    trainer = {
+        "steps": 8,
+        "save_every": 2,
+        "keep_last": 9,
+        "prompts_per_step": 1,
+        "async_save": False,
+    }
+    recipe = write_recipe(
+        tmp_path / "r.yaml", model, rows, algorithm={"name": "grpo"}, trainer=trainer
+    )
     ended = here("train", recipe)
     assert (ended.code, ended.err) == (0, "")
     assert ended.out.count("THE DISK IS FULL, the run goes on") == 1
     assert [row["step"] for row in read_rows(tmp_path / "run/metrics.jsonl")] == list(range(1, 9))
-    assert all(read_rows(tmp_path / f"run/rollouts/step_{number:06}.jsonl") for number in range(1, 9))
+    assert all(
+        read_rows(tmp_path / f"run/rollouts/step_{number:06}.jsonl") for number in range(1, 9)
+    )
     assert [event["kind"] for event in read_rows(tmp_path / "run/events.jsonl")] == ["save_failed"]
     assert [saved.step for saved in saved_steps(tmp_path / "run/checkpoints")[0]] == [8, 6, 2]
 
@@ -101,7 +111,9 @@ def test_a_command_whose_rows_do_not_fit_leaves_those_that_did_and_names_them(
 ) -> None:
     write_out(tmp_path / "out.jsonl", [{"id": "\ud800"}])
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (40, before[1]))  # a write beyond is cut, and the next one fails
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE, (40, before[1])
+    )  # a write beyond is cut, and the next one fails
     try:
         with pytest.raises(CheckpointError, match=f"^{tmp_path}/out.jsonl: .*File too large"):
             write_out(tmp_path / "out.jsonl", ({"id": i, "text": "x" * i} for i in range(9)))
@@ -136,13 +148,17 @@ def test_two_commands_that_write_one_file_leave_either_ones_rows(tmp_path: Path)
     assert list(tmp_path.iterdir()) == [out]
 
 
-@pytest.mark.parametrize(("most", "parts"), [(1, [[3], [1], [2], [1]]), (3, [[3], [1, 2], [1]]), (9, [[3, 1, 2, 1]])])
+@pytest.mark.parametrize(
+    ("most", "parts"), [(1, [[3], [1], [2], [1]]), (3, [[3], [1, 2], [1]]), (9, [[3, 1, 2, 1]])]
+)
 def test_rows_are_written_in_parts(most: int, parts: list[list[int]]) -> None:
     assert [list(part) for part in portions([3, 1, 2, 1], lambda cost: cost, most)] == parts
     assert list(portions([], lambda cost: cost, most)) == []
 
 
-def test_a_model_that_does_not_fit_is_named(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_does_not_fit_is_named(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*_: Any) -> None:
         raise FULL
 
@@ -155,7 +171,8 @@ def test_a_model_that_does_not_fit_is_named(model: Path, tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize(
-    ("every", "words"), [(0, "are free, but the final model takes"), (1, "are free, but 2 checkpoints take")]
+    ("every", "words"),
+    [(0, "are free, but the final model takes"), (1, "are free, but 2 checkpoints take")],
 )
 def test_a_run_whose_result_would_not_fit_does_not_begin(
     every: int, words: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -223,7 +240,9 @@ def job(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_errors_of_the_disk_between_checks_are_no_defect(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_the_disk_between_checks_are_no_defect(
+    job: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The disk becomes full after the checks, at a file that no command names."""
 
     def fail(*_: Any) -> None:
@@ -234,7 +253,9 @@ def test_errors_of_the_disk_between_checks_are_no_defect(job: Path, monkeypatch:
     assert told == "/some/file: No space left on device; free some space, or choose another place\n"
 
 
-def test_a_small_file_that_does_not_fit_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_small_file_that_does_not_fit_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A failing write or fsync names no file by itself."""
 
     def fail(*_: Any) -> None:

@@ -64,7 +64,11 @@ BODIES = {
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="ranks are found by /proc")
 @pytest.mark.parametrize(
-    "kind", ["stuck reader", *(pytest.param(kind, marks=pytest.mark.soak) for kind in BODIES if kind != "stuck reader")]
+    "kind",
+    [
+        "stuck reader",
+        *(pytest.param(kind, marks=pytest.mark.soak) for kind in BODIES if kind != "stuck reader"),
+    ],
 )
 def test_ranks_that_part_in_a_collective_are_told_apart(kind: str, tmp_path: Path) -> None:
     """A wrong shape or order may also end in an error of the backend, which is told as a death of one of them."""
@@ -75,7 +79,12 @@ def test_ranks_that_part_in_a_collective_are_told_apart(kind: str, tmp_path: Pat
     (tmp_path / "rank.py").write_text(RANK.format(odd=ODD, body=BODIES[kind]))
     (tmp_path / "job.py").write_text(SUPERVISOR.format(limit=LIMIT))
     source = str(Path(__file__).parents[2] / "src")
-    env = {**os.environ, "PYTHONPATH": source, "TMPDIR": str(tmp_path / "tmp"), "OMP_NUM_THREADS": "1"}
+    env = {
+        **os.environ,
+        "PYTHONPATH": source,
+        "TMPDIR": str(tmp_path / "tmp"),
+        "OMP_NUM_THREADS": "1",
+    }
     process = popen(template, [sys.executable, "job.py"], cwd=tmp_path, env=env)
     _, err = process.communicate(timeout=200)
     assert process.returncode == 1
@@ -125,7 +134,9 @@ def endless(data_source, solution_str, ground_truth, extra_info):
 
 
 @pytest.mark.soak
-def test_an_endless_reward_is_found_where_its_own_limit_is_too_long(model: Path, tmp_path: Path) -> None:
+def test_an_endless_reward_is_found_where_its_own_limit_is_too_long(
+    model: Path, tmp_path: Path
+) -> None:
     (tmp_path / "grader.py").write_text(GRADER)
     (tmp_path / "tmp").mkdir()
     rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": "ab", "answer": "c"}] * 2)
@@ -157,7 +168,9 @@ def test_a_rank_of_the_real_command_that_is_stopped_is_named(model: Path, tmp_pa
     rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": "ab", "completion": "c"}] * 2)
     recipe = write_recipe(tmp_path / "r.yaml", model, rows, trainer={"steps": 100000})
     given = [f"trainer.timeouts.{phase}={LIMIT}" for phase in ("update", "optimizer")]
-    process = start("train", recipe, *given, "--layout", "dp=2", env={"TMPDIR": str(tmp_path / "tmp")})
+    process = start(
+        "train", recipe, *given, "--layout", "dp=2", env={"TMPDIR": str(tmp_path / "tmp")}
+    )
     pid = stopped_in(process, ODD, "update", 3, tmp_path / "tmp")
     below = children_of([process.pid])
     stopped = time.monotonic()
@@ -220,9 +233,15 @@ def test_ranks_wait_for_each_other_as_long_as_any_phase_may_last(
 
         monkeypatch.setattr(dist, name, noted)
     rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": "ab", "answer": "c"}])
-    recipe = write_recipe(tmp_path / "r.yaml", make_model(tmp_path / "model"), rows, algorithm={"name": "grpo"})
+    recipe = write_recipe(
+        tmp_path / "r.yaml", make_model(tmp_path / "model"), rows, algorithm={"name": "grpo"}
+    )
     assert here("train", recipe, "trainer.timeouts.reward=7200", "--dry-run").code == 0
-    assert len(waits) > 1 and all(wait is not None and wait > timedelta(hours=2) for wait in waits), waits
+    assert len(waits) > 1 and all(
+        wait is not None and wait > timedelta(hours=2) for wait in waits
+    ), waits
     waits.clear()
     assert here("train", recipe, "--dry-run").code == 0
-    assert {wait > timedelta(seconds=max(s for s in LIMITS.values() if s < math.inf)) for wait in waits} == {True}
+    assert {
+        wait > timedelta(seconds=max(s for s in LIMITS.values() if s < math.inf)) for wait in waits
+    } == {True}

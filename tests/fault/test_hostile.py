@@ -21,7 +21,7 @@ from dovetail.checkpoint.manifest_body import checksum
 from dovetail.checkpoint.reader import ShardedReader
 from dovetail.errors import CheckpointError
 from dovetail.weights.hf_reader import HFReader
-from dovetail.weights.safe_paths import INDEX, MANIFEST, side_files
+from dovetail.weights.safe_paths import INDEX, MANIFEST, auxiliary_files
 from dovetail.weights.safetensors import TensorFile
 from tests.fault.saves import Run
 from tests.harness import Apart
@@ -39,7 +39,13 @@ ATTRIBUTES = {
     "np.load",
     "numpy.load",
 }
-PICKLING = {"all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list", "send_object_list"}
+PICKLING = {
+    "all_gather_object",
+    "broadcast_object_list",
+    "gather_object",
+    "scatter_object_list",
+    "send_object_list",
+}
 
 
 def dangers(source: str) -> Iterator[str]:
@@ -54,8 +60,14 @@ def dangers(source: str) -> Iterator[str]:
     safe = [call.func for call in calls if loaders & {ast.unparse(arg) for arg in call.args[1:]}]
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
-            names = {alias.name.split(".")[0] for alias in node.names} if isinstance(node, ast.Import) else set()
-            names |= {(node.module or "").split(".")[0]} if isinstance(node, ast.ImportFrom) else set()
+            names = (
+                {alias.name.split(".")[0] for alias in node.names}
+                if isinstance(node, ast.Import)
+                else set()
+            )
+            names |= (
+                {(node.module or "").split(".")[0]} if isinstance(node, ast.ImportFrom) else set()
+            )
             yield from sorted(names & MODULES)
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id in CALLS:
             yield node.id
@@ -72,7 +84,9 @@ def test_no_code_of_ours_runs_what_a_file_says() -> None:
     files = sorted(Path(dovetail.__file__).parent.rglob("*.py"))
     assert len(files) > 80
     by_file = {file.name: found for file in files if (found := list(dangers(file.read_text())))}
-    assert by_file == {"program.py": ["exec", "compile"]}, "which runs a completion's program, in a sandbox"
+    assert by_file == {"program.py": ["exec", "compile"]}, (
+        "which runs a completion's program, in a sandbox"
+    )
 
 
 @pytest.mark.parametrize(
@@ -123,7 +137,9 @@ def lay_traps(root: Path, base: Path) -> None:
 def write_index(root: Path, name: str) -> None:
     lay_traps(root, root.parent)
     save_file({"b.weight": torch.zeros(2)}, root / "b.safetensors")
-    (root / INDEX).write_text(json.dumps({"weight_map": {"a.weight": name, "b.weight": "b.safetensors"}}))
+    (root / INDEX).write_text(
+        json.dumps({"weight_map": {"a.weight": name, "b.weight": "b.safetensors"}})
+    )
 
 
 def write_manifest(root: Path, name: str, place: str, whole: dict[str, Any]) -> None:
@@ -174,7 +190,11 @@ def test_no_name_leads_out_of_a_directory(sound: Path) -> None:
     assert len(found) == len(PLACES) * len(NAMES) >= 40
     for place, name, told, outside in found:
         assert told.startswith("refused: "), (place, name[:40], told)
-        assert not [path for path in outside if not path.endswith((".py", ".pyc"))], (place, name[:40], outside)
+        assert not [path for path in outside if not path.endswith((".py", ".pyc"))], (
+            place,
+            name[:40],
+            outside,
+        )
 
 
 def test_side_files_of_a_model_stay_inside(tmp_path: Path) -> None:
@@ -184,10 +204,10 @@ def test_side_files_of_a_model_stay_inside(tmp_path: Path) -> None:
         (root / "tokenizer.json").symlink_to(target)
         (tmp_path / "secret").write_text("x")
         if not (root / "tokenizer.json").is_file():
-            assert "tokenizer.json" not in side_files(root), "devices are not read"
+            assert "tokenizer.json" not in auxiliary_files(root), "devices are not read"
             continue
         with pytest.raises(CheckpointError, match="outside the directory"):
-            side_files(root)
+            auxiliary_files(root)
 
 
 ODD: tuple[Any, ...] = (
@@ -206,7 +226,9 @@ def mutated(value: Any, rng: random.Random) -> Any:
     if what < 0.1:
         copy.pop(key)
     elif what < 0.2 and isinstance(copy, dict):
-        copy[rng.choice(["", "x", "__metadata__", "a.weight", "\ud800", "data_offsets"])] = copy.pop(key)
+        copy[rng.choice(["", "x", "__metadata__", "a.weight", "\ud800", "data_offsets"])] = (
+            copy.pop(key)
+        )
     elif what < 0.3 and isinstance(copy, list):
         copy.insert(key, rng.choice(ODD))
     else:
@@ -220,7 +242,10 @@ def mutant_header(whole: bytes, rng: random.Random) -> bytes:
     kind = rng.randrange(6)
     if kind == 0:
         return (
-            struct.pack("<Q", rng.choice([0, 1, length - 1, length + 1, 2**31, 2**63, 2**64 - 1, len(whole)]))
+            struct.pack(
+                "<Q",
+                rng.choice([0, 1, length - 1, length + 1, 2**31, 2**63, 2**64 - 1, len(whole)]),
+            )
             + text
             + data
         )
@@ -229,7 +254,16 @@ def mutant_header(whole: bytes, rng: random.Random) -> bytes:
         text = text[:at] + bytes([rng.randrange(256)]) + text[at + 1 :]
     elif kind == 2:
         text = rng.choice(
-            [b"[" * 5000, b'{"a":' * 3000, b"", b"{}", b"null", b"9" * 6000, text + text, b"\xff\xfe" + text]
+            [
+                b"[" * 5000,
+                b'{"a":' * 3000,
+                b"",
+                b"{}",
+                b"null",
+                b"9" * 6000,
+                text + text,
+                b"\xff\xfe" + text,
+            ]
         )
     elif kind == 3:
         text = text.replace(b'"a.weight"', b'"b.weight"')  # twice the same key
@@ -245,7 +279,12 @@ MUTANTS = pytest.mark.parametrize("count", [2000, pytest.param(100_000, marks=py
 def test_mutants_of_a_header_are_refused_or_read(count: int, tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     save_file(
-        {"a.weight": torch.ones(8, 6), "b.weight": torch.zeros(3, dtype=torch.bfloat16), "c": torch.tensor(1)}, path
+        {
+            "a.weight": torch.ones(8, 6),
+            "b.weight": torch.zeros(3, dtype=torch.bfloat16),
+            "c": torch.tensor(1),
+        },
+        path,
     )
     whole, rng, refused = path.read_bytes(), random.Random(0), 0
     for _ in range(count):
@@ -292,13 +331,21 @@ def test_mutants_of_a_manifest_are_refused_or_read(count: int, sound: Path) -> N
 @pytest.mark.parametrize("deep", [200, 400, 600, 800, 900, 950, 1000, 3000, 100_000])
 def test_deep_manifests_are_refused(deep: int) -> None:
     with pytest.raises(CheckpointError):
-        Manifest.parse(b'{"format": "dovetail-sharded", "version": 2, "x": ' + b"[" * deep + b"]" * deep + b"}", "it")
+        Manifest.parse(
+            b'{"format": "dovetail-sharded", "version": 2, "x": '
+            + b"[" * deep
+            + b"]" * deep
+            + b"}",
+            "it",
+        )
 
 
 def test_a_manifest_of_many_regions_is_refused_in_time() -> None:
     """Regions that nearly all share their rows: comparing each with each would take hours."""
     count = 30_000
-    regions = [{"file": "p", "key": "k", "slice": [[0, 1], [i, i + 1]], "crc32": 0} for i in range(count)]
+    regions = [
+        {"file": "p", "key": "k", "slice": [[0, 1], [i, i + 1]], "crc32": 0} for i in range(count)
+    ]
     body = {
         "format": "dovetail-sharded", "version": 2, "layout": {}, "step": 1, "state": None, "files": {},
         "tensors": {"a": {"dtype": "F32", "shape": [1, count], "regions": regions}},

@@ -7,7 +7,15 @@ from pathlib import Path
 import pytest
 
 from dovetail.run.loggers import grouped
-from tests.commands.program import here, on_ranks, program, read_rows, refusal, write_recipe, write_rows
+from tests.commands.program import (
+    here,
+    on_ranks,
+    program,
+    read_rows,
+    refusal,
+    write_recipe,
+    write_rows,
+)
 
 FAILING = "def init(**options):\n    raise RuntimeError('no network')\n"
 HANGING = "import time\ndef init(**options):\n    time.sleep(1000)\n"
@@ -49,7 +57,9 @@ def init(project, entity, name, tags, group, id, resume, dir, config):
 @pytest.fixture
 def recipe(model: Path, tmp_path: Path) -> Path:
     rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": "ab", "completion": "cd"}])
-    return write_recipe(tmp_path / "r.yaml", model, rows, trainer={"steps": 3, "loggers": ["wandb"]})
+    return write_recipe(
+        tmp_path / "r.yaml", model, rows, trainer={"steps": 3, "loggers": ["wandb"]}
+    )
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow", "tensorboard", "trackio", "swanlab"])
@@ -57,9 +67,15 @@ def test_a_missing_logger_is_refused_with_the_command_that_installs_it(
     name: str, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     find = importlib.util.find_spec
-    monkeypatch.setattr("importlib.util.find_spec", lambda asked, *rest: None if asked == name else find(asked, *rest))
+    monkeypatch.setattr(
+        "importlib.util.find_spec",
+        lambda asked, *rest: None if asked == name else find(asked, *rest),
+    )
     told = refusal(here("train", recipe, f"trainer.loggers=[{name}]"))
-    assert f"trainer.loggers has {name}, which is not installed: pip install 'dovetail-rl[{name}]'" in told
+    assert (
+        f"trainer.loggers has {name}, which is not installed: pip install 'dovetail-rl[{name}]'"
+        in told
+    )
     assert not (tmp_path / "run").exists()
 
 
@@ -71,7 +87,9 @@ def test_a_missing_logger_is_refused_by_all_ranks(recipe: Path) -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("wandb") is not None, reason="wandb is installed")
-def test_a_folder_of_that_name_is_no_logger(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_of_that_name_is_no_logger(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "wandb").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
     assert "which is not installed" in refusal(here("train", recipe))
@@ -95,9 +113,11 @@ def test_a_bad_logger_never_stops_a_run(
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     ended = here("train", recipe)
     assert (ended.code, ended.err) == (0, "")
-    assert {FAILING: "RuntimeError: no network", HANGING: "busy for 0.2 s", LATE: "lost the network"}[
-        module
-    ] in ended.out
+    assert {
+        FAILING: "RuntimeError: no network",
+        HANGING: "busy for 0.2 s",
+        LATE: "lost the network",
+    }[module] in ended.out
     assert [row["step"] for row in read_rows(tmp_path / "run/metrics.jsonl")] == [1, 2, 3]
     assert (tmp_path / "run/hf/config.json").exists()
 

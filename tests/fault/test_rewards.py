@@ -33,7 +33,9 @@ def listed(prompts, completions, answer, what, **columns):
 def make(folder: Path, model: Path, what: str, share: float = 1.0, **sections: Any) -> Path:
     """20 prompts of which `share` get what is asked for, one step of all of them."""
     (folder / "grader.py").write_text(textwrap.dedent(REWARD))
-    rows = [{"prompt": "ab", "answer": i, "number": i, "what": what, "share": share} for i in range(20)]
+    rows = [
+        {"prompt": "ab", "answer": i, "number": i, "what": what, "share": share} for i in range(20)
+    ]
     return write_recipe(
         folder / "r.yaml",
         model,
@@ -65,7 +67,9 @@ def kinds(*quick: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("what", kinds("nan", "hang"))
-def test_one_failure_in_twenty_is_counted_and_survived(what: str, model: Path, tmp_path: Path) -> None:
+def test_one_failure_in_twenty_is_counted_and_survived(
+    what: str, model: Path, tmp_path: Path
+) -> None:
     recipe = make(tmp_path, model, what, share=0.05)
     ended = here("train", recipe, "trainer.steps=1")
     assert ended.code == 0, ended.err
@@ -84,11 +88,16 @@ def test_failures_in_an_evaluation_are_counted_too(model: Path, tmp_path: Path) 
     ended = here("train", recipe, *given)
     assert ended.code == 0, ended.err
     assert "eval_reward_errors 1.000" in ended.out, "one prompt's only sample of 20"
-    assert [row["eval_reward_errors"] for row in read_rows(tmp_path / "run/metrics.jsonl")] == [1, 1]
+    assert [row["eval_reward_errors"] for row in read_rows(tmp_path / "run/metrics.jsonl")] == [
+        1,
+        1,
+    ]
 
 
 @pytest.mark.parametrize("what", kinds("raise", "die"))
-def test_more_than_one_in_twenty_stops_with_the_first_cause(what: str, model: Path, tmp_path: Path) -> None:
+def test_more_than_one_in_twenty_stops_with_the_first_cause(
+    what: str, model: Path, tmp_path: Path
+) -> None:
     recipe = make(tmp_path, model, what, share=0.1)
     told = [refusal(here("train", recipe))]
     for layout in {"raise": ("dp=2",), "hang": ("dp=2",), "nan": ("tp=2",)}.get(what, ()):
@@ -96,7 +105,9 @@ def test_more_than_one_in_twenty_stops_with_the_first_cause(what: str, model: Pa
         assert len({(each.code, each.err) for each in ended}) == 1, ended
         told.append(refusal(ended[0]))
     for message in told:
-        assert "step 1: the reward failed on 4 of the last 40 samples, more than 5% of 64" in message
+        assert (
+            "step 1: the reward failed on 4 of the last 40 samples, more than 5% of 64" in message
+        )
         assert f"; first cause: {FAILURES[what]}" in message
         assert "; fix the reward function, or the rows that it fails on" in message
 
@@ -107,7 +118,11 @@ def test_none_drops_samples_without_an_error(model: Path, tmp_path: Path) -> Non
     ended = on_ranks(2, "train", recipe, *given)
     assert [each.code for each in ended] == [0, 0]
     row = read_rows(tmp_path / "run/metrics.jsonl")[0]
-    assert (row["reward_errors"], row["rewards_none"], row["eval_rewards_none_before"]) == (0, 20, 10)
+    assert (row["reward_errors"], row["rewards_none"], row["eval_rewards_none_before"]) == (
+        0,
+        20,
+        10,
+    )
     assert "20 samples dropped: the reward returned None" in ended[0].out
     for name, count in (("rollouts", 40), ("eval", 20)):
         rows = read_rows(next((tmp_path / "run" / name).glob("step_*")))
@@ -116,16 +131,27 @@ def test_none_drops_samples_without_an_error(model: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("function", ["judged", "listed"])
-def test_a_step_without_any_sample_trains_nothing(function: str, model: Path, tmp_path: Path) -> None:
+def test_a_step_without_any_sample_trains_nothing(
+    function: str, model: Path, tmp_path: Path
+) -> None:
     """And the third one in a row ends the run."""
     recipe = make(tmp_path, model, "none", reward={"import": f"grader:{function}"})
     given = [f"data.eval={tmp_path / 'rows.jsonl'}"] if function == "judged" else []
     ended = here("train", recipe, *given)
     assert ended.code == 0, ended.err
-    assert ended.out.count("no update: no sample has a reward, it returned None for all of them") == 2
-    assert ended.out.count("warning: the reward returned None for every sample of data.eval") == len(given)
+    assert (
+        ended.out.count("no update: no sample has a reward, it returned None for all of them") == 2
+    )
+    assert ended.out.count(
+        "warning: the reward returned None for every sample of data.eval"
+    ) == len(given)
     for row in read_rows(tmp_path / "run/metrics.jsonl"):
-        assert (row["loss"], row["grad_norm"], row["tokens"], row["reward_errors"]) == (None, 0.0, 0, 0)
+        assert (row["loss"], row["grad_norm"], row["tokens"], row["reward_errors"]) == (
+            None,
+            0.0,
+            0,
+            0,
+        )
     message = refusal(here("train", recipe, "trainer.steps=4", f"run_dir={tmp_path}/longer"))
     assert (
         f"step 3: 3 steps in a row have no sample with a reward, so that nothing is trained: grader:{function}"
@@ -139,11 +165,17 @@ def test_rewards_that_are_all_equal_give_the_advantage_0(
     algorithm: str, skip: bool, model: Path, tmp_path: Path
 ) -> None:
     recipe = make(tmp_path, model, "same")
-    skipped = skip and algorithm == "grpo"  # then no token is trained, and the loss is a mean of nothing
+    skipped = (
+        skip and algorithm == "grpo"
+    )  # then no token is trained, and the loss is a mean of nothing
     options = ["algorithm.drop_zero_std_groups=true"] if skipped else []
     assert here("train", recipe, f"algorithm.name={algorithm}", *options).code == 0
     for row in read_rows(tmp_path / "run/metrics.jsonl"):
-        assert (row["loss"], row["grad_norm"], row["reward_mean"]) == (None if skipped else 0.0, 0.0, 0.5)
+        assert (row["loss"], row["grad_norm"], row["reward_mean"]) == (
+            None if skipped else 0.0,
+            0.0,
+            0.5,
+        )
         assert row["equal_groups"] == 1.0
 
 

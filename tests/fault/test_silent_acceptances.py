@@ -17,15 +17,27 @@ ASSISTANT = {"role": "assistant", "content": "b"}
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        ('{"prompt": "a", "prompt": "b", "completion": "c"}', "the key 'prompt' appears twice in an object; keep one"),
+        (
+            '{"prompt": "a", "prompt": "b", "completion": "c"}',
+            "the key 'prompt' appears twice in an object; keep one",
+        ),
         (
             {"messages": [USER, {**ASSISTANT, "weight": -1}]},
             "message 1 (assistant) has the weight -1; expected 1, or 0",
         ),
-        ({"messages": [{**USER, "weight": -1}, ASSISTANT]}, "message 0 (user) has the weight -1; expected 1, or 0"),
-        ({"prompt": "", "completion": ""}, "nothing to train: no token follows another one and is trained"),
+        (
+            {"messages": [{**USER, "weight": -1}, ASSISTANT]},
+            "message 0 (user) has the weight -1; expected 1, or 0",
+        ),
+        (
+            {"prompt": "", "completion": ""},
+            "nothing to train: no token follows another one and is trained",
+        ),
         ({"text": ""}, "nothing to train: no token follows another one and is trained"),
-        ({"input_ids": [5, 6], "labels": [5, -100]}, "nothing to train: no token follows another one and is trained"),
+        (
+            {"input_ids": [5, 6], "labels": [5, -100]},
+            "nothing to train: no token follows another one and is trained",
+        ),
     ],
     ids=["twice", "weight", "weight of a user", "empty", "empty text", "first token alone"],
 )
@@ -41,7 +53,11 @@ def test_a_tokenizer_whose_words_share_one_id(model: Path, tmp_path: Path) -> No
     file = model / "tokenizer.json"
     tokenizer = json.loads(file.read_text())
     vocab = dict.fromkeys(tokenizer["model"]["vocab"], 0)
-    file.write_text(json.dumps({**tokenizer, "added_tokens": [], "model": {**tokenizer["model"], "vocab": vocab}}))
+    file.write_text(
+        json.dumps(
+            {**tokenizer, "added_tokens": [], "model": {**tokenizer["model"], "vocab": vocab}}
+        )
+    )
     rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": "a", "completion": "b"}])
     told = refusal(here("train", write_recipe(tmp_path / "r.yaml", model, rows)))
     assert "words have the same id" in told, told

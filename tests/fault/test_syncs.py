@@ -31,7 +31,10 @@ class Disk:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder  # an empty one
-        self.original = {name: vars(os)[name] for name in ("fsync", "rename", "replace", "mkdir", "unlink", "rmdir")}
+        self.original = {
+            name: vars(os)[name]
+            for name in ("fsync", "rename", "replace", "mkdir", "unlink", "rmdir")
+        }
         self.synced: dict[
             Inode, tuple[int, int]
         ] = {}  # when it was changed last, and its size, as it was put on the disk
@@ -56,7 +59,9 @@ class Disk:
             if target.name.startswith("."):
                 self._remove(source)
             else:
-                assert [path for path in self._inside(source) if not self._is_safe(path)] == [], f"before {target.name}"
+                assert [path for path in self._inside(source) if not self._is_safe(path)] == [], (
+                    f"before {target.name}"
+                )
             self.original[how](source, target)
             if not target.name.startswith("."):
                 self._enter(target)
@@ -84,7 +89,10 @@ class Disk:
 
     def _is_safe(self, path: Path) -> bool:
         found = path.lstat()
-        return path.is_symlink() or self.synced.get(inode(found)) == (found.st_mtime_ns, found.st_size)
+        return path.is_symlink() or self.synced.get(inode(found)) == (
+            found.st_mtime_ns,
+            found.st_size,
+        )
 
 
 @pytest.fixture
@@ -97,20 +105,34 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
         yield disk
 
 
-def test_a_checkpoint_is_on_the_disk_before_its_name_and_that_before_an_older_one_goes(disk: Disk) -> None:
+def test_a_checkpoint_is_on_the_disk_before_its_name_and_that_before_an_older_one_goes(
+    disk: Disk,
+) -> None:
     run = Run(disk.folder / "checkpoints", keep=1)
     for step in (1, 2, 3):
         run.save(step, step)
         assert not disk.unnamed
     assert disk.published[0].startswith("step_000001.")
     assert disk.published.count("latest") == 3
-    assert len([path for path in (disk.folder / "checkpoints").glob("step_*") if not path.is_symlink()]) == 1
+    assert (
+        len(
+            [path for path in (disk.folder / "checkpoints").glob("step_*") if not path.is_symlink()]
+        )
+        == 1
+    )
 
 
 def test_a_model_is_on_the_disk_before_its_name(disk: Disk) -> None:
     specs = [TensorSpec(name, torch.float32, (4, 4)) for name in ("a", "b")]
     made = [(spec.name, torch.zeros(4, 4)) for spec in specs]
-    write_hf(disk.folder / "run" / "hf", Mesh.solo(), specs, lambda *_: iter(made), sides=SIDES, shard_bytes=64)
+    write_hf(
+        disk.folder / "run" / "hf",
+        Mesh.solo(),
+        specs,
+        lambda *_: iter(made),
+        auxiliary=SIDES,
+        shard_bytes=64,
+    )
     assert disk.published == ["hf"] and not disk.unnamed
     assert len(list((disk.folder / "run" / "hf").glob("*.safetensors"))) == 2
 

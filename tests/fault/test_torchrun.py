@@ -230,8 +230,8 @@ def test_a_run_comes_back_after_a_kill(
 ) -> None:
     """The real command is killed after so many rows of metrics; no rows: while it starts."""
     agents = run_of_agents(hosts, model, tmp_path, steps=15)
-    assert waited(lambda: pid_of(rank, agents) and rows_of(tmp_path) >= rows)
-    os.kill(pid_of(rank, agents), signal.SIGKILL)
+    assert waited(lambda: rank in pids_of(agents) and rows_of(tmp_path) >= rows)
+    os.kill(pids_of(agents)[rank], signal.SIGKILL)
     codes = [process.wait(SECONDS) for process in agents]
     assert codes == [0] * hosts, (tmp_path / "said").read_text()
     steps = [row["step"] for row in read_rows(tmp_path / "run/metrics.jsonl")]
@@ -250,7 +250,7 @@ def test_ranks_end_when_an_agent_is_killed(
 ) -> None:
     """The real command, after so many rows of metrics; no rows: while it starts."""
     agents = run_of_agents(hosts, model, tmp_path, steps=100000)
-    assert waited(lambda: all(pid_of(rank, agents) for rank in range(2)))
+    assert waited(lambda: len(pids_of(agents)) == 2)
     assert waited(lambda: rows_of(tmp_path) >= rows)
     pids |= children_of([agents[-1].pid])
     agents[-1].kill()
@@ -280,10 +280,9 @@ def run_of_agents(hosts: int, model: Path, folder: Path, steps: int) -> list[sub
     return [agent(folder, *flags, *command) for _ in range(hosts)]
 
 
-def pid_of(rank: int, agents: list[subprocess.Popen[str]]) -> int:
-    """The process of a rank; 0 if it has not started."""
-    started = [ranks_of(process) for process in agents]
-    return max(ranks.get(rank, 0) for ranks in started)
+def pids_of(agents: list[subprocess.Popen[str]]) -> dict[int, int]:
+    """The processes of the ranks that have started, by rank."""
+    return {rank: pid for process in agents for rank, pid in ranks_of(process).items()}
 
 
 def rows_of(folder: Path) -> int:

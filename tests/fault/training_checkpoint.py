@@ -20,7 +20,9 @@ OPTIM = OptimSettings(lr=1e-2)
 
 def tiny_engine(source: Path, layout: Layout | None = None, **options: Any) -> Engine:
     """An engine with moments that are not zero."""
-    engine = from_pretrained(source, layout=layout, device="cpu", options=EngineOptions(optim=OPTIM, **options))
+    engine = from_pretrained(
+        source, layout=layout, device="cpu", options=EngineOptions(optim=OPTIM, **options)
+    )
     fill(engine, 0.5)
     return engine
 
@@ -51,7 +53,7 @@ def saver_of(engine: Engine, folder: Path, *, keep: int = 10, background: bool =
 
 def save(saver: Saver, engine: Engine, step: int, state: Mapping[str, Any]) -> None:
     """One save, to its end."""
-    saver.save(step, engine.export_training(ROLE, with_model=True), engine.origin.sides, state)
+    saver.save(step, engine.export_training(ROLE, with_model=True), engine.origin.auxiliary, state)
     saver.finish()
 
 

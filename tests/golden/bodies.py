@@ -81,7 +81,9 @@ def record(given: Mapping[str, Any]) -> Recorded:
     assert isinstance(policy, Engine)
     recorder, critic = Recorder(policy), task.critic
     task.policy = cast(Any, recorder)
-    watched = Watched(task, {"policy": policy, **({"critic": critic} if isinstance(critic, Engine) else {})})
+    watched = Watched(
+        task, {"policy": policy, **({"critic": critic} if isinstance(critic, Engine) else {})}
+    )
     try:
         job.start()
         rows = train(watched, job.run, job.recipe.trainer).rows
@@ -120,7 +122,9 @@ def one_update(given: Mapping[str, Any], noise: float, steps: int = 0) -> dict[s
         batch, _ = task._prepare(samples, steps)
         scored = task.policy.score(batch).logprob
         generator = torch.Generator().manual_seed(3)
-        batch = batch.with_fields(old_logprob=scored + noise * torch.randn(scored.shape, generator=generator))
+        batch = batch.with_fields(
+            old_logprob=scored + noise * torch.randn(scored.shape, generator=generator)
+        )
         report = task.policy.train_step(batch, task.policy_loss)
     finally:
         job.close()
@@ -134,7 +138,9 @@ def one_update(given: Mapping[str, Any], noise: float, steps: int = 0) -> dict[s
     }
 
 
-def plain_gspo(model: Path, batch: PackedBatch, clip: tuple[float, float], temperature: float) -> tuple[float, float]:
+def plain_gspo(
+    model: Path, batch: PackedBatch, clip: tuple[float, float], temperature: float
+) -> tuple[float, float]:
     """Loss and gradient norm of GSPO (Zheng et al. 2025, equations 5-7) in plain torch with transformers' model."""
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     losses = []
@@ -144,7 +150,9 @@ def plain_gspo(model: Path, batch: PackedBatch, clip: tuple[float, float], tempe
         log_probs = logits.log_softmax(-1).gather(1, row.targets[:, None])[:, 0][row.mask]
         ratio = (log_probs - row.fields["old_logprob"][row.mask]).mean().exp()
         advantage = row.fields["advantage"][row.mask][0]
-        losses.append(-torch.minimum(ratio * advantage, ratio.clamp(1 - clip[0], 1 + clip[1]) * advantage))
+        losses.append(
+            -torch.minimum(ratio * advantage, ratio.clamp(1 - clip[0], 1 + clip[1]) * advantage)
+        )
     loss = torch.stack(losses).mean()
     loss.backward()
     squares = [p.grad.square().sum() for p in policy.parameters() if p.grad is not None]

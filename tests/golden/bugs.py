@@ -24,14 +24,20 @@ pack_samples, with_advantages = experience.pack_samples, experience.with_advanta
 PREPARE, POLICY_LOSS = tasks.RLTask._prepare, losses.PolicyLoss.__call__
 
 
-def flipped_advantages(batch: PackedBatch, samples: Seq[Sample], settings: Any, own: Any) -> PackedBatch:
+def flipped_advantages(
+    batch: PackedBatch, samples: Seq[Sample], settings: Any, own: Any
+) -> PackedBatch:
     right = with_advantages(batch, samples, settings, own)
     return right.with_fields(advantage=-right.fields["advantage"])
 
 
-def grouped_by_sample(batch: PackedBatch, samples: Seq[Sample], settings: Any, own: Any) -> PackedBatch:
+def grouped_by_sample(
+    batch: PackedBatch, samples: Seq[Sample], settings: Any, own: Any
+) -> PackedBatch:
     """First samples of all prompts against each other, and so on: interleaved where it should be back to back."""
-    return with_advantages(batch, [replace(s, group=s.completion.sample) for s in samples], settings, own)
+    return with_advantages(
+        batch, [replace(s, group=s.completion.sample) for s in samples], settings, own
+    )
 
 
 def mask_late(samples: Seq[Sample], temperature: float, version: int | None = None) -> PackedBatch:
@@ -45,17 +51,23 @@ def mask_early(samples: Seq[Sample], temperature: float, version: int | None = N
     return right.with_mask(right.mask.roll(-1))
 
 
-def no_temperature(samples: Seq[Sample], _temperature: float, version: int | None = None) -> PackedBatch:
+def no_temperature(
+    samples: Seq[Sample], _temperature: float, version: int | None = None
+) -> PackedBatch:
     return pack_samples(samples, 1.0, version)
 
 
-def stale_scores(task: tasks.RLTask, samples: Seq[Sample], step: int) -> tuple[PackedBatch, dict[str, Any]]:
+def stale_scores(
+    task: tasks.RLTask, samples: Seq[Sample], step: int
+) -> tuple[PackedBatch, dict[str, Any]]:
     """Old log-probs of the policy that the run began with."""
     batch, metrics = PREPARE(task, samples, step)
     return batch.with_fields(old_logprob=batch.fields["reference_logprob"]), metrics
 
 
-def shifted_scores(task: tasks.RLTask, samples: Seq[Sample], step: int) -> tuple[PackedBatch, dict[str, Any]]:
+def shifted_scores(
+    task: tasks.RLTask, samples: Seq[Sample], step: int
+) -> tuple[PackedBatch, dict[str, Any]]:
     """Old log-probs one position off."""
     batch, metrics = PREPARE(task, samples, step)
     return batch.with_fields(old_logprob=batch.fields["old_logprob"].roll(1)), metrics
@@ -78,7 +90,11 @@ def unsummed(shards: Iterable[Shard], _mesh: Mesh) -> None:
 def own_norm(shards: Iterable[Shard], _mesh: Mesh, _watched: object) -> Tensor:
     """The norm of this rank's pieces."""
     return (
-        torch.stack([shard.local.grad.square().sum() for shard in shards if shard.local.grad is not None]).sum().sqrt()
+        torch.stack(
+            [shard.local.grad.square().sum() for shard in shards if shard.local.grad is not None]
+        )
+        .sum()
+        .sqrt()
     )
 
 

@@ -17,7 +17,12 @@ from tests.tolerances import SMALL_SHARE
 FILE = Path(__file__).with_name("curves.json")
 KEYS = ("loss", "grad_norm", "reward_mean", "response_length_mean", "entropy_mean", "kl_mean", "clip_fraction",
         "ratio_deviation", "critic_loss", "critic_grad_norm", "lr")  # fmt: skip
-EVERYTHING: Mapping[str, Any] = {"epochs": 2, "num_mini_batches": 2, "kl_coef": 0.3, "entropy_coef": 0.1}
+EVERYTHING: Mapping[str, Any] = {
+    "epochs": 2,
+    "num_mini_batches": 2,
+    "kl_coef": 0.3,
+    "entropy_coef": 0.1,
+}
 INNER: Mapping[str, Any] = {"epochs": 2, "num_mini_batches": 2}
 WARM_STEPS = 25  # of demonstrations, after which one sum in three is right
 RECIPES: Mapping[str, Mapping[str, Any]] = {
@@ -28,8 +33,14 @@ RECIPES: Mapping[str, Mapping[str, Any]] = {
         "optim": {"lr": 2e-3, "warmup_steps": 1, "schedule": "cosine"},
         "trainer": {"steps": 4},
     },
-    "ppo": {"name": "ppo", "algorithm": {**INNER, "kl_coef": 0.05, "gamma": 0.99, "lam": 0.95, "critic_warmup": 1}},
-    "rloo": {"name": "rloo", "algorithm": {**INNER, "kl_coef": 0.05, "kl_in": "reward", "kl_estimator": "k1"}},
+    "ppo": {
+        "name": "ppo",
+        "algorithm": {**INNER, "kl_coef": 0.05, "gamma": 0.99, "lam": 0.95, "critic_warmup": 1},
+    },
+    "rloo": {
+        "name": "rloo",
+        "algorithm": {**INNER, "kl_coef": 0.05, "kl_in": "reward", "kl_estimator": "k1"},
+    },
 }
 
 Curve = list[dict[str, float]]
@@ -47,7 +58,10 @@ def recipe(name: str, inputs: Path, start: Path, run_dir: Path) -> dict[str, Any
 
 def curve(played: Played) -> Curve:
     """What is compared of a run: its numbers; a step that updates no policy has some that are not."""
-    return [{key: row[key] for key in KEYS if key in row and math.isfinite(row[key])} for row in played.rows]
+    return [
+        {key: row[key] for key in KEYS if row.get(key) is not None and math.isfinite(row[key])}
+        for row in played.rows
+    ]
 
 
 def distance(found: Curve, golden: Curve) -> tuple[float, str]:
@@ -57,7 +71,8 @@ def distance(found: Curve, golden: Curve) -> tuple[float, str]:
     ):
         return float("inf"), "steps or keys"
     errors = {
-        f"{key} of step {step + 1}": abs(row[key] - expected[key]) / (abs(expected[key]) + SMALL_SHARE)
+        f"{key} of step {step + 1}": abs(row[key] - expected[key])
+        / (abs(expected[key]) + SMALL_SHARE)
         for step, (row, expected) in enumerate(zip(found, golden, strict=True))
         for key in expected
     }
@@ -75,7 +90,9 @@ def play_all(folder: Path, names: Sequence[str] = tuple(RECIPES)) -> dict[str, C
     inputs = write_inputs(folder / "inputs")
     found = {"sft": curve(run(1, play, warm(inputs, folder / "sft"))[0])}
     for name in names:
-        found[name] = curve(run(1, play, recipe(name, inputs, folder / "sft" / "hf", folder / name))[0])
+        found[name] = curve(
+            run(1, play, recipe(name, inputs, folder / "sft" / "hf", folder / name))[0]
+        )
     return found
 
 

@@ -75,7 +75,9 @@ def write_inputs(folder: Path, *, depth: int = 2, tied: bool = True) -> Path:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = Qwen2ForCausalLM(config)
-    model.config.pad_token_id = None  # the sampler draws it, too, and in the curves its row learned like any other
+    model.config.pad_token_id = (
+        None  # the sampler draws it, too, and in the curves its row learned like any other
+    )
     model.save_pretrained(folder / MODEL)
     tokenizer.save_pretrained(folder / MODEL)
     sums = [(a, b) for a in range(10) for b in range(10)]
@@ -83,7 +85,9 @@ def write_inputs(folder: Path, *, depth: int = 2, tied: bool = True) -> Path:
     rows = [{"prompt": f"{a}+{b}=", "answer": f"{a + b:02d}"} for a, b in sums]
     demonstrations = [{"prompt": row["prompt"], "completion": row["answer"]} for row in rows]
     for name, lines in ((RL_ROWS, rows), (SFT_ROWS, demonstrations)):
-        (folder / name).write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+        (folder / name).write_text(
+            "".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8"
+        )
     (folder / REWARDS).write_text(REWARD_MODULE, encoding="utf-8")
     return folder
 
@@ -96,7 +100,12 @@ def sft(inputs: Path, run_dir: Path, **sections: Any) -> dict[str, Any]:
             "algorithm": {"name": "sft"},
             "data": {"train": str(inputs / SFT_ROWS)},
             "optim": {"lr": 3e-3, "betas": [0.9, 0.95]},
-            "trainer": {"steps": 10, "prompts_per_step": 16, "tokens_per_batch": 512, "save_every": 0},
+            "trainer": {
+                "steps": 10,
+                "prompts_per_step": 16,
+                "tokens_per_batch": 512,
+                "save_every": 0,
+            },
             "run_dir": str(run_dir),
         },
         sections,
@@ -113,7 +122,12 @@ def rl(inputs: Path, run_dir: Path, name: str = "grpo", **sections: Any) -> dict
             "rollout": {"samples_per_prompt": 4, "max_new_tokens": 3},
             "reward": {"import": f"{Path(REWARDS).stem}:closeness", "workers": 1},
             "optim": {"lr": 1e-3, "betas": [0.9, 0.95]},
-            "trainer": {"steps": 3, "prompts_per_step": 8, "tokens_per_batch": 512, "save_every": 0},
+            "trainer": {
+                "steps": 3,
+                "prompts_per_step": 8,
+                "tokens_per_batch": 512,
+                "save_every": 0,
+            },
             "run_dir": str(run_dir),
         },
         sections,
@@ -143,7 +157,9 @@ def play(given: Mapping[str, Any], bug: str = "") -> Played:
 def sampled_ids(run_dir: Path) -> list[list[list[int]]]:
     """Every step's completions as a run wrote them down: [step][sample] -> ids."""
     files = sorted((run_dir / "rollouts").glob("step_*.jsonl"))
-    return [[json.loads(line)["token_ids"] for line in file.read_text().splitlines()] for file in files]
+    return [
+        [json.loads(line)["token_ids"] for line in file.read_text().splitlines()] for file in files
+    ]
 
 
 def _merged(base: dict[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,10 @@ from tests.golden.job import Played, play, rl, write_inputs
 from tests.harness import run
 from tests.tolerances import GOLDEN_BUG, GOLDEN_FP32
 
-RL_STEPS, SHOWN = 50, 10  # steps of the learning test, and how many of them make its beginning and its end
+RL_STEPS, SHOWN = (
+    50,
+    10,
+)  # steps of the learning test, and how many of them make its beginning and its end
 LEAST_RISE = 0.15  # of the share of right sums
 
 
@@ -32,12 +35,16 @@ def test_the_supervised_curve(supervised: Played) -> None:
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.usefixtures("supervised")
 def test_the_rl_curve(inputs: Path, name: str) -> None:
-    played = run(1, play, recipe(name, inputs, inputs.parent / "sft" / "hf", inputs.parent / name))[0]
+    played = run(1, play, recipe(name, inputs, inputs.parent / "sft" / "hf", inputs.parent / name))[
+        0
+    ]
     error, where = distance(curve(played), golden()[name])
     assert error <= GOLDEN_FP32, f"{where}: {error:.1e}"
 
 
-@pytest.mark.parametrize("bug", [pytest.param(bug, marks=[pytest.mark.soak] * (i % 3)) for i, bug in enumerate(BUGS)])
+@pytest.mark.parametrize(
+    "bug", [pytest.param(bug, marks=[pytest.mark.soak] * (i % 3)) for i, bug in enumerate(BUGS)]
+)
 @pytest.mark.usefixtures("supervised")
 def test_a_planted_bug_is_caught(inputs: Path, bug: str) -> None:
     start, out = inputs.parent / "sft" / "hf", inputs.parent / bug.replace(" ", "-")

@@ -9,7 +9,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.golden.bodies import closed_after_failure, critic_weights, held_out_loss, one_update, plain_gspo, record
+from tests.golden.bodies import (
+    closed_after_failure,
+    critic_weights,
+    held_out_loss,
+    one_update,
+    plain_gspo,
+    record,
+)
 from tests.golden.job import MODEL, RL_ROWS, SFT_ROWS, play, rl, sft, write_inputs
 from tests.harness import RankFailed, run
 from tests.tolerances import CURVE_FP32, MODEL_FP32, SAME_POLICY_FP32
@@ -76,23 +83,43 @@ def test_the_schedule_counts_optimizer_steps(given: Any) -> None:
     )[0]
     assert recorded.optimizer_steps == 12 and len(recorded.reports) == 12
     rates = [report.lr for report in recorded.reports]
-    fall = [1e-3 - 9e-4 * k / 7 for k in range(8)]  # to a tenth, after the 4 optimizer steps of the first training step
+    fall = [
+        1e-3 - 9e-4 * k / 7 for k in range(8)
+    ]  # to a tenth, after the 4 optimizer steps of the first training step
     assert rates == pytest.approx([2e-4, 4e-4, 6e-4, 8e-4, *fall])
     assert [row["lr"] for row in recorded.rows] == rates[3::4]
 
 
 def test_critic_warmup_trains_the_critic_alone_and_leaves_the_schedule_whole(given: Any) -> None:
     recorded = run(
-        1, record, given("ppo", algorithm={"critic_warmup": 2}, optim={"schedule": "linear"}, trainer={"steps": 4})
+        1,
+        record,
+        given(
+            "ppo",
+            algorithm={"critic_warmup": 2},
+            optim={"schedule": "linear"},
+            trainer={"steps": 4},
+        ),
     )[0]
-    assert recorded.moved["policy"] == [False, False, True, False]  # the last of a linear schedule's rates is 0
+    assert recorded.moved["policy"] == [
+        False,
+        False,
+        True,
+        False,
+    ]  # the last of a linear schedule's rates is 0
     assert recorded.moved["critic"] == [True, True, True, False]
-    assert recorded.optimizer_steps == 2 and [report.lr for report in recorded.reports] == [1e-3, 0.0]
+    assert recorded.optimizer_steps == 2 and [report.lr for report in recorded.reports] == [
+        1e-3,
+        0.0,
+    ]
     assert [row["grad_norm"] > 0 for row in recorded.rows] == [False, False, True, True]
     assert [row["loss"] is None for row in recorded.rows] == [True, True, False, False]
     numbers = [v for row in recorded.rows for v in row.values() if isinstance(v, float)]
     assert not any(map(math.isnan, numbers))
-    assert all(set(row) >= ALWAYS_IN_RL - {"peak_memory_gib"} and "critic_flops" not in row for row in recorded.rows)
+    assert all(
+        set(row) >= ALWAYS_IN_RL - {"peak_memory_gib"} and "critic_flops" not in row
+        for row in recorded.rows
+    )
 
 
 def test_samples_that_the_reward_drops_are_not_trained(given: Any, tmp_path: Path) -> None:
@@ -104,20 +131,39 @@ def test_samples_that_the_reward_drops_are_not_trained(given: Any, tmp_path: Pat
         assert len(written) == 32
         assert row["rewards_none"] == 32 - len(kept)
         assert 0 < len(kept) < 32 and batch.num_sequences == len(kept) and row["reward_errors"] == 0
-        assert all(sample["completion"][:1] not in set("02468") or not sample["completion"] for sample in kept)
+        assert all(
+            sample["completion"][:1] not in set("02468") or not sample["completion"]
+            for sample in kept
+        )
         assert row["tokens"] == sum(4 + len(sample["token_ids"]) for sample in kept)
-        assert row["reward_mean"] == pytest.approx(sum(sample["reward"] for sample in kept) / len(kept))
+        assert row["reward_mean"] == pytest.approx(
+            sum(sample["reward"] for sample in kept) / len(kept)
+        )
 
 
 @pytest.mark.parametrize(
     ("sections", "reward"),
     [
-        ({"reward": {"import": "digit_rewards:nothing"}, "trainer": {"stop_at_reward": 0.0, "steps": 2}}, math.nan),
-        ({"reward": {"import": None, "name": "exact_match"}, "algorithm": {"drop_zero_std_groups": True}}, 0.0),
+        (
+            {
+                "reward": {"import": "digit_rewards:nothing"},
+                "trainer": {"stop_at_reward": 0.0, "steps": 2},
+            },
+            math.nan,
+        ),
+        (
+            {
+                "reward": {"import": None, "name": "exact_match"},
+                "algorithm": {"drop_zero_std_groups": True},
+            },
+            0.0,
+        ),
     ],
     ids=["every sample dropped", "every group agrees"],
 )
-def test_a_step_may_leave_nothing_to_train(given: Any, sections: dict[str, Any], reward: float) -> None:
+def test_a_step_may_leave_nothing_to_train(
+    given: Any, sections: dict[str, Any], reward: float
+) -> None:
     recorded = run(1, record, given(rollout={"max_new_tokens": 1}, **sections))[0]
     assert recorded.reports == [] and set(recorded.moved["policy"]) == {False}
     for row in recorded.rows:
@@ -125,10 +171,14 @@ def test_a_step_may_leave_nothing_to_train(given: Any, sections: dict[str, Any],
         assert (row["tokens"], row["grad_norm"]) == (0, 0.0)
         of_update = ("loss", "entropy_mean", "kl_mean", "clip_fraction")
         assert [row[key] for key in of_update] == [None] * 4
-        assert row["reward_mean"] == pytest.approx(reward, nan_ok=True), "not a number: nothing was judged"
+        assert row["reward_mean"] == pytest.approx(reward, nan_ok=True), (
+            "not a number: nothing was judged"
+        )
 
 
-def test_rows_fit_the_micro_batches_of_every_model_or_are_refused_before_any_step(given: Any) -> None:
+def test_rows_fit_the_micro_batches_of_every_model_or_are_refused_before_any_step(
+    given: Any,
+) -> None:
     """7 tokens fit the policy's 7; the critic's tp = 2 would pad them to 8."""
     trainer = {"tokens_per_batch": 7, "steps": 1, "prompts_per_step": 2}
     run(2, play, given("ppo", trainer=trainer, folder="fits"))
@@ -138,35 +188,61 @@ def test_rows_fit_the_micro_batches_of_every_model_or_are_refused_before_any_ste
 
 
 def test_groups_that_agree_may_be_left_out(given: Any) -> None:
-    recorded = run(1, record, given(algorithm={"drop_zero_std_groups": True}, rollout={"max_new_tokens": 1}))[0]
+    recorded = run(
+        1, record, given(algorithm={"drop_zero_std_groups": True}, rollout={"max_new_tokens": 1})
+    )[0]
     sizes = [batch.num_sequences for batch in recorded.batches]
     assert all(0 < size < 32 and size % 4 == 0 for size in sizes), sizes
     for batch in recorded.batches:
         assert batch.fields["advantage"][batch.mask].abs().min() > 0
 
 
-def test_a_reward_that_fails_stops_the_run_with_its_cause_and_leaves_nothing_open(given: Any) -> None:
-    failure, metrics, rewards = run(1, closed_after_failure, given(reward={"import": "digit_rewards:broken"}))[0]
-    assert "step 1: the reward failed on 4 of the last 32 samples" in failure and "broken on purpose" in failure
+def test_a_reward_that_fails_stops_the_run_with_its_cause_and_leaves_nothing_open(
+    given: Any,
+) -> None:
+    failure, metrics, rewards = run(
+        1, closed_after_failure, given(reward={"import": "digit_rewards:broken"})
+    )[0]
+    assert (
+        "step 1: the reward failed on 4 of the last 32 samples" in failure
+        and "broken on purpose" in failure
+    )
     assert metrics and rewards
 
 
 def test_the_temperature_reaches_sampler_and_update_alike(given: Any) -> None:
-    found = run(1, one_update, given(rollout={"temperature": 0.7}, algorithm={"epochs": 2}), noise=0.0)[0]
+    found = run(
+        1, one_update, given(rollout={"temperature": 0.7}, algorithm={"epochs": 2}), noise=0.0
+    )[0]
     pairs = list(zip(found["sampled"], found["scored"], strict=True))
     assert max(abs(a - b) for a, b in pairs) <= MODEL_FP32
-    plain = run(1, one_update, given(rollout={"temperature": 1.0}, algorithm={"epochs": 2}, folder="plain"), 0.0)[0]
-    assert abs(found["report"].metrics["entropy_mean"] - plain["report"].metrics["entropy_mean"]) > 0.1
+    plain = run(
+        1,
+        one_update,
+        given(rollout={"temperature": 1.0}, algorithm={"epochs": 2}, folder="plain"),
+        0.0,
+    )[0]
+    assert (
+        abs(found["report"].metrics["entropy_mean"] - plain["report"].metrics["entropy_mean"]) > 0.1
+    )
     assert found["report"].metrics["ratio_deviation"] <= SAME_POLICY_FP32
 
 
-def test_the_sampler_follows_a_policy_that_computes_wider_than_it_is_saved(given: Any, inputs: Path) -> None:
+def test_the_sampler_follows_a_policy_that_computes_wider_than_it_is_saved(
+    given: Any, inputs: Path
+) -> None:
     """float32 training of a bfloat16 checkpoint: rounded, small updates would not reach the samples at all."""
     saved = inputs.parent / "bfloat16"
-    AutoModelForCausalLM.from_pretrained(inputs / MODEL, dtype=torch.bfloat16).save_pretrained(saved)
+    AutoModelForCausalLM.from_pretrained(inputs / MODEL, dtype=torch.bfloat16).save_pretrained(
+        saved
+    )
     AutoTokenizer.from_pretrained(inputs / MODEL).save_pretrained(saved)
     for steps in (0, 3):
-        sections = {"model": {"path": str(saved)}, "optim": {"lr": 1e-5}, "algorithm": {"epochs": 2}}
+        sections = {
+            "model": {"path": str(saved)},
+            "optim": {"lr": 1e-5},
+            "algorithm": {"epochs": 2},
+        }
         found = run(1, one_update, given(**sections, folder=f"after-{steps}"), 0.0, steps)[0]
         pairs = list(zip(found["sampled"], found["scored"], strict=True))
         assert max(abs(a - b) for a, b in pairs) <= MODEL_FP32
@@ -175,7 +251,13 @@ def test_the_sampler_follows_a_policy_that_computes_wider_than_it_is_saved(given
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_gspo_is_that_of_its_paper(given: Any, inputs: Path, temperature: float) -> None:
     recipe = given(
-        algorithm={"ratio": "sequence", "aggregation": "sequence", "epochs": 2, "clip_low": 0.03, "clip_high": 0.05},
+        algorithm={
+            "ratio": "sequence",
+            "aggregation": "sequence",
+            "epochs": 2,
+            "clip_low": 0.03,
+            "clip_high": 0.05,
+        },
         rollout={"temperature": temperature},
         trainer={"tokens_per_batch": 32},
     )
@@ -187,7 +269,10 @@ def test_gspo_is_that_of_its_paper(given: Any, inputs: Path, temperature: float)
 
 
 def test_dr_grpo_divides_by_the_longest_response_allowed(given: Any) -> None:
-    recipe = given(algorithm={"aggregation": "sequence_sum", "scale_by_std": False}, rollout={"max_new_tokens": 5})
+    recipe = given(
+        algorithm={"aggregation": "sequence_sum", "scale_by_std": False},
+        rollout={"max_new_tokens": 5},
+    )
     found = run(1, one_update, recipe, noise=0.2)[0]
     batch = found["batch"]
     rewards = torch.tensor(found["rewards"]).view(6, 4)
@@ -201,13 +286,20 @@ def test_dr_grpo_divides_by_the_longest_response_allowed(given: Any) -> None:
 
 
 def test_supervised_evaluation_is_the_held_out_loss(inputs: Path, tmp_path: Path) -> None:
-    recipe = sft(inputs, tmp_path / "run", data={"eval": str(inputs / SFT_ROWS)}, trainer={"eval_every": 4})
+    recipe = sft(
+        inputs, tmp_path / "run", data={"eval": str(inputs / SFT_ROWS)}, trainer={"eval_every": 4}
+    )
     played = run(1, play, recipe)[0]
-    written = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    written = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert len(written) == 10 and all(set(row) >= ALWAYS for row in written)
     losses = [row["eval_loss"] for row in written if "eval_loss" in row]
     assert len(losses) == 3 and played.before["eval_loss"] > losses[0] > losses[1] > losses[2]
-    assert played.before["eval_loss"] == written[0]["eval_loss_before"] and played.after["eval_loss"] == losses[2]
+    assert (
+        played.before["eval_loss"] == written[0]["eval_loss_before"]
+        and played.after["eval_loss"] == losses[2]
+    )
     for model, found in ((inputs / MODEL, played.before), (tmp_path / "run" / "hf", played.after)):
         expected = held_out_loss(model, inputs / SFT_ROWS)
         assert abs(found["eval_loss"] - expected) <= MODEL_FP32 * expected
@@ -220,11 +312,17 @@ def test_evaluation_is_greedy_and_changes_nothing(inputs: Path, tmp_path: Path) 
 
     plain = run(1, play, recipe("plain"))[0]
     seen = run(1, play, recipe("seen", eval=str(inputs / RL_ROWS)))[0]
-    assert seen.ids == plain.ids and [r["loss"] for r in seen.rows] == [r["loss"] for r in plain.rows]
+    assert seen.ids == plain.ids and [r["loss"] for r in seen.rows] == [
+        r["loss"] for r in plain.rows
+    ]
     assert set(seen.before) == set(seen.after) == {"eval_reward_mean", "eval_solved"}
     assert seen.after == {name: seen.rows[-1][name] for name in seen.after}
-    written = [json.loads(line) for line in (tmp_path / "seen" / "metrics.jsonl").read_text().splitlines()]
-    assert len(written) == 3 and all(set(row) >= ALWAYS_IN_RL | {"eval_reward_mean"} for row in written)
+    written = [
+        json.loads(line) for line in (tmp_path / "seen" / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert len(written) == 3 and all(
+        set(row) >= ALWAYS_IN_RL | {"eval_reward_mean"} for row in written
+    )
 
 
 def test_the_fresh_value_head_is_the_same_on_every_rank_and_layout(given: Any) -> None:
@@ -236,13 +334,17 @@ def test_the_fresh_value_head_is_the_same_on_every_rank_and_layout(given: Any) -
             found[str(layout), len(found)] = weights
             trunk = {name for name in weights if not name.startswith("score.")}
             assert trunk == {name for name in policy if name != "lm_head.weight"}
-            assert all(torch.equal(weights[name], policy[name]) for name in trunk), "the trunk is the policy's"
+            assert all(torch.equal(weights[name], policy[name]) for name in trunk), (
+                "the trunk is the policy's"
+            )
     first, *others = found.values()
     heads = {name for name in first if name.startswith("score.")}
     assert heads and first["score.weight"].std() > 0
     assert all(torch.equal(other[name], first[name]) for other in others for name in heads)
     other_seed = given("ppo", trainer={"seed": 1}, folder="seed")
-    assert not torch.equal(run(1, critic_weights, other_seed)[0][0]["score.weight"], first["score.weight"])
+    assert not torch.equal(
+        run(1, critic_weights, other_seed)[0][0]["score.weight"], first["score.weight"]
+    )
 
 
 @pytest.mark.soak  # its curve is among the committed ones, and GRPO learns in test_golden.py

@@ -16,7 +16,10 @@ from dovetail.nn.activation_checkpoint import Recompute
 from tests.tolerances import OP_BF16, assert_close, max_abs, worst_error
 from tests.unit.blocks import Blocks, Runs
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 NAMES: tuple[str, ...] = ("torch", "cudnn", "fa4")
 PACKS = {
@@ -52,8 +55,14 @@ def drawn(
         x = torch.randn(count, 2 * units * dim, generator=draw, device="cuda").to(torch.bfloat16)
         return x[:, : units * dim].unflatten(1, (units, dim)).requires_grad_()
 
-    three = rows(sum(n), heads[0], dims[0]), rows(sum(m), heads[1], dims[0]), rows(sum(m), heads[1], dims[1])
-    return three, torch.randn(sum(n), heads[0], dims[1], generator=draw, device="cuda").to(torch.bfloat16)
+    three = (
+        rows(sum(n), heads[0], dims[0]),
+        rows(sum(m), heads[1], dims[0]),
+        rows(sum(m), heads[1], dims[1]),
+    )
+    return three, torch.randn(sum(n), heads[0], dims[1], generator=draw, device="cuda").to(
+        torch.bfloat16
+    )
 
 
 @contextmanager
@@ -67,7 +76,9 @@ def without_waiting() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def check(name: str, pack: str, heads: tuple[int, int], dims: tuple[int, int], window: int | None) -> None:
+def check(
+    name: str, pack: str, heads: tuple[int, int], dims: tuple[int, int], window: int | None
+) -> None:
     run, (n, m) = attention(name), PACKS[pack]
     (q, k, v), up = drawn(n, m, heads, dims)
     exact = [x.detach().to(torch.float64).requires_grad_() for x in (q, k, v)]

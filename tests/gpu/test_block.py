@@ -13,16 +13,30 @@ from dovetail.kernels.registry import KernelSet, kernels_for
 from tests.gpu.test_head import no_waiting
 from tests.tolerances import OP_BF16, assert_close
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 pytest.importorskip("triton")
 
-TOKENS, WIDTH, FFN, CHANNELS = 4099, 3584, 18944, 128  # of a 7B, and a number of tokens that divides by nothing
-GAIN = 2 * OP_BF16  # the reference rounds what every row asks of a gain, and then their sum; ours rounds the sum
+TOKENS, WIDTH, FFN, CHANNELS = (
+    4099,
+    3584,
+    18944,
+    128,
+)  # of a 7B, and a number of tokens that divides by nothing
+GAIN = (
+    2 * OP_BF16
+)  # the reference rounds what every row asks of a gain, and then their sum; ours rounds the sum
 Op = Callable[[KernelSet, Tensor, Tensor, Tensor], tuple[Tensor, ...]]
 
 
-def _heads(k: KernelSet, x: Tensor, q_gain: Tensor, k_gain: Tensor, *, normed: bool) -> tuple[Tensor, ...]:
-    angles = torch.arange(len(x), device=x.device)[:, None] * torch.logspace(0, -4, CHANNELS // 2, device=x.device)
+def _heads(
+    k: KernelSet, x: Tensor, q_gain: Tensor, k_gain: Tensor, *, normed: bool
+) -> tuple[Tensor, ...]:
+    angles = torch.arange(len(x), device=x.device)[:, None] * torch.logspace(
+        0, -4, CHANNELS // 2, device=x.device
+    )
     tables = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
     gains = (q_gain[:CHANNELS], k_gain[:CHANNELS]) if normed else None
     out: tuple[Tensor, ...] = k.heads(x[:, : 32 * CHANNELS], (24, 4), *tables, gains, 1e-6)
@@ -42,7 +56,10 @@ def drawn(tokens: int) -> list[Tensor]:
     """What an operation takes some of: rows of gates and ups, and two gains."""
     draw = torch.Generator("cuda").manual_seed(0)
     shapes = ((tokens, 2 * FFN), (WIDTH,), (WIDTH,))
-    return [torch.randn(s, device="cuda", generator=draw).to(torch.bfloat16).requires_grad_() for s in shapes]
+    return [
+        torch.randn(s, device="cuda", generator=draw).to(torch.bfloat16).requires_grad_()
+        for s in shapes
+    ]
 
 
 def both_ways(kernels: KernelSet, op: Op, given: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
@@ -65,9 +82,13 @@ def test_small_and_odd_ones_equal_the_reference() -> None:
     poison()
     check(measure("cuda"), GAIN, rounds=True)
     chosen = kernels_for(torch.device("cuda")).describe()
-    assert {chosen[op] for op in ("rms_norm", "add_norm", "swiglu", "sum_deterministic")} == {"norm_triton"}
+    assert {chosen[op] for op in ("rms_norm", "add_norm", "swiglu", "sum_deterministic")} == {
+        "norm_triton"
+    }
     assert {chosen[op] for op in ("heads", "rope")} == {"rope_triton"}
-    assert {chosen[op] for op in ("permute", "unpermute", "permute_tokens", "top_k")} == {"moe_triton"}
+    assert {chosen[op] for op in ("permute", "unpermute", "permute_tokens", "top_k")} == {
+        "moe_triton"
+    }
 
 
 @pytest.mark.parametrize("name", OPS)
@@ -109,7 +130,9 @@ def test_parts_are_added_in_order_with_equal_bits() -> None:
     """As many as the keys' and values' gradients of a 7B by eight ranks, each line's 16,384 tokens; nothing waits."""
     draw = torch.Generator("cuda").manual_seed(0)
     parts = torch.randn(8, 2, 16384, 4, CHANNELS, device="cuda", generator=draw)
-    parts = (parts * torch.randn(parts.shape, device="cuda", generator=draw).mul_(3).exp_()).to(torch.bfloat16)
+    parts = (parts * torch.randn(parts.shape, device="cuda", generator=draw).mul_(3).exp_()).to(
+        torch.bfloat16
+    )
     kernels = kernels_for(parts.device)
     expected = reference.sum_deterministic(parts)
     poison()
@@ -125,7 +148,12 @@ def test_a_number_of_tokens_never_compiles_again() -> None:
     from dovetail.kernels import norm_triton, rope_triton
 
     kernels = kernels_for(torch.device("cuda"))
-    jitted: list[Any] = [norm_triton._norm, norm_triton._norm_grad, norm_triton._swiglu, norm_triton._swiglu_grad]
+    jitted: list[Any] = [
+        norm_triton._norm,
+        norm_triton._norm_grad,
+        norm_triton._swiglu,
+        norm_triton._swiglu_grad,
+    ]
     jitted += [norm_triton._columns, rope_triton._rotate, rope_triton._rotate_grad]
 
     def variants() -> list[int]:

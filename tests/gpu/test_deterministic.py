@@ -20,7 +20,10 @@ from examples.quickstart.scratch import character_tokenizer
 from tests.fault.processes import waited
 from tests.parity.configs import tiny_model
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 STEPS, KILLED_AT, SECONDS = 6, 3, 240
 LENGTHS = (200, 3000)  # of rows, in tokens: up to 24 tiles of attention
@@ -66,7 +69,13 @@ def command(inputs: Path, name: str, run_dir: Path, layout: str, **trainer: Any)
         "rollout": {"samples_per_prompt": 4, "max_new_tokens": 24},
         "reward": {"import": "reward:threes"},
         "optim": {"lr": 1e-4},
-        "trainer": {"steps": STEPS, "prompts_per_step": 8, "tokens_per_batch": 4096, "save_every": 0, **trainer},
+        "trainer": {
+            "steps": STEPS,
+            "prompts_per_step": 8,
+            "tokens_per_batch": 4096,
+            "save_every": 0,
+            **trainer,
+        },
         "run_dir": str(run_dir),
     }
     if name == "sft":
@@ -91,19 +100,25 @@ def weights(run_dir: Path) -> dict[str, bytes]:
 
 
 def finished(given: list[str], env: Mapping[str, str] = os.environ) -> None:
-    ended = subprocess.run(given, capture_output=True, text=True, timeout=SECONDS, check=False, env=dict(env))
+    ended = subprocess.run(
+        given, capture_output=True, text=True, timeout=SECONDS, check=False, env=dict(env)
+    )
     assert ended.returncode == 0, ended.stderr
 
 
 @pytest.mark.parametrize("name", ["sft", "grpo"])
 @pytest.mark.parametrize("layout", ["dp=1", "dp=2", "tp=2"])
-def test_a_killed_and_resumed_run_has_the_same_bits(inputs: Path, tmp_path: Path, layout: str, name: str) -> None:
+def test_a_killed_and_resumed_run_has_the_same_bits(
+    inputs: Path, tmp_path: Path, layout: str, name: str
+) -> None:
     if layout != "dp=1" and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     straight, killed = tmp_path / "straight", tmp_path / "killed"
     finished(command(inputs, name, straight, layout))
     given = command(inputs, name, killed, layout, save_every=1, async_save=False, steps=STEPS)
-    process = subprocess.Popen(given, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        given, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    )
     there = waited(lambda: len(rows(killed)) > KILLED_AT or process.poll() is not None, SECONDS)
     os.killpg(process.pid, signal.SIGKILL)
     assert there and process.wait() == -signal.SIGKILL and len(rows(killed)) < STEPS
@@ -115,17 +130,29 @@ def test_a_killed_and_resumed_run_has_the_same_bits(inputs: Path, tmp_path: Path
 @pytest.mark.parametrize("name", ["sft", "grpo"])
 def test_only_the_first_step_compiles(inputs: Path, tmp_path: Path, name: str) -> None:
     """Packages write what they compile to the disk: nothing there is younger than the first step's metrics."""
-    caches = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "TRITON_CACHE_DIR": str(tmp_path / "triton")}
+    caches = {
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+        "TRITON_CACHE_DIR": str(tmp_path / "triton"),
+    }
     given = command(inputs, name, tmp_path / "run", "dp=1", steps=10, tokens_per_batch=6000)
-    process = subprocess.Popen(given, env={**os.environ, **caches}, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        given, env={**os.environ, **caches}, stderr=subprocess.PIPE, text=True
+    )
     assert waited(lambda: bool(rows(tmp_path / "run")) or process.poll() is not None, SECONDS)
     first = time.time()
     _, said = process.communicate(timeout=SECONDS)
     assert process.returncode == 0, said
     assert not [line for line in said.splitlines() if "Warning" in line]
-    made = [path for name in ("cache", "triton") for path in (tmp_path / name).rglob("*") if path.is_file()]
+    made = [
+        path
+        for name in ("cache", "triton")
+        for path in (tmp_path / name).rglob("*")
+        if path.is_file()
+    ]
     late = [f"{path.relative_to(tmp_path)} {path.stat().st_mtime - first:.1f} s" for path in made]
     late = [
-        text for text, path in zip(late, made, strict=True) if path.stat().st_mtime > first and path.suffix != ".lock"
+        text
+        for text, path in zip(late, made, strict=True)
+        if path.stat().st_mtime > first and path.suffix != ".lock"
     ]
     assert made and not late, late

@@ -8,7 +8,10 @@ from dovetail.kernels.divergence import Kind
 from tests.tolerances import OP_BF16, OP_FP32
 from tests.unit.divergence_rows import measure
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 TOKENS, WIDTHS, VOCAB = 4096, (896, 1536), 151936
 

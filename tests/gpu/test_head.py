@@ -16,11 +16,15 @@ from dovetail.batch.packed import PackedBatch
 from dovetail.kernels import logprob_triton, quack_head, reference
 from dovetail.kernels.registry import kernels_for
 from dovetail.nn.heads import VocabShard, combine, fused_loss, fused_token_stats
+from dovetail.nn.products import Products
 from dovetail.parallel.mesh import Axis
 from tests.tolerances import HEAD_LOGPROB, OP_BF16, OP_FP32, assert_close, max_abs
 from tests.unit.head_memory import Policy
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 QWEN_7B = (3584, 152064)  # width and vocabulary
 EVEN = (40, 1000)
@@ -49,15 +53,29 @@ def made(
     """Hidden states of the counted tokens, the head, and those tokens: every third is masked and gone."""
     width, vocab = sizes
     draw = torch.Generator("cuda").manual_seed(0)
-    batch = PackedBatch.pack([torch.randint(vocab, (n,)) for n in (tokens // 3, tokens - tokens // 3)]).to("cuda")
+    batch = PackedBatch.pack(
+        [torch.randint(vocab, (n,)) for n in (tokens // 3, tokens - tokens // 3)]
+    ).to("cuda")
     fields = {"advantage": torch.randn(tokens, device="cuda", generator=draw)}
     if temperature is not None:
         fields["temperature"] = torch.linspace(temperature, 1.5, tokens, device="cuda")
-    batch = batch.with_fields(**fields).compact((torch.arange(tokens, device="cuda") % 3 > 0).nonzero()[:, 0])
-    x = torch.randn(len(batch), width, device="cuda", generator=draw).to(torch.bfloat16).requires_grad_()
-    weight = torch.randn(vocab, width, device="cuda", generator=draw).mul_(1.2 * width**-0.5)  # logits of deviation 1.2
+    batch = batch.with_fields(**fields).compact(
+        (torch.arange(tokens, device="cuda") % 3 > 0).nonzero()[:, 0]
+    )
+    x = (
+        torch.randn(len(batch), width, device="cuda", generator=draw)
+        .to(torch.bfloat16)
+        .requires_grad_()
+    )
+    weight = torch.randn(vocab, width, device="cuda", generator=draw).mul_(
+        1.2 * width**-0.5
+    )  # logits of deviation 1.2
     kernels = replace(kernels_for(x.device), head_chunk=chunk)
-    return x, VocabShard(weight.to(torch.bfloat16).requires_grad_(), 0, Axis("tp"), kernels), batch
+    return (
+        x,
+        VocabShard(weight.to(torch.bfloat16).requires_grad_(), 0, Axis("tp"), Products(kernels)),
+        batch,
+    )
 
 
 def exact(x: Tensor, shard: VocabShard, batch: PackedBatch) -> TokenStats:
@@ -66,7 +84,9 @@ def exact(x: Tensor, shard: VocabShard, batch: PackedBatch) -> TokenStats:
     if "temperature" in batch.fields:
         z = z / batch.fields["temperature"].to(torch.float64)[:, None]
     every = z.log_softmax(-1)
-    return TokenStats(every.gather(-1, batch.targets[:, None])[:, 0], -(every.exp() * every).sum(-1))
+    return TokenStats(
+        every.gather(-1, batch.targets[:, None])[:, 0], -(every.exp() * every).sum(-1)
+    )
 
 
 def test_the_row_kernels_are_chosen_and_equal_the_reference() -> None:
@@ -82,7 +102,9 @@ def test_the_row_kernels_are_chosen_and_equal_the_reference() -> None:
 @pytest.mark.parametrize("loss", [ByToken(), BySequence()], ids=["three products", "four products"])
 @pytest.mark.parametrize("temperature", [None, 0.4], ids=["plain", "temperature"])
 @pytest.mark.parametrize(
-    ("sizes", "tokens", "chunk"), [(ODD, 200, 64), (EVEN, 200, 64), (QWEN_7B, 384, 100)], ids=["odd", "even", "7B"]
+    ("sizes", "tokens", "chunk"),
+    [(ODD, 200, 64), (EVEN, 200, 64), (QWEN_7B, 384, 100)],
+    ids=["odd", "even", "7B"],
 )
 def test_head_against_float64(
     sizes: tuple[int, int], tokens: int, chunk: int, temperature: float | None, loss: ByToken
@@ -96,7 +118,9 @@ def test_head_against_float64(
     assert max_abs(scored.entropy - expected.entropy) <= limit
     found = fused_loss(x, shard, batch, loss)
     assert_close(found.total, loss(expected, batch).total, OP_FP32 * 10)
-    for got, true, what in zip(torch.autograd.grad(found.total, (x, shard.weight)), want, "xw", strict=True):
+    for got, true, what in zip(
+        torch.autograd.grad(found.total, (x, shard.weight)), want, "xw", strict=True
+    ):
         assert_close(got, true, OP_BF16, what)
 
 
@@ -137,8 +161,14 @@ def test_a_product_that_takes_statistics(sizes: tuple[int, int, int], temperatur
     needs_quack()
     (n, width, columns), draw = sizes, torch.Generator("cuda").manual_seed(0)
     x = torch.randn(n, width, device="cuda", generator=draw).to(torch.bfloat16)
-    weight = torch.randn(columns, width, device="cuda", generator=draw).mul_(3 * width**-0.5).to(torch.bfloat16)
-    targets = torch.randint(-columns // 4, columns + columns // 4 + 1, (n,), device="cuda", generator=draw)
+    weight = (
+        torch.randn(columns, width, device="cuda", generator=draw)
+        .mul_(3 * width**-0.5)
+        .to(torch.bfloat16)
+    )
+    targets = torch.randint(
+        -columns // 4, columns + columns // 4 + 1, (n,), device="cuda", generator=draw
+    )
     tau = torch.linspace(0.2, 3.0, n, device="cuda") if temperature else None
     torch.empty(1 << 28, device="cuda").fill_(float("nan"))
     given = (x, weight, targets, tau)
@@ -153,7 +183,9 @@ def test_a_product_that_takes_statistics(sizes: tuple[int, int, int], temperatur
     assert nothing is None and torch.equal(again, stats), "what is scored is not what is trained"
     assert torch.equal(quack_head.logit_stats(*given, keep=False)[1], stats)
     order = torch.roll(torch.randperm(n, device="cuda", generator=draw), 8)
-    _, moved = quack_head.logit_stats(x[order], weight, targets[order], None if tau is None else tau[order], keep=False)
+    _, moved = quack_head.logit_stats(
+        x[order], weight, targets[order], None if tau is None else tau[order], keep=False
+    )
     assert torch.equal(moved, stats[order]), "a row's bits depend on where it lies"
 
 
@@ -161,12 +193,19 @@ def test_a_product_that_takes_statistics(sizes: tuple[int, int, int], temperatur
 def test_gradients_of_logits_ask_for_their_products(sizes: tuple[int, int, int]) -> None:
     needs_quack()
     (n, width, columns), draw = sizes, torch.Generator("cuda").manual_seed(0)
-    x, weight = (torch.randn(m, width, device="cuda", generator=draw).to(torch.bfloat16) for m in (n, columns))
+    x, weight = (
+        torch.randn(m, width, device="cuda", generator=draw).to(torch.bfloat16)
+        for m in (n, columns)
+    )
     dz = torch.full((n, columns), float("nan"), device="cuda").view(torch.bfloat16)[:, :columns]
     dz.copy_(torch.randn(n, columns, device="cuda", generator=draw))
     held = torch.randn(columns, width, device="cuda", generator=draw)
     asked = dz.to(torch.float64).T @ x.to(torch.float64)
-    for dw, first in ((held.clone(), False), (torch.full_like(held, float("nan")), True), (None, True)):
+    for dw, first in (
+        (held.clone(), False),
+        (torch.full_like(held, float("nan")), True),
+        (None, True),
+    ):
         dx = torch.full_like(x, float("nan"))
         quack_head.logit_grads_(dz, x, weight, dx, dw, first=first)
         assert_close(dx, dz.to(torch.float64) @ weight.to(torch.float64), OP_BF16)
@@ -184,7 +223,9 @@ def test_products_of_more_than_two_to_the_31_logits() -> None:
     assert z is not None and z.numel() > 1 << 31
     tail = x[last].to(torch.float64) @ weight.to(torch.float64).T
     assert_close(z[last], tail, OP_FP32 * 30)
-    expected, found = (combine(one[None]) for one in (reference.vocab_stats(tail, targets[last]), stats[last]))
+    expected, found = (
+        combine(one[None]) for one in (reference.vocab_stats(tail, targets[last]), stats[last])
+    )
     for got, true in zip((*found[0], *found[1]), (*expected[0], *expected[1]), strict=True):
         assert_close(got, true, OP_FP32 * 30)
 
@@ -232,7 +273,10 @@ def test_two_shards_combine_to_the_whole() -> None:
     draw = torch.Generator("cuda").manual_seed(0)
     z, cut = 5 * torch.randn(50, 9001, device="cuda", generator=draw), 4099
     targets = torch.randint(9001, (50,), device="cuda", generator=draw)
-    parts = [logprob_triton.vocab_stats(z[:, :cut], targets), logprob_triton.vocab_stats(z[:, cut:], targets - cut)]
+    parts = [
+        logprob_triton.vocab_stats(z[:, :cut], targets),
+        logprob_triton.vocab_stats(z[:, cut:], targets - cut),
+    ]
     stats, normalizer = combine(torch.stack(parts))
     whole, alone = combine(reference.vocab_stats(z.to(torch.float64), targets)[None])
     for a, b in zip((*stats, *normalizer), (*whole, *alone), strict=True):
@@ -253,7 +297,9 @@ def test_more_than_two_to_the_31_logits() -> None:
         assert_close(got, true, OP_FP32)
     g, h = torch.ones(rows, device="cuda"), torch.full((rows,), 0.1, device="cuda")
     want = reference.vocab_grad_(tail, targets[last], ours, g[last].to(tail.dtype), h[last])
-    assert_close(kernels.vocab_grad_(z, targets, normalizer, g, h, dtype=torch.bfloat16)[last], want, OP_BF16)
+    assert_close(
+        kernels.vocab_grad_(z, targets, normalizer, g, h, dtype=torch.bfloat16)[last], want, OP_BF16
+    )
 
 
 @contextmanager
@@ -278,5 +324,9 @@ def test_nothing_waits_for_the_host_and_memory_is_one_chunk(loss: ByToken) -> No
     with no_waiting():
         fused_loss(x, shard, batch, loss).total.backward()
     extra = torch.cuda.max_memory_allocated() - before - x.nbytes - 2 * shard.weight.nbytes
-    chunk = max(512 * QWEN_7B[1] * 4, shard.weight.nbytes)  # the gradient in the weight's own dtype comes last
-    assert extra <= chunk + (16 << 20), f"{extra / 2**20:.0f} MiB beyond the gradients, a chunk has {chunk / 2**20:.0f}"
+    chunk = max(
+        512 * QWEN_7B[1] * 4, shard.weight.nbytes
+    )  # the gradient in the weight's own dtype comes last
+    assert extra <= chunk + (16 << 20), (
+        f"{extra / 2**20:.0f} MiB beyond the gradients, a chunk has {chunk / 2**20:.0f}"
+    )

@@ -7,7 +7,10 @@ from dovetail.kernels import cuda, reference
 from tests.tolerances import OP_BF16, assert_close
 from tests.unit.test_kernels import GROUPS, experts
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 
 @pytest.mark.parametrize("sizes", GROUPS.values(), ids=GROUPS)

@@ -27,12 +27,17 @@ from tests.harness import needs_gpus, run
 from tests.parity.configs import VOCAB
 from tests.tolerances import CURVE_FP32, HALF_SHARE, MODEL_FP32, STEP_BF16
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 LENGTHS = (700, 5, 300, 1, 64, 129, 17, 511, 2, 256, 333, 90)
 BUDGET = 768  # several micro-batches on every layout
 TIMEOUT = 240.0  # of one layout; a deadlock costs that. Kernels of experts are compiled for more than a minute
-SMALL_STEP = replace(STEP, lr=2e-5)  # so small that hardly a token goes to another expert for rounding's sake
+SMALL_STEP = replace(
+    STEP, lr=2e-5
+)  # so small that hardly a token goes to another expert for rounding's sake
 DENSE = (
     *("tp=2,pp=2,cp=2", "tp=2,pp=2,dp=2", "tp=4,pp=2", "cp=8,cp_mode=gather", "cp=8"),
     *("pp=4,dp=2,virtual_stages=2,schedule=interleaved", "pp=4,dp=2,schedule=zero_bubble"),
@@ -46,7 +51,15 @@ DENSE = (
         "pp=2,dp=2,schedule=zero_bubble",
         "pp=2,cp=2",
     ),
-    *("tp=2", "dp=2", "cp=2", "cp=2,cp_mode=gather", "cp=4,cp_mode=gather", "tp=2,cp=2,cp_mode=gather", "pp=2"),
+    *(
+        "tp=2",
+        "dp=2",
+        "cp=2",
+        "cp=2,cp_mode=gather",
+        "cp=4,cp_mode=gather",
+        "tp=2,cp=2,cp_mode=gather",
+        "pp=2",
+    ),
     *("pp=2,schedule=zero_bubble", "pp=2,virtual_stages=2,schedule=interleaved"),
 )
 EXPERTS = (
@@ -82,7 +95,12 @@ def configs() -> dict[str, PreTrainedConfig]:
         "num_key_value_heads": 2,
         "max_position_embeddings": 1024,
     }
-    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "norm_topk_prob": True}
+    experts = {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 96,
+        "norm_topk_prob": True,
+    }
     return {
         "dense": Qwen2Config(**shape, tie_word_embeddings=True),
         "experts": Qwen3MoeConfig(**shape, **experts, head_dim=64),
@@ -99,7 +117,9 @@ def save_random(config: PreTrainedConfig, path: Path) -> None:
     model.save_pretrained(path)
 
 
-def trained(folder: str, text: str, dtypes: tuple[torch.dtype, ...], device: str = "cuda") -> dict[torch.dtype, Shown]:
+def trained(
+    folder: str, text: str, dtypes: tuple[torch.dtype, ...], device: str = "cuda"
+) -> dict[torch.dtype, Shown]:
     """Two steps of one model on one layout, once for every compute dtype."""
     layout = layout_of(text) if text else Layout()
     mesh = make_mesh(layout, pick_device(device))
@@ -113,7 +133,9 @@ def _trained(folder: Path, mesh: Mesh, dtype: torch.dtype) -> Shown:
     for name, tensor in engine.weights():
         streamed[name] = tensor.cpu()
     unlike = [
-        name for name in {*file, *streamed} if name not in streamed or not torch.equal(streamed[name], file[name])
+        name
+        for name in {*file, *streamed}
+        if name not in streamed or not torch.equal(streamed[name], file[name])
     ]
     batch = random_batch(LENGTHS, "sft", torch.float32)
     before = engine.score(batch)
@@ -121,16 +143,22 @@ def _trained(folder: Path, mesh: Mesh, dtype: torch.dtype) -> Shown:
     after = engine.score(batch)
     engine.check_replicas()
     bits = {name: int(hash_bits(tensor)) for name, tensor in engine.weights(torch.float32)}
-    return Shown((*before, *after), [r.loss for r in reports], [r.grad_norm for r in reports], unlike, bits)
+    return Shown(
+        (*before, *after), [r.loss for r in reports], [r.grad_norm for r in reports], unlike, bits
+    )
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, dict[torch.dtype, Shown]]]:
+def alone(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[str, tuple[str, dict[torch.dtype, Shown]]]:
     """For every model its directory, and what one GPU shows."""
     folder, found = tmp_path_factory.mktemp("models"), {}
     for name, config in configs().items():
         save_random(config, folder / name)
-        (only,) = run(1, trained, str(folder / name), "", (torch.float32, torch.bfloat16), device="cuda")
+        (only,) = run(
+            1, trained, str(folder / name), "", (torch.float32, torch.bfloat16), device="cuda"
+        )
         found[name] = str(folder / name), only
     return found
 
@@ -147,7 +175,9 @@ def check(shown: list[Shown], one: Shown, exact: Shown, dtype: torch.dtype) -> N
         assert abs(a - b) <= bound * (1 + abs(b)), f"loss {a}, one GPU {b}"
     for a, b in zip(first.norms, exact.norms, strict=True):
         assert abs(a / b - 1) <= bound, f"gradient norm {a}, one GPU {b}"
-    for i, (ours, alone, true) in enumerate(zip(first.outputs, one.outputs, exact.outputs, strict=True)):
+    for i, (ours, alone, true) in enumerate(
+        zip(first.outputs, one.outputs, exact.outputs, strict=True)
+    ):
         error, peer = (ours - true).abs(), (alone - true).abs()
         if half:
             told = f"mean error of output {i}: {error.mean():.3e}, one GPU's {peer.mean():.3e}"
@@ -167,9 +197,12 @@ def test_every_plan_over_nccl(ranks: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "text"), [*(("dense", text) for text in DENSE), *(("experts", text) for text in EXPERTS)]
+    ("model", "text"),
+    [*(("dense", text) for text in DENSE), *(("experts", text) for text in EXPERTS)],
 )
-def test_layout_equals_one_gpu(model: str, text: str, alone: dict[str, tuple[str, dict[torch.dtype, Shown]]]) -> None:
+def test_layout_equals_one_gpu(
+    model: str, text: str, alone: dict[str, tuple[str, dict[torch.dtype, Shown]]]
+) -> None:
     ranks = layout_of(text).num_ranks
     needs_gpus(ranks)
     folder, one = alone[model]

@@ -16,10 +16,18 @@ from tests.gpu.test_block import poison
 from tests.gpu.test_head import no_waiting
 from tests.tolerances import HALF_SHARE, OP_BF16, OP_FP32, assert_close
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 pytest.importorskip("triton")
 
-SHAPE = {"hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
+SHAPE = {
+    "hidden_size": 2048,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+}
 TOKENS = 4099
 
 
@@ -32,8 +40,12 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
 def test_rows_to_experts_and_back(experts: int, copies: int) -> None:
     kernels = kernels_for(torch.device("cuda"))
     x, draw = drawn(TOKENS, 2048).requires_grad_(), torch.Generator("cuda").manual_seed(1)
-    chosen = torch.rand(TOKENS, min(experts, 512), device="cuda", generator=draw).topk(copies).indices
-    chosen[: TOKENS // 2] = torch.arange(copies, device="cuda")  # half of the tokens go to the first ones
+    chosen = (
+        torch.rand(TOKENS, min(experts, 512), device="cuda", generator=draw).topk(copies).indices
+    )
+    chosen[: TOKENS // 2] = torch.arange(
+        copies, device="cuda"
+    )  # half of the tokens go to the first ones
     weights = torch.rand(TOKENS, copies, device="cuda", generator=draw).requires_grad_()
     up = drawn(TOKENS, 2048, seed=2)
     poison()
@@ -55,7 +67,9 @@ def test_rows_of_whom_some_go_nowhere(share: float) -> None:
     kernels, draw = kernels_for(torch.device("cuda")), torch.Generator("cuda").manual_seed(1)
     x, up = drawn(TOKENS, 2048).requires_grad_(), drawn(TOKENS, 2048, seed=2)
     chosen = torch.rand(TOKENS, 64, device="cuda", generator=draw).topk(8).indices
-    chosen = torch.where(torch.rand(chosen.shape, device="cuda", generator=draw) < share, chosen, 64 + chosen % 3)
+    chosen = torch.where(
+        torch.rand(chosen.shape, device="cuda", generator=draw) < share, chosen, 64 + chosen % 3
+    )
     weights = torch.rand(TOKENS, 8, device="cuda", generator=draw).requires_grad_()
     total = int((chosen < 64).sum())
     poison()
@@ -79,7 +93,9 @@ def test_rows_of_whom_some_go_nowhere(share: float) -> None:
 def test_the_choice_is_torchs_and_stays_within_the_experts() -> None:
     kernels = kernels_for(torch.device("cuda"))
     scores = torch.rand(TOKENS, 129, device="cuda").softmax(-1)
-    assert torch.equal(kernels.top_k(scores, 8).sort(-1).values, reference.top_k(scores, 8).sort(-1).values)
+    assert torch.equal(
+        kernels.top_k(scores, 8).sort(-1).values, reference.top_k(scores, 8).sort(-1).values
+    )
     scores[0], scores[1], scores[2, 1:], scores[3] = float("nan"), float("-inf"), -0.0, 0.5
     found = kernels.top_k(scores, 8)
     assert bool(((found >= 0) & (found < 129)).all())
@@ -125,9 +141,13 @@ def test_the_layer_is_as_exact_as_the_reference_and_equal_twice() -> None:
     kernels, x = kernels_for(torch.device("cuda")), drawn(1024, 2048)
     with torch.no_grad():
         indices, _ = layer(kernels, torch.bfloat16).gate(x, Routes())
-    trace = RoutingTrace((0,), indices[:, None].to(torch.int32), torch.ones(len(x), dtype=torch.bool, device="cuda"))
+    trace = RoutingTrace(
+        (0,), indices[:, None].to(torch.int32), torch.ones(len(x), dtype=torch.bool, device="cuda")
+    )
     exact = both_ways(layer(KernelSet(), torch.float64), x.to(torch.float64), Routes(trace))
-    plain = both_ways(layer(replace(KernelSet(), grouped_mm=kernels.grouped_mm), x.dtype), x, Routes(trace))
+    plain = both_ways(
+        layer(replace(KernelSet(), grouped_mm=kernels.grouped_mm), x.dtype), x, Routes(trace)
+    )
     poison()
     ours, again = (both_ways(layer(kernels, x.dtype), x, Routes(trace)) for _ in range(2))
     for a, b, theirs, true in zip(ours, again, plain, exact, strict=True):

@@ -25,7 +25,10 @@ from dovetail.rl.losses import PolicyLoss, SFTLoss, ValueLoss, weight_fields
 from tests.gpu.test_head import no_waiting
 from tests.parity.configs import tiny_model
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 Role = Literal["lm", "value"]
 SIZES = {
@@ -40,7 +43,9 @@ SIZES = {
 MODELS: dict[str, PreTrainedConfig] = {
     "qwen2": Qwen2Config(**SIZES),
     "qwen3": Qwen3Config(**SIZES, head_dim=64),
-    "qwen3_moe": Qwen3MoeConfig(**SIZES, head_dim=64, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64),
+    "qwen3_moe": Qwen3MoeConfig(
+        **SIZES, head_dim=64, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64
+    ),
 }
 LOSSES: dict[str, tuple[Role, LossFn]] = {
     "sft": ("lm", SFTLoss()),
@@ -62,7 +67,9 @@ def batch() -> PackedBatch:
     lengths = torch.randint(8, 120, (24,), generator=draw).tolist()
     packed = PackedBatch.pack([torch.randint(512, (n,), generator=draw) for n in lengths])
     names = ("advantage", "old_logprob", "reference_logprob", "return", "old_value")
-    packed = packed.with_fields(**{name: torch.randn(len(packed), generator=draw) for name in names})
+    packed = packed.with_fields(
+        **{name: torch.randn(len(packed), generator=draw) for name in names}
+    )
     return packed.with_fields(**weight_fields(packed, "sequence"))
 
 
@@ -76,14 +83,18 @@ def test_micro_batches_of_a_step(tmp_path: Path, name: str, loss: str) -> None:
 def test_a_step_returns_before_its_update_ends(tmp_path: Path, on_host: bool) -> None:
     """Unless the moments are to be in host memory by then. Steps that begin meanwhile have the same bits."""
     tiny_model(MODELS["qwen2"]).save_pretrained(tmp_path)
-    options = EngineOptions(tokens_per_batch=256, optim=OptimSettings(lr=1e-3), offload_optimizer=on_host)
+    options = EngineOptions(
+        tokens_per_batch=256, optim=OptimSettings(lr=1e-3), offload_optimizer=on_host
+    )
     found = []
     for late in (False, True):
         engine = from_pretrained(tmp_path, dtype=torch.bfloat16, device="cuda", options=options)
         assert isinstance(engine, Engine)
         engine.train_step(batch(), SFTLoss())
         rule = engine.optimizer.rule
-        with mock.patch.object(rule, "step", partial(updated_late, rule.step) if late else rule.step):
+        with mock.patch.object(
+            rule, "step", partial(updated_late, rule.step) if late else rule.step
+        ):
             for _step in range(3):
                 engine.train_step(batch(), SFTLoss())
             done = torch.cuda.current_stream().query()
@@ -99,12 +110,19 @@ def updated_late(step: Callable[[], object]) -> None:
 
 
 def play(
-    folder: Path, config: PreTrainedConfig, head: Role, fn: LossFn, device: str, guard: AbstractContextManager[None]
+    folder: Path,
+    config: PreTrainedConfig,
+    head: Role,
+    fn: LossFn,
+    device: str,
+    guard: AbstractContextManager[None],
 ) -> None:
     """Two steps, so that everything has been compiled and allocated, and the micro-batches of a third within `guard`."""
     tiny_model(config).save_pretrained(folder)
     options = EngineOptions(tokens_per_batch=256, fresh_head_seed=0)
-    engine = from_pretrained(folder, dtype=torch.bfloat16, device=device, head=head, options=options)
+    engine = from_pretrained(
+        folder, dtype=torch.bfloat16, device=device, head=head, options=options
+    )
     assert isinstance(engine, Engine)
     for _warm in range(2):
         engine.train_step(batch(), fn)

@@ -20,7 +20,10 @@ from dovetail.rl.losses import SFTLoss
 from tests.gpu.test_head import no_waiting
 from tests.parity.configs import tiny_model
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 CONFIG = Qwen2Config(  # 3.3e8 parameters, 2.4 GiB of moments, so that there are several buckets
     vocab_size=32768,
@@ -31,7 +34,9 @@ CONFIG = Qwen2Config(  # 3.3e8 parameters, 2.4 GiB of moments, so that there are
     num_key_value_heads=4,
     tie_word_embeddings=False,
 )
-SMALL = 1 << 27  # bytes: what the allocator rounds up, counts of steps, the first kernels' workspaces
+SMALL = (
+    1 << 27
+)  # bytes: what the allocator rounds up, counts of steps, the first kernels' workspaces
 LENGTH = 256
 
 
@@ -126,7 +131,9 @@ def test_copies_are_over_when_a_step_is(source: Path) -> None:
     assert at_once == [int(hash_bits(x)) for x in moments]
     before, held = state(engine), torch.cuda.memory_allocated()
     engine.offload()
-    assert held - torch.cuda.memory_allocated() >= 4 * sum(s.local.numel() for s in engine.optimizer.shards)
+    assert held - torch.cuda.memory_allocated() >= 4 * sum(
+        s.local.numel() for s in engine.optimizer.shards
+    )
     engine.onload()
     after = state(engine)
     assert all(torch.equal(before[name], after[name]) for name in before)

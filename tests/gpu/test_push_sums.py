@@ -9,7 +9,10 @@ from dovetail.rollout.remote.sums import sums_of
 from tests.unit.sum_words import pairs
 from tests.unit.test_push_sums import DTYPES, SIZES, tensor
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 FLOOR = 1e12  # bytes a second; 15 GB in 15 ms
 
 

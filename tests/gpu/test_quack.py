@@ -13,10 +13,11 @@ from torch.utils.checkpoint import checkpoint
 from dovetail.arch.registry import spec_from_config
 from dovetail.kernels import cuda, quack
 from dovetail.kernels.reference import wide
-from dovetail.kernels.registry import KernelSet, kernels_for, mixture_of_experts
+from dovetail.kernels.registry import KernelSet, kernels_for
 from dovetail.nn.activation_checkpoint import Recompute, options
 from dovetail.nn.layers import GradAccumulator, Linear, WgradQueue
 from dovetail.nn.mlp import GatedMLP
+from dovetail.nn.products import Products
 from dovetail.parallel.mesh import Mesh
 from tests.gpu.test_block import poison
 from tests.gpu.test_head import no_waiting
@@ -27,12 +28,18 @@ from tests.unit.held import Held
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        not torch.cuda.is_available() or not cuda.package_usable(quack.INTERFACE, torch.device("cuda")),
+        not torch.cuda.is_available()
+        or not cuda.package_usable(quack.INTERFACE, torch.device("cuda")),
         reason="needs quack-kernels and Hopper",
     ),
 ]
 
-SIZES = [(1003, 3584, 18944), (17, 128, 72), (1, 64, 96), (256, 512, 1024)]  # tokens, D, F; the first of a 7B
+SIZES = [
+    (1003, 3584, 18944),
+    (17, 128, 72),
+    (1, 64, 96),
+    (256, 512, 1024),
+]  # tokens, D, F; the first of a 7B
 LENGTHS = (0, 130, 1, 0, 77, 255, 0)  # rows of experts
 ENOUGH = 256  # tokens, for the mean of their errors to be no matter of luck
 TOKENS, WIDTH, FFN = 211, 512, 384  # of a mixture
@@ -104,18 +111,26 @@ def test_scoring_computes_the_bits_of_training(n: int, width: int, ffn: int) -> 
 
 @pytest.mark.parametrize(("n", "width", "ffn"), SIZES)
 def test_dense_gradients(n: int, width: int, ffn: int) -> None:
-    dy, down, both = drawn(n, width), drawn(width, ffn, seed=1, scale=width**-0.5), drawn(n, 2 * ffn, seed=2)
+    dy, down, both = (
+        drawn(n, width),
+        drawn(width, ffn, seed=1, scale=width**-0.5),
+        drawn(n, 2 * ffn, seed=2),
+    )
     d_both, again, none = quack.gated_gradient(dy, down, both)
     assert none is None
     assert_close(d_both, gate_gradient(exact(dy) @ exact(down), both), OP_BF16, "of gates and ups")
     assert_close(again, gated(exact(both)), OP_BF16, "silu(gate) up")
     joint = drawn(2 * ffn, width, seed=3)
-    assert_close(quack.input_gradient(both, joint), gates_first(exact(both)) @ exact(joint), OP_BF16, "of x")
+    assert_close(
+        quack.input_gradient(both, joint), gates_first(exact(both)) @ exact(joint), OP_BF16, "of x"
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("n", "width", "ffn"), SIZES)
-def test_a_joint_weight_s_gradient_is_added(n: int, width: int, ffn: int, dtype: torch.dtype) -> None:
+def test_a_joint_weight_s_gradient_is_added(
+    n: int, width: int, ffn: int, dtype: torch.dtype
+) -> None:
     total = torch.full((2 * ffn, width), float("nan"), device="cuda", dtype=dtype)
     plain, want = total.clone(), torch.zeros(2 * ffn, width, device="cuda", dtype=torch.float64)
     for turn in range(3):
@@ -160,15 +175,28 @@ def test_grouped_products(by_source: bool) -> None:
     assert_close(both, want, OP_BF16, "gates and ups")
     assert_close(half, gated(want), OP_BF16, "silu(gate) up")
     y = quack.grouped_product(half, m.down, m.starts)
-    assert_close(y, torch.cat(m.each(lambda e, rows: exact(half[rows]) @ exact(m.down[e]).T)), OP_BF16, "down")
+    assert_close(
+        y,
+        torch.cat(m.each(lambda e, rows: exact(half[rows]) @ exact(m.down[e]).T)),
+        OP_BF16,
+        "down",
+    )
 
 
 @pytest.mark.parametrize("scaled", [True, False])
 def test_grouped_gradients(scaled: bool) -> None:
     m = Mixture()
     dy, both = drawn(m.n, WIDTH), drawn(m.n, 2 * FFN, seed=1)
-    scale = torch.rand(m.n, device="cuda", generator=torch.Generator("cuda").manual_seed(2)) if scaled else None
-    by = torch.ones(m.n, 1, device="cuda", dtype=torch.float64) if scale is None else exact(scale)[:, None]
+    scale = (
+        torch.rand(m.n, device="cuda", generator=torch.Generator("cuda").manual_seed(2))
+        if scaled
+        else None
+    )
+    by = (
+        torch.ones(m.n, 1, device="cuda", dtype=torch.float64)
+        if scale is None
+        else exact(scale)[:, None]
+    )
     up = exact(dy)
     d_gated = torch.cat(m.each(lambda e, rows: up[rows] @ exact(m.down[e])))
     d_both, half, d_scale = quack.gated_gradient(dy, m.down, both, m.starts, scale)
@@ -180,7 +208,10 @@ def test_grouped_gradients(scaled: bool) -> None:
         assert_close(d_scale, (d_gated * gated(exact(both))).sum(-1), OP_BF16, "of the scale")
     dx = quack.input_gradient(d_both, m.joint, m.starts)
     assert_close(
-        dx, torch.cat(m.each(lambda e, rows: gates_first(exact(d_both[rows])) @ exact(m.joint[e]))), OP_BF16, "of x"
+        dx,
+        torch.cat(m.each(lambda e, rows: gates_first(exact(d_both[rows])) @ exact(m.joint[e]))),
+        OP_BF16,
+        "of x",
     )
 
 
@@ -191,7 +222,10 @@ def test_grouped_weight_gradients_are_added(dtype: torch.dtype) -> None:
         torch.full((len(LENGTHS), *shape), float("nan"), device="cuda", dtype=dtype)
         for shape in ((WIDTH, FFN), (2 * FFN, WIDTH))
     )
-    want, wanted = torch.zeros_like(found, dtype=torch.float64), torch.zeros_like(joint, dtype=torch.float64)
+    want, wanted = (
+        torch.zeros_like(found, dtype=torch.float64),
+        torch.zeros_like(joint, dtype=torch.float64),
+    )
     bound = WIDE_SUM if dtype == torch.float32 else OP_BF16
     for turn in range(3):
         dy, half = drawn(m.n, WIDTH, seed=turn), drawn(m.n, FFN, seed=10 + turn)
@@ -203,7 +237,9 @@ def test_grouped_weight_gradients_are_added(dtype: torch.dtype) -> None:
         wanted += m.sums(gates_first(exact(d_both)), x)
         assert_close(joint, wanted, bound, f"turn {turn}, gate and up")
     for e, length in enumerate(LENGTHS):
-        assert length or not (found[e].any() or joint[e].any()), "an expert without rows learns nothing"
+        assert length or not (found[e].any() or joint[e].any()), (
+            "an expert without rows learns nothing"
+        )
 
 
 def made(kernels: KernelSet, width: int, ffn: int, dtype: torch.dtype = torch.bfloat16) -> GatedMLP:
@@ -238,7 +274,9 @@ def played(mlp: GatedMLP, n: int, recompute: Recompute = "none") -> dict[str, Te
         y.backward(dy)
         assert x.grad is not None
         found |= {f"y{i}": y.detach(), f"dx{i}": x.grad}
-        found |= {f"{name} {i}": w.grad.clone() for name, w in weights.items() if w.grad is not None}
+        found |= {
+            f"{name} {i}": w.grad.clone() for name, w in weights.items() if w.grad is not None
+        }
     assert len(found) == 8
     return found
 
@@ -258,8 +296,12 @@ def test_an_mlp_equals_the_one_of_plain_products(n: int, width: int, ffn: int) -
         assert_close(found[name], plain[name], CHAIN, name)
         if n < ENOUGH:
             continue
-        ours, theirs = (float((exact(one[name]) - wide[name]).square().mean().sqrt()) for one in (found, plain))
-        assert ours <= HALF_SHARE * theirs, f"{name}: {ours:.3e} from float64, plain products {theirs:.3e}"
+        ours, theirs = (
+            float((exact(one[name]) - wide[name]).square().mean().sqrt()) for one in (found, plain)
+        )
+        assert ours <= HALF_SHARE * theirs, (
+            f"{name}: {ours:.3e} from float64, plain products {theirs:.3e}"
+        )
 
 
 @pytest.mark.parametrize("recompute", ["light", "selective", "full"])
@@ -295,10 +337,17 @@ def test_a_mixture_equals_the_plain_one(tokens: int) -> None:
     x, gate_up = drawn(tokens, width), drawn(experts, 2 * ffn, width, seed=1, scale=width**-0.5)
     down, up = drawn(experts, width, ffn, seed=2, scale=ffn**-0.5), drawn(tokens, width, seed=4)
     draw = torch.Generator("cuda").manual_seed(3)
-    chosen = torch.rand(tokens, experts + 8, device="cuda", generator=draw).topk(top).indices.clamp(max=experts)
+    chosen = (
+        torch.rand(tokens, experts + 8, device="cuda", generator=draw)
+        .topk(top)
+        .indices.clamp(max=experts)
+    )
     chosen[chosen == 5] = experts
     chosen[0, 0] = 1
-    weights, copies = torch.rand(tokens, top, device="cuda", generator=draw), int((chosen < experts).sum())
+    weights, copies = (
+        torch.rand(tokens, top, device="cuda", generator=draw),
+        int((chosen < experts).sum()),
+    )
     plain = replace(kernels_for(torch.device("cuda")), mixture=None)
     fused = kernels_for(torch.device("cuda"))
     assert fused.mixture is not None
@@ -306,17 +355,30 @@ def test_a_mixture_equals_the_plain_one(tokens: int) -> None:
     for kernels in (plain, fused, fused):
         poison()
         leaves = [each.detach().requires_grad_() for each in (x, weights, gate_up, down)]
-        y = mixture_of_experts(kernels, leaves[0], chosen, leaves[1], (leaves[2], leaves[3]), copies)
+        y = Products(kernels).mixture_of_experts(
+            leaves[0], chosen, leaves[1], (leaves[2], leaves[3]), copies
+        )
         found.append([y, *torch.autograd.grad(y, leaves, up)])
     with torch.no_grad():
-        assert torch.equal(mixture_of_experts(fused, x, chosen, weights, (gate_up, down), copies), found[1][0])
+        assert torch.equal(
+            Products(fused).mixture_of_experts(x, chosen, weights, (gate_up, down), copies),
+            found[1][0],
+        )
     sums = []
-    for kernels, dtype, handed in ((KernelSet(), torch.float64, True), (fused, x.dtype, False), (fused, x.dtype, True)):
+    for kernels, dtype, handed in (
+        (KernelSet(), torch.float64, True),
+        (fused, x.dtype, False),
+        (fused, x.dtype, True),
+    ):
         held = Held(gate_up.to(dtype), down.to(dtype))
         for turn in range(2):
-            scale, dy = weights.to(x.dtype).to(wide(dtype)), drawn(tokens, width, seed=5 + turn).to(dtype)
-            y = mixture_of_experts(
-                kernels, x.to(dtype), chosen, scale, held.both(), copies, held.defer_wgrad if handed else None
+            scale, dy = (
+                weights.to(x.dtype).to(wide(dtype)),
+                drawn(tokens, width, seed=5 + turn).to(dtype),
+            )
+            add = held.defer_wgrad if handed else None
+            y = Products(kernels).mixture_of_experts(
+                x.to(dtype), chosen, scale, held.both(), copies, add
             )
             y.backward(dy)
         sums.append(held.sums())
@@ -325,7 +387,9 @@ def test_a_mixture_equals_the_plain_one(tokens: int) -> None:
         assert error <= 2 * OP_BF16 * float(want.norm()) and error <= added, (
             f"sum of {name}: {error}, {added} by autograd"
         )
-    for name, want, got, again in zip(("y", "dx", "dw", "d gate up", "d down"), *found, strict=True):
+    for name, want, got, again in zip(
+        ("y", "dx", "dw", "d gate up", "d down"), *found, strict=True
+    ):
         assert torch.equal(got, again), name
         assert float((got - want).norm()) <= 2 * OP_BF16 * float(want.norm()), name
     assert not found[1][2][chosen == experts].any()

@@ -23,11 +23,18 @@ from tests.parity.configs import VOCAB, moe_configs, tiny_configs, tiny_model
 from tests.tolerances import HALF_SHARE, MODEL_FP32, OP_BF16, OP_FP32, assert_close
 from tests.unit.test_sampler import some_prompts
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
-PARAMS = SamplingParams(samples=3, max_new_tokens=40, temperature=1.3, stop_ids=tuple(range(0, VOCAB, 40)), seed=4)
+PARAMS = SamplingParams(
+    samples=3, max_new_tokens=40, temperature=1.3, stop_ids=tuple(range(0, VOCAB, 40)), seed=4
+)
 DTYPES = [torch.float32, torch.bfloat16]
-ON_DEVICE = torch.cuda.is_available() and cuda.grouped_mm_without_sync(torch.device("cuda"), torch.bfloat16, 8)
+ON_DEVICE = torch.cuda.is_available() and cuda.grouped_mm_without_sync(
+    torch.device("cuda"), torch.bfloat16, 8
+)
 
 
 def uncaptured(fn: Callable[[], Any]) -> Callable[[], Any]:
@@ -44,7 +51,9 @@ def sampler_of(name: str, dtype: torch.dtype, capture: Any = None, **options: An
 
 
 @torch.no_grad()
-def scored(model: torch.nn.Module, prompts: list[Prompt], done: list[Completion], device: str) -> Tensor:
+def scored(
+    model: torch.nn.Module, prompts: list[Prompt], done: list[Completion], device: str
+) -> Tensor:
     """Log-probs of all drawn tokens from one packed pass, as in training, in the order of `done`."""
     ids = {prompt.row: list(prompt.ids) for prompt in prompts}
     rows = []
@@ -84,7 +93,9 @@ def test_samples_are_those_of_torch_s_draws(params: SamplingParams) -> None:
     ours, plain = (sampler_of("llama", torch.float32, keep_cache=True) for _ in range(2))
     plain.kernels = plain.model.kernels = replace(plain.kernels, draw=None)
     assert ours.kernels.draw is not None
-    for mine, other in zip(ours.sample(some_prompts(), params), plain.sample(some_prompts(), params), strict=True):
+    for mine, other in zip(
+        ours.sample(some_prompts(), params), plain.sample(some_prompts(), params), strict=True
+    ):
         assert mine.ids == other.ids
         assert_close(torch.tensor(mine.log_probs), torch.tensor(other.log_probs), MODEL_FP32)
 
@@ -92,7 +103,9 @@ def test_samples_are_those_of_torch_s_draws(params: SamplingParams) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("top_p", [1.0, 0.9])
 @pytest.mark.parametrize("name", ["llama", "qwen3_window"])
-def test_captured_steps_give_what_plain_ones_give(name: str, top_p: float, dtype: torch.dtype) -> None:
+def test_captured_steps_give_what_plain_ones_give(
+    name: str, top_p: float, dtype: torch.dtype
+) -> None:
     """To the bit: the same kernels on the same memory."""
     prompts, params = some_prompts(), replace(PARAMS, top_p=top_p)
     captured = sampler_of(name, dtype, keep_cache=True)
@@ -106,7 +119,9 @@ def test_captured_steps_give_what_plain_ones_give(name: str, top_p: float, dtype
     assert captured.sample(prompts, other) == plain.sample(prompts, other) != expected
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3_window", *(["qwen3_moe_many"] if ON_DEVICE else [])])
+@pytest.mark.parametrize(
+    "name", ["llama", "qwen3_window", *(["qwen3_moe_many"] if ON_DEVICE else [])]
+)
 @torch.no_grad()
 def test_captured_prefills_give_what_plain_ones_give(name: str) -> None:
     """To the bit; near what comes without padding, but for experts that rounding may choose apart.
@@ -124,7 +139,10 @@ def test_captured_prefills_give_what_plain_ones_give(name: str) -> None:
     for lengths in ((70, 30), (100,), (5, 64, 9), (1, 127), (60, 60), (99, 1)):
         pages = iter(range(1, 40))
         prompts = [
-            (drawing.choices(range(VOCAB), k=length), [next(pages) for _ in range(-(-length // 16))])
+            (
+                drawing.choices(range(VOCAB), k=length),
+                [next(pages) for _ in range(-(-length // 16))],
+            )
             for length in lengths
         ]
         captured, padded, plain = (runner.prefill(prompts)[0] for runner in runners)
@@ -156,7 +174,9 @@ def test_graphs_are_freed_with_their_cache() -> None:
     """Or with a way to draw, where the cache is held; those that come after are made in memory of their own."""
     prompts, params = some_prompts(), (PARAMS, replace(PARAMS, temperature=0.5))
     samplers = [sampler_of("llama", torch.float32, keep_cache=keep) for keep in (False, True)]
-    expected = [sampler_of("llama", torch.float32, uncaptured).sample(prompts, each) for each in params]
+    expected = [
+        sampler_of("llama", torch.float32, uncaptured).sample(prompts, each) for each in params
+    ]
     for _ in range(2):
         for each, wanted in zip(params, expected, strict=True):
             assert [sampler.sample(prompts, each) for sampler in samplers] == [wanted] * 2
@@ -190,8 +210,13 @@ def test_half_precision_strays_no_further_than_scoring() -> None:
     prompts = some_prompts((30, 25, 40, 17, 33, 28, 21, 36))
     sampler = sampler_of("llama", torch.bfloat16)
     done = sampler.sample(prompts, replace(PARAMS, samples=6, stop_ids=()))
-    exact = NativeSampler(sampler.spec, Mesh.solo(), kernels_for(torch.device("cpu")), torch.float64)
-    exact.refill((n, w.to(torch.bfloat16)) for n, w in tiny_model(tiny_configs()["llama"]).state_dict().items())
+    exact = NativeSampler(
+        sampler.spec, Mesh.solo(), kernels_for(torch.device("cpu")), torch.float64
+    )
+    exact.refill(
+        (n, w.to(torch.bfloat16))
+        for n, w in tiny_model(tiny_configs()["llama"]).state_dict().items()
+    )
     expected = scored(exact.model, prompts, done, "cpu")
     ours = (drawn(done) - expected).abs().mean()
     theirs = (scored(sampler.model, prompts, done, "cuda") - expected).abs().mean()
@@ -225,7 +250,9 @@ def test_float32_experts_and_latent_attention_run_uncaptured(name: str) -> None:
     prompts, sampler = some_prompts(), sampler_of(name, torch.float32)
     assert sampler.capture is None
     done = sampler.sample(prompts, PARAMS)
-    assert_close(drawn(done), scored(sampler.model, prompts, done, "cuda").to(torch.float64), MODEL_FP32)
+    assert_close(
+        drawn(done), scored(sampler.model, prompts, done, "cuda").to(torch.float64), MODEL_FP32
+    )
 
 
 def test_weights_that_come_later_are_in_the_graph() -> None:

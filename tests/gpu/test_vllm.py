@@ -53,10 +53,22 @@ TEXT = {
 
 
 @contextmanager
-def sampler(folder: Path, push: PushSection | None, *flags: str, **options: Any) -> Iterator[RemoteSampler]:
+def sampler(
+    folder: Path, push: PushSection | None, *flags: str, **options: Any
+) -> Iterator[RemoteSampler]:
     """push: None for the weights that the server loads."""
     transfer = json.dumps({"backend": "nccl" if push is None else f"dovetail_{push.transport}"})
-    command = [str(PYTHON), "-m", "vllm.entrypoints.cli.main", "serve", str(folder), "--port", "PORT", *FLAGS, *flags]
+    command = [
+        str(PYTHON),
+        "-m",
+        "vllm.entrypoints.cli.main",
+        "serve",
+        str(folder),
+        "--port",
+        "PORT",
+        *FLAGS,
+        *flags,
+    ]
     install_plugin(folder / "site")
     paths = f"{folder / 'site'}:{PLUGIN}:{os.environ.get('PYTHONPATH', '')}"
     start = EngineStart(
@@ -69,7 +81,11 @@ def sampler(folder: Path, push: PushSection | None, *flags: str, **options: Any)
         replicas = [Replica(client, Vllm().probe(client, None)) for client in clients]
         fleet = Fleet(replicas, Vllm(), silence=120.0, on_loss=print)
         device = torch.device("cuda", 0)
-        pusher = VersionPusher(clients) if push is None else Pusher(clients, push, kind="vllm", device=device)
+        pusher = (
+            VersionPusher(clients)
+            if push is None
+            else Pusher(clients, push, kind="vllm", device=device)
+        )
         made = RemoteSampler(Mesh.solo(device), torch.bfloat16, 512, fleet, pusher, **options)
         yield made
         made.close()
@@ -112,7 +128,10 @@ def saved(config: Any, folder: Path) -> Engine:
 def prompts() -> list[Prompt]:
     drawing = torch.Generator().manual_seed(1)
     lengths = (5, 40, 17, 120)
-    return [Prompt(i, torch.randint(3, 500, (n,), generator=drawing).tolist()) for i, n in enumerate(lengths)]
+    return [
+        Prompt(i, torch.randint(3, 500, (n,), generator=drawing).tolist())
+        for i, n in enumerate(lengths)
+    ]
 
 
 def free_bytes() -> int:
@@ -123,18 +142,25 @@ def free_bytes() -> int:
 def test_an_engine_of_the_same_gpu_gives_its_memory_back_between_samplings(tmp_path: Path) -> None:
     """Each push takes effect; the server starts with other random weights."""
     policy, asked = saved(transformers.LlamaConfig(**TEXT), tmp_path), prompts()
-    params, total = SamplingParams(samples=8, max_new_tokens=96, seed=3), torch.cuda.mem_get_info(0)[1]
+    params, total = (
+        SamplingParams(samples=8, max_new_tokens=96, seed=3),
+        torch.cuda.mem_get_info(0)[1],
+    )
     flags = ("--enable-sleep-mode", "--load-format", "dummy")
     with sampler(tmp_path, PushSection(transport="ipc"), *flags, sleeps=True) as made:
         awake, off = free_bytes(), list[float]()
         for factor in (1.0, 1.5, 1.0):
-            made.refill((n, t * factor if "mlp" in n else t) for n, t in policy.weights(torch.bfloat16))
+            made.refill(
+                (n, t * factor if "mlp" in n else t) for n, t in policy.weights(torch.bfloat16)
+            )
             for _ in range(2):  # woken by the push, then without one
                 batch = packed(asked, made.sample(asked, params))
                 asleep = free_bytes()
                 off.append(difference(batch, policy.score(batch).logprob))
                 assert asleep - awake > 0.2 * total, (awake, asleep)
-    sys.stdout.write(f"GiB free: awake {awake / 2**30:.1f}, asleep {asleep / 2**30:.1f}; mean differences {off}\n")
+    sys.stdout.write(
+        f"GiB free: awake {awake / 2**30:.1f}, asleep {asleep / 2**30:.1f}; mean differences {off}\n"
+    )
     assert max(off[0], off[1], off[4], off[5]) <= ENGINE_LOGPROB_BF16 < min(off[2], off[3]) / 3
 
 
@@ -161,8 +187,15 @@ def test_routes_of_a_server_are_those_of_its_log_probs(tmp_path: Path) -> None:
     replayed = difference(batch, policy.score(batch).logprob)
     stats, ours = policy.score_and_trace(batch.with_routing(None))
     chosen = difference(batch, stats.logprob)
-    same = (theirs.indices.sort(-1).values == ours.indices.cpu().sort(-1).values).all(-1)[theirs.valid].float().mean()
-    sys.stdout.write(f"mean difference: replayed {replayed:.5f}, chosen {chosen:.5f}; equal choices {same:.4f}\n")
+    same = (
+        (theirs.indices.sort(-1).values == ours.indices.cpu().sort(-1).values)
+        .all(-1)[theirs.valid]
+        .float()
+        .mean()
+    )
+    sys.stdout.write(
+        f"mean difference: replayed {replayed:.5f}, chosen {chosen:.5f}; equal choices {same:.4f}\n"
+    )
     assert replayed < chosen and replayed <= ENGINE_LOGPROB_BF16 and same > 0.9
     shuffled = theirs.map(lambda x: x.roll(1, 0))
     assert difference(batch, policy.score(batch.with_routing(shuffled)).logprob) > 3 * replayed

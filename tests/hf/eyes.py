@@ -64,14 +64,20 @@ def seeing_tokenizer() -> Any:
 def seeing_model(family: str) -> PreTrainedModel:
     """A random float32 model, no parameter at its initial zeros or ones."""
     config = VISION[family]()
-    vars(config.text_config).update({"vocab_size": VOCAB, "eos_token_id": END, "bos_token_id": None})
+    vars(config.text_config).update(
+        {"vocab_size": VOCAB, "eos_token_id": END, "bos_token_id": None}
+    )
     names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
     vars(config).update(dict(zip(names, range(IMAGE_ID, TOKENS), strict=False)))
     if family in GLM:
-        vars(config).update({"video_start_token_id": IMAGE_ID + 4, "video_end_token_id": IMAGE_ID + 5})
+        vars(config).update(
+            {"video_start_token_id": IMAGE_ID + 4, "video_end_token_id": IMAGE_ID + 5}
+        )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
-        model: PreTrainedModel = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+        model: PreTrainedModel = AutoModelForImageTextToText.from_config(
+            config, dtype=torch.float32
+        )
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(0.1 * torch.randn_like(parameter))
@@ -85,9 +91,13 @@ def save_seeing(family: str, path: Path) -> Path:
     seeing_tokenizer().save_pretrained(path)
     sizes = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}
     if family in GLM:
-        Glm4vImageProcessorPil(**sizes, size={"shortest_edge": 128, "longest_edge": 1024}).save_pretrained(path)
+        Glm4vImageProcessorPil(
+            **sizes, size={"shortest_edge": 128, "longest_edge": 1024}
+        ).save_pretrained(path)
         return path
-    Qwen2VLImageProcessorPil(**sizes, size={"shortest_edge": 64, "longest_edge": 512}).save_pretrained(path)
+    Qwen2VLImageProcessorPil(
+        **sizes, size={"shortest_edge": 64, "longest_edge": 512}
+    ).save_pretrained(path)
     if family == "kimi_k25":
         (path / "squares.py").write_text(OWN_CODE)
         settings = json.loads((path / "preprocessor_config.json").read_text())
@@ -114,7 +124,9 @@ def base64_of(data: bytes) -> str:
 
 def user(*parts: Mapping[str, Any] | str) -> list[dict[str, Any]]:
     """One message of a user; strings are parts of text."""
-    content = [{"type": "text", "text": part} if isinstance(part, str) else dict(part) for part in parts]
+    content = [
+        {"type": "text", "text": part} if isinstance(part, str) else dict(part) for part in parts
+    ]
     return [{"role": "user", "content": content}]
 
 
@@ -134,22 +146,37 @@ class Peer:
     def inputs(self, text: str, images: Sequence[Image.Image]) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
         if images:
-            found = dict(self.processor([image.convert("RGB") for image in images], return_tensors="pt"))
+            found = dict(
+                self.processor([image.convert("RGB") for image in images], return_tensors="pt")
+            )
             for grid in found["image_grid_thw"]:
                 text = text.replace(MARKS[0], "\0" * (int(grid.prod()) // 4), 1)
-        ids = torch.tensor(self.tokenizer.encode(text.replace("\0", MARKS[0]), add_special_tokens=False))
-        return {"input_ids": ids[None], "mm_token_type_ids": (ids == IMAGE_ID).long()[None], **found}
+        ids = torch.tensor(
+            self.tokenizer.encode(text.replace("\0", MARKS[0]), add_special_tokens=False)
+        )
+        return {
+            "input_ids": ids[None],
+            "mm_token_type_ids": (ids == IMAGE_ID).long()[None],
+            **found,
+        }
 
-    def log_probs(self, text: str, images: Sequence[Image.Image]) -> tuple[list[float], list[float]]:
+    def log_probs(
+        self, text: str, images: Sequence[Image.Image]
+    ) -> tuple[list[float], list[float]]:
         """Log-prob of each token but the first, and the entropy that it was drawn at."""
         inputs = self.inputs(text, images)
         logp = self._distributions(inputs)[:-1]
-        return self._picked(logp, inputs["input_ids"][0, 1:]), (-(logp.exp() * logp).sum(-1)).tolist()
+        return self._picked(logp, inputs["input_ids"][0, 1:]), (
+            -(logp.exp() * logp).sum(-1)
+        ).tolist()
 
     def follow(self, text: str, images: Sequence[Image.Image], ids: Sequence[int]) -> list[float]:
         """Log-probs of ids after a prompt."""
         inputs = self.inputs(text, images)
-        for name, more in (("input_ids", torch.tensor(ids)), ("mm_token_type_ids", torch.zeros(len(ids)).long())):
+        for name, more in (
+            ("input_ids", torch.tensor(ids)),
+            ("mm_token_type_ids", torch.zeros(len(ids)).long()),
+        ):
             inputs[name] = torch.cat([inputs[name], more[None]], dim=1)
         return self._picked(self._distributions(inputs)[-len(ids) - 1 : -1], torch.tensor(ids))
 

@@ -104,7 +104,9 @@ DEEP_TOWER = {
 }
 
 
-def _sighted(kind: type[PreTrainedConfig], tower: Mapping[str, Any], ids: Mapping[str, int], **text: Any) -> Any:
+def _sighted(
+    kind: type[PreTrainedConfig], tower: Mapping[str, Any], ids: Mapping[str, int], **text: Any
+) -> Any:
     shape = _make(LlamaConfig)().to_dict()
     names = (
         "vocab_size",
@@ -117,20 +119,37 @@ def _sighted(kind: type[PreTrainedConfig], tower: Mapping[str, Any], ids: Mappin
         "bos_token_id",
         "eos_token_id",
     )
-    sizes = {name: shape[name] for name in names} | {"rope_parameters": MROPE, "pad_token_id": 0} | text
-    return lambda: kind(text_config=dict(sizes), vision_config=dict(tower), tie_word_embeddings=False, **ids)
+    sizes = (
+        {name: shape[name] for name in names} | {"rope_parameters": MROPE, "pad_token_id": 0} | text
+    )
+    return lambda: kind(
+        text_config=dict(sizes), vision_config=dict(tower), tie_word_embeddings=False, **ids
+    )
 
 
 VISION: Mapping[str, Callable[[], PreTrainedConfig]] = MappingProxyType(
     {
         "qwen2_vl": _sighted(
             Qwen2VLConfig,
-            {"depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "patch_size": 4, "mlp_ratio": 2},
+            {
+                "depth": 2,
+                "embed_dim": 32,
+                "hidden_size": 64,
+                "num_heads": 2,
+                "patch_size": 4,
+                "mlp_ratio": 2,
+            },
             QWEN_IDS,
         ),
         "qwen2_5_vl": _sighted(
             Qwen2_5_VLConfig,
-            {**TOWER, "out_hidden_size": 64, "intermediate_size": 64, "window_size": 16, "fullatt_block_indexes": [1]},
+            {
+                **TOWER,
+                "out_hidden_size": 64,
+                "intermediate_size": 64,
+                "window_size": 16,
+                "fullatt_block_indexes": [1],
+            },
             QWEN_IDS,
         ),
         "qwen3_vl": _sighted(

@@ -28,9 +28,18 @@ SAVED_KIMI = (  # what `save_pretrained` writes, in the order in which names cha
     ("model.language_model.", "language_model.model."),
     ("lm_head.", "language_model.lm_head."),
     ("model.vision_tower.layers.", "vision_tower.encoder.blocks."),
-    ("model.vision_tower.patch_embed.pos_emb.position_embeddings", "vision_tower.patch_embed.pos_emb.weight"),
+    (
+        "model.vision_tower.patch_embed.pos_emb.position_embeddings",
+        "vision_tower.patch_embed.pos_emb.weight",
+    ),
     ("model.vision_tower.", "vision_tower.encoder."),
-    *((".norm1.", ".norm0."), (".norm2.", ".norm1."), (".fc1.", ".fc0."), (".fc2.", ".fc1."), (".attn.proj.", ".wo.")),
+    *(
+        (".norm1.", ".norm0."),
+        (".norm2.", ".norm1."),
+        (".fc1.", ".fc0."),
+        (".fc2.", ".fc1."),
+        (".attn.proj.", ".wo."),
+    ),
     ("model.mm_projector.in_proj.", "mm_projector.proj.0."),
     ("model.mm_projector.out_proj.", "mm_projector.proj.2."),
 )
@@ -79,7 +88,9 @@ def layout_of(family: str, parts: Seq[Part], draw: torch.Generator) -> tuple[lis
             for _ in range(frames):
                 add([START])
                 add([IMAGE] * area, 2)
-                add([END, *torch.randint(WORDS, (2,), generator=draw).tolist()])  # the frame's timestamp
+                add(
+                    [END, *torch.randint(WORDS, (2,), generator=draw).tolist()]
+                )  # the frame's timestamp
             add([VIDEO_END])
         elif family in QWEN3:
             for _ in range(frames):
@@ -115,7 +126,9 @@ def for_family(family: str, rows: Seq[Seq[Part]]) -> list[Seq[Part]]:
     if family == "kimi_k25":
         return [[SMALL if part in (CLIP, FILM) else part for part in row] for row in rows]
     if family in GLM:
-        return [[part for part in row if part != TALL or CLIP not in row] for row in rows] + [(1, TALL, 2)]
+        return [[part for part in row if part != TALL or CLIP not in row] for row in rows] + [
+            (1, TALL, 2)
+        ]
     return list(rows)
 
 
@@ -123,7 +136,8 @@ def sights(family: str, rows: Rows = MIXED) -> PackedBatch:
     """The batch of a reference, with temperatures and the weights of the objective as fields."""
     draw = torch.Generator().manual_seed(2)
     sequences = [
-        Sequence(layout_of(family, row, draw)[0], media=media_of(family, row, draw)) for row in for_family(family, rows)
+        Sequence(layout_of(family, row, draw)[0], media=media_of(family, row, draw))
+        for row in for_family(family, rows)
     ]
     batch = PackedBatch.pack(sequences)
     mask = batch.mask.clone()
@@ -146,7 +160,9 @@ def tiny_sighted(family: str) -> PreTrainedModel:
     """A random float32 model in evaluation mode, no parameter at its initial zeros or ones."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
-        model: PreTrainedModel = AutoModelForImageTextToText.from_config(VISION[family](), dtype=torch.float32)
+        model: PreTrainedModel = AutoModelForImageTextToText.from_config(
+            VISION[family](), dtype=torch.float32
+        )
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(0.1 * torch.randn_like(parameter))
@@ -168,9 +184,15 @@ def published(family: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     found = {}
     for name, x in tensors.items():
         if family == "kimi_k25" and ".attn.q_proj." in name:
-            q, k, v = (tensors[name.replace("q_proj", part)] for part in ("q_proj", "k_proj", "v_proj"))
-            halves = (y.unflatten(0, (TOWER_HEADS, 2, -1)).transpose(1, 2).flatten(0, 2) for y in (q, k))
-            found[stored_name(family, name.replace("attn.q_proj", "wqkv"))] = torch.cat((*halves, v))
+            q, k, v = (
+                tensors[name.replace("q_proj", part)] for part in ("q_proj", "k_proj", "v_proj")
+            )
+            halves = (
+                y.unflatten(0, (TOWER_HEADS, 2, -1)).transpose(1, 2).flatten(0, 2) for y in (q, k)
+            )
+            found[stored_name(family, name.replace("attn.q_proj", "wqkv"))] = torch.cat(
+                (*halves, v)
+            )
         elif family != "kimi_k25" or (".attn.k_proj." not in name and ".attn.v_proj." not in name):
             found[stored_name(family, name)] = x.detach().contiguous()
     return found
@@ -197,7 +219,9 @@ def write_sights(family: str, folder: Path, rows: Rows = MIXED, *, values: bool 
     logits = torch.cat([logits_of(model, parts) for parts in alone(family, rows)])
     found = outputs_of(model, logits, batch)
     grads = {name.removeprefix(GRAD): x for name, x in found.items() if name.startswith(GRAD)}
-    outputs = {name: x.detach().contiguous() for name, x in found.items() if not name.startswith(GRAD)}
+    outputs = {
+        name: x.detach().contiguous() for name, x in found.items() if not name.startswith(GRAD)
+    }
     stored = {GRAD + name: x for name, x in published(family, grads).items()}
     save_file(outputs | stored, folder / "expected.safetensors")
     return folder
@@ -211,7 +235,10 @@ def alone(family: str, rows: Rows = MIXED) -> list[dict[str, Tensor]]:
     return [
         {"input_ids": ids[None], "mm_token_type_ids": torch.tensor([kind]), **(media or {})}
         for ids, kind, media in zip(
-            batch.tokens.split(list(batch.lengths)), kinds, batch.media or [None] * len(kinds), strict=True
+            batch.tokens.split(list(batch.lengths)),
+            kinds,
+            batch.media or [None] * len(kinds),
+            strict=True,
         )
     ]
 
@@ -220,7 +247,9 @@ def logits_of(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
     """[n, V] of one sequence; a critic's values [n, 1]."""
     base = model.get_submodule("model")
     known = inspect.signature(base.forward).parameters
-    hidden: Tensor = base(**{k: v for k, v in inputs.items() if k in known}, use_cache=False).last_hidden_state[0]
+    hidden: Tensor = base(
+        **{k: v for k, v in inputs.items() if k in known}, use_cache=False
+    ).last_hidden_state[0]
     head = model.get_submodule("score" if isinstance(model, Critic) else "lm_head")
     logits: Tensor = head(hidden)
     return logits

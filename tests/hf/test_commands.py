@@ -56,15 +56,18 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_score_over_ranks_is_that_of_transformers(gemma: Path, tmp_path: Path) -> None:
     data, out = write_rows(tmp_path / "rows.jsonl", ROWS), tmp_path / "out.jsonl"
     flags = ["--engine", "transformers", "--layout", "cp=2,dp=2"]
-    assert {each.well for each in on_ranks(4, "score", "--model", gemma, "--data", data, "--out", out, *flags)} == {
-        True
-    }
+    assert {
+        each.well
+        for each in on_ranks(4, "score", "--model", gemma, "--data", data, "--out", out, *flags)
+    } == {True}
     peer = AutoModelForCausalLM.from_pretrained(gemma, dtype=torch.float32)
     for given, row in zip(ROWS, read_rows(out), strict=True):
         ids = given.get("input_ids") or make_tokenizer().encode("abcd", add_special_tokens=False)
         with torch.no_grad():
             logp = torch.log_softmax(peer(torch.tensor([ids])).logits[0], -1)
-        expected = logp[:-1].gather(1, torch.tensor(ids[1:], dtype=torch.int64)[:, None])[:, 0].tolist()
+        expected = (
+            logp[:-1].gather(1, torch.tensor(ids[1:], dtype=torch.int64)[:, None])[:, 0].tolist()
+        )
         entropy = (-(logp.exp() * logp).sum(-1))[:-1].tolist()
         for a, b in zip(row["log_probs"] + row["entropy"], expected + entropy, strict=True):
             assert abs(a - b) <= MODEL_FP32 * max(1.0, abs(b))
@@ -73,9 +76,13 @@ def test_score_over_ranks_is_that_of_transformers(gemma: Path, tmp_path: Path) -
 def test_an_unknown_family_is_chosen_automatically(gemma: Path, tmp_path: Path) -> None:
     data, out = write_rows(tmp_path / "rows.jsonl", ROWS), tmp_path / "out.jsonl"
     assert here("score", "--model", gemma, "--data", data, "--out", out).code == 0
-    told = refusal(here("score", "--model", gemma, "--data", data, "--out", out, "--engine", "native"))
+    told = refusal(
+        here("score", "--model", gemma, "--data", data, "--out", out, "--engine", "native")
+    )
     assert "model_type is 'gemma3_text'; known families: apertus, deepseek_v2" in told
-    told = refused_on(2, "score", "--model", gemma, "--data", data, "--out", tmp_path / "o", "--layout", "tp=2")
+    told = refused_on(
+        2, "score", "--model", gemma, "--data", data, "--out", tmp_path / "o", "--layout", "tp=2"
+    )
     assert "others, and those with engine=transformers, are cut by cp and dp alone" in told
 
 
@@ -115,12 +122,16 @@ def test_a_recipe_gives_the_same_run_by_both_engines(llama: Path, tmp_path: Path
         assert ours["reward_mean"] == theirs["reward_mean"]
         assert abs(ours["grad_norm"] - theirs["grad_norm"]) <= CURVE_FP32 * ours["grad_norm"]
         assert abs(ours["loss"] - theirs["loss"]) <= RL_LOSS_FP32 * (1 + abs(ours["loss"]))
-        assert abs(ours["entropy_mean"] - theirs["entropy_mean"]) <= CURVE_FP32 * ours["entropy_mean"]
+        assert (
+            abs(ours["entropy_mean"] - theirs["entropy_mean"]) <= CURVE_FP32 * ours["entropy_mean"]
+        )
 
 
 def test_training_a_family_that_only_transformers_knows(gemma: Path, tmp_path: Path) -> None:
     data = write_rows(tmp_path / "rl.jsonl", PROMPTS)
-    recipe = write_recipe(tmp_path / "r.yaml", gemma, data, algorithm={"name": "ppo"}, reward={"name": "exact_match"})
+    recipe = write_recipe(
+        tmp_path / "r.yaml", gemma, data, algorithm={"name": "ppo"}, reward={"name": "exact_match"}
+    )
     assert "set rollout.backend=transformers" in refusal(here("train", recipe))
     ended = on_ranks(2, "train", recipe, "rollout.backend=transformers", "--layout", "cp=2")
     assert {each.code for each in ended} == {0}, ended
@@ -131,6 +142,9 @@ def test_training_a_family_that_only_transformers_knows(gemma: Path, tmp_path: P
 
 def test_convert_there_and_back(gemma: Path, tmp_path: Path) -> None:
     cut, back = tmp_path / "cut", tmp_path / "back"
-    assert {each.well for each in on_ranks(3, "convert", gemma, cut, "--to", "sharded", "--layout", "dp=3")} == {True}
+    assert {
+        each.well
+        for each in on_ranks(3, "convert", gemma, cut, "--to", "sharded", "--layout", "dp=3")
+    } == {True}
     assert here("convert", cut, back, "--to", "hf").code == 0
     assert (back / "model.safetensors").read_bytes() == (gemma / "model.safetensors").read_bytes()

@@ -36,7 +36,19 @@ from dovetail.parallel.layout import Layout
 from dovetail.parallel.mesh import Mesh
 from tests.harness import run
 from tests.hf.families import IMAGE, TEXT, WORDS, _make
-from tests.hf.sights import CLIP, SMALL, STILL, TALL, WIDE, Rows, alone, logits_of, save_sighted, sights, tiny_sighted
+from tests.hf.sights import (
+    CLIP,
+    SMALL,
+    STILL,
+    TALL,
+    WIDE,
+    Rows,
+    alone,
+    logits_of,
+    save_sighted,
+    sights,
+    tiny_sighted,
+)
 from tests.hf.test_parity import check, figures
 from tests.parity.configs import VOCAB, tiny_model
 from tests.parity.reference import objective, write_outputs
@@ -73,7 +85,9 @@ def same(path: Path, family: str, rows: Rows, layout: str) -> None:
     batch = sights(family, rows)
     model = tiny_sighted(family)
     with torch.no_grad():
-        wanted = expected(batch, torch.cat([logits_of(model, inputs) for inputs in alone(family, rows)]))
+        wanted = expected(
+            batch, torch.cat([logits_of(model, inputs) for inputs in alone(family, rows)])
+        )
     parsed = Layout.parse(layout)
     for found in run(parsed.num_ranks, scores, path, parsed, batch):
         assert max_abs((found.logprob - wanted) / wanted.abs().clamp(min=1.0)) <= MODEL_FP32
@@ -87,10 +101,17 @@ def text(lengths: tuple[int, ...], seed: int = 5) -> list[list[int]]:
 def test_edge_case_12_a_mask_with_holes_is_not_an_attention_mask(models: dict[str, Path]) -> None:
     """Tokens that do not count are attended to and keep their positions."""
     for name in ("qwen3", "qwen2_5_vl"):
-        batch = sights("qwen2_5_vl", ((3, SMALL, 9),)) if name != "qwen3" else PackedBatch.pack(text((19,)))
+        batch = (
+            sights("qwen2_5_vl", ((3, SMALL, 9),))
+            if name != "qwen3"
+            else PackedBatch.pack(text((19,)))
+        )
         holes = batch.mask.clone()
         holes[9:14] = False
-        full, some = (run(2, scores, models[name], Layout(cp=2), b)[0] for b in (batch, batch.with_mask(holes)))
+        full, some = (
+            run(2, scores, models[name], Layout(cp=2), b)[0]
+            for b in (batch, batch.with_mask(holes))
+        )
         assert float(some.logprob[9:14].abs().max()) == 0.0
         assert max_abs((full.logprob - some.logprob)[holes]) <= MODEL_FP32
 
@@ -120,7 +141,9 @@ def test_edge_case_14_equal_lengths_and_single_rows(models: dict[str, Path]) -> 
 
 def test_edge_case_15_a_sequence_above_the_budget_is_refused_whole(models: dict[str, Path]) -> None:
     batch = sights("qwen2_5_vl", ((2,), (3, TALL, 9)))
-    with pytest.raises(AssertionError, match=r"sequence 1 has 22 tokens .* more than tokens_per_batch=20"):
+    with pytest.raises(
+        AssertionError, match=r"sequence 1 has 22 tokens .* more than tokens_per_batch=20"
+    ):
         run(1, scores, models["qwen2_5_vl"], Layout(), batch, 20)
 
 
@@ -131,7 +154,9 @@ def test_edge_case_16_tokens_that_cp_does_not_divide(models: dict[str, Path]) ->
 
 
 @pytest.mark.parametrize("kv_heads", [1, pytest.param(4, marks=pytest.mark.soak)])
-def test_edge_case_17_key_value_heads_are_copied_where_they_are_few(kv_heads: int, tmp_path: Path) -> None:
+def test_edge_case_17_key_value_heads_are_copied_where_they_are_few(
+    kv_heads: int, tmp_path: Path
+) -> None:
     model = tiny_model(_make(LlamaConfig, num_key_value_heads=kv_heads)())
     model.save_pretrained(tmp_path / "model")
     write_outputs(model, tmp_path)
@@ -140,13 +165,19 @@ def test_edge_case_17_key_value_heads_are_copied_where_they_are_few(kv_heads: in
 
 
 def test_edge_case_17_heads_that_cp_does_not_divide(tmp_path: Path) -> None:
-    config = TEXT["llama"]().to_dict() | {"num_attention_heads": 6, "num_key_value_heads": 6, "hidden_size": 48}
+    config = TEXT["llama"]().to_dict() | {
+        "num_attention_heads": 6,
+        "num_key_value_heads": 6,
+        "hidden_size": 48,
+    }
     AutoModelForCausalLM.from_config(LlamaConfig(**config)).save_pretrained(tmp_path)
     with pytest.raises(AssertionError, match="heads can be exchanged over 1, 2 of cp=4 ranks"):
         run(4, scores, tmp_path, Layout(cp=4, cp_mode="ulysses"), PackedBatch.pack(text((5,))))
 
 
-def test_edge_case_22_placeholders_beyond_the_vocabulary(models: dict[str, Path], tmp_path: Path) -> None:
+def test_edge_case_22_placeholders_beyond_the_vocabulary(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
     """Kimi-K2.5's video token is one past its table: never looked up, and not predicted where the mask says so."""
     batch = sights("kimi_k25", ((2, SMALL, 3), (10,)))
     batch = batch.with_mask(batch.mask & (batch.targets != IMAGE))
@@ -177,7 +208,9 @@ def trained(path: Path, layout: Layout, batch: PackedBatch, budget: int) -> dict
         ),
     ],
 )
-def test_edge_case_41_images_on_some_ranks_only(models: dict[str, Path], name: str, layout: str) -> None:
+def test_edge_case_41_images_on_some_ranks_only(
+    models: dict[str, Path], name: str, layout: str
+) -> None:
     """Text, an image and a video in micro-batches of their own: nobody waits, and gradients are those of one rank."""
     rows: Rows = ((9,), (1, SMALL, 4), (10,), (11,), (8,), (1, STILL, 3))
     batch = sights(name, rows)
@@ -213,7 +246,10 @@ def test_edge_case_42_image_token_count_differs_from_feature_rows(models: dict[s
         ),
     }
     for words, row in cases.items():
-        assert all(words in found for found in run(2, refused, models["qwen3_vl"], PackedBatch.pack([[1, 2], row])))
+        assert all(
+            words in found
+            for found in run(2, refused, models["qwen3_vl"], PackedBatch.pack([[1, 2], row]))
+        )
     (found,) = run(1, refused, models["qwen3"], PackedBatch.pack([Sequence([5], media=media)]))
     assert "the batch has images or videos, but qwen3 reads text only" in found
 
@@ -242,7 +278,9 @@ def test_edge_case_43_images_and_videos_in_either_order(models: dict[str, Path])
 
 
 @pytest.mark.parametrize("layout", [pytest.param("cp=2", marks=pytest.mark.soak), "cp=4"])
-def test_edge_case_44_a_latent_attention_whose_values_are_narrower(models: dict[str, Path], layout: str) -> None:
+def test_edge_case_44_a_latent_attention_whose_values_are_narrower(
+    models: dict[str, Path], layout: str
+) -> None:
     """Queries of 24, values of 16, one rotary key for all heads, and YaRN's factor in the scale."""
     attention = tiny_sighted("kimi_k25").get_submodule("model.language_model.layers.0.self_attn")
     assert (attention.qk_head_dim, attention.v_head_dim) == (24, 16)
@@ -258,10 +296,15 @@ def test_edge_case_44_a_latent_attention_whose_values_are_narrower(models: dict[
             _make(Gemma2Config, head_dim=8, attn_logit_softcapping=None),
             "final_logit_softcapping=30.0 changes the logits by more than a constant factor",
         ),
-        (_make(Gemma3TextConfig, head_dim=8, final_logit_softcapping=1000.0), "final_logit_softcapping=1000.0 changes"),
+        (
+            _make(Gemma3TextConfig, head_dim=8, final_logit_softcapping=1000.0),
+            "final_logit_softcapping=1000.0 changes",
+        ),
     ],
 )
-def test_edge_case_46_heads_that_are_not_fused_are_refused(config: partial[PreTrainedConfig], words: str) -> None:
+def test_edge_case_46_heads_that_are_not_fused_are_refused(
+    config: partial[PreTrainedConfig], words: str
+) -> None:
     options = config().to_dict()
     with pytest.raises(ModelError, match=words):
         TransformersModel(transformers_spec(options), options, Mesh.solo(), KernelSet())
@@ -271,7 +314,15 @@ def test_edge_case_46_heads_that_are_not_fused_are_refused(config: partial[PreTr
     ("config", "scale"),
     [
         (_make(CohereConfig, logit_scale=0.3), 0.3),
-        (_make(GraniteConfig, logits_scaling=7.0, embedding_multiplier=3.0, attention_multiplier=0.2), 1 / 7),
+        (
+            _make(
+                GraniteConfig,
+                logits_scaling=7.0,
+                embedding_multiplier=3.0,
+                attention_multiplier=0.2,
+            ),
+            1 / 7,
+        ),
     ],
 )
 def test_edge_case_46_a_factor_of_the_logits_is_honored(
@@ -292,17 +343,26 @@ def test_edge_case_46_adapters_are_refused(tmp_path: Path) -> None:
     adapted = "model.layers.0.self_attn.q_proj.lora_A.default.weight"
     save_file({**weights, adapted: torch.zeros(2, 64)}, tmp_path / "model.safetensors")
     for engine in ("native", "transformers"):
-        with one_rank(), pytest.raises(CheckpointError, match=rf"holds an adapter \({adapted}\).*merge_and_unload"):
+        with (
+            one_rank(),
+            pytest.raises(
+                CheckpointError, match=rf"holds an adapter \({adapted}\).*merge_and_unload"
+            ),
+        ):
             from_pretrained(tmp_path, device="cpu", options=EngineOptions(engine=engine))
     (tmp_path / "adapter_config.json").write_text("{}")
     with (
         one_rank(),
-        pytest.raises(CheckpointError, match=r"holds an adapter \(adapter_config.json\).*merge_and_unload"),
+        pytest.raises(
+            CheckpointError, match=r"holds an adapter \(adapter_config.json\).*merge_and_unload"
+        ),
     ):
         from_pretrained(tmp_path, device="cpu")
 
 
 @pytest.mark.parametrize("config", [Gemma3Config, Qwen3_5Config])
 def test_other_ways_of_seeing_are_refused(config: type[PreTrainedConfig]) -> None:
-    with pytest.raises(ModelError, match=r"is not among the vision-language families|carry state over sequence"):
+    with pytest.raises(
+        ModelError, match=r"is not among the vision-language families|carry state over sequence"
+    ):
         make_model(config().to_dict())

@@ -65,7 +65,9 @@ SETTINGS = {
     "image_std": [0.5, 0.5, 0.5],
     "auto_map": {"AutoImageProcessor": "image_processing_kimi_vl.KimiVLImageProcessor"},
 }
-STILLS = tuple(tuple(part for part in row if isinstance(part, int) or part[0] == "image") for row in MIXED)
+STILLS = tuple(
+    tuple(part for part in row if isinstance(part, int) or part[0] == "image") for row in MIXED
+)
 TALL, LARGE, SMALL = picture(19, 14, 1), picture(50, 61, 2), picture(8, 8, 3)
 
 
@@ -73,10 +75,20 @@ def hub_text(**changes: Any) -> dict[str, Any]:
     """A text config by the keys of transformers 4."""
     mla: dict[str, Any] = dict(MLA)
     rope = dict(mla["rope_parameters"])
-    plain = tiny(DeepseekV3Config, **{**mla, "vocab_size": VOCAB, "eos_token_id": 3, "tie_word_embeddings": False})
-    text = {name: x for name, x in plain.to_dict().items() if name not in ("rope_parameters", "dtype")}
+    plain = tiny(
+        DeepseekV3Config,
+        **{**mla, "vocab_size": VOCAB, "eos_token_id": 3, "tie_word_embeddings": False},
+    )
+    text = {
+        name: x for name, x in plain.to_dict().items() if name not in ("rope_parameters", "dtype")
+    }
     theta, kind = rope.pop("rope_theta"), rope.pop("rope_type")
-    keys = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1, "aux_loss_alpha": 0.001}
+    keys = {
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "moe_layer_freq": 1,
+        "aux_loss_alpha": 0.001,
+    }
     return {**text, **keys, "rope_theta": theta, "rope_scaling": {"type": kind, **rope}, **changes}
 
 
@@ -98,7 +110,9 @@ def apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     found = {}
     for name, x in tensors.items():
         stem, fused, kind = name.partition(".experts.")
-        parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(kind, ())
+        parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(
+            kind, ()
+        )
         if not parts:
             found[name] = x
         for expert, matrix in enumerate(x if parts else ()):
@@ -131,13 +145,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory, ran: Path) -> Path:
         "auto_map": AUTO,
         "architectures": ["KimiVLForConditionalGeneration"],
     }
-    config |= {"media_placeholder_token_id": IMAGE_ID, "ignore_index": -100, "torch_dtype": "float32"}
-    (path / "config.json").write_text(json.dumps({**config, "text_config": hub_text(), "vision_config": tower}))
+    config |= {
+        "media_placeholder_token_id": IMAGE_ID,
+        "ignore_index": -100,
+        "torch_dtype": "float32",
+    }
+    (path / "config.json").write_text(
+        json.dumps({**config, "text_config": hub_text(), "vision_config": tower})
+    )
     (path / "preprocessor_config.json").write_text(json.dumps(SETTINGS))
     return path
 
 
-def log_probs(text: str, images: list[Image.Image], more: tuple[int, ...] = ()) -> tuple[Tensor, Tensor]:
+def log_probs(
+    text: str, images: list[Image.Image], more: tuple[int, ...] = ()
+) -> tuple[Tensor, Tensor]:
     """ids [n] and log-probs [n, V] of a text, with as many tokens for each image as it has rows of features."""
     seen = KimiVLImageProcessor()(images) if images else {}
     for height, width in seen["image_grid_hws"].tolist() if images else []:
@@ -167,7 +189,11 @@ def test_scores_are_those_of_the_published_math(folder: Path, ran: Path, tmp_pat
     data, out = write_rows(tmp_path / "rows.jsonl", rows), tmp_path / "out.jsonl"
     command = ["score", "--model", folder, "--data", data, "--out", out, "--layout", "cp=2"]
     assert {each.well for each in on_ranks(2, *command)} == {True}
-    texts = [(said(SEEN, "What?") + "a cat", [TALL]), ("two words", []), (said("A ", SEEN, SEEN) + "!", [SMALL, LARGE])]
+    texts = [
+        (said(SEEN, "What?") + "a cat", [TALL]),
+        ("two words", []),
+        (said("A ", SEEN, SEEN) + "!", [SMALL, LARGE]),
+    ]
     for row, (text, images) in zip(read_rows(out), texts, strict=True):
         ids, logp = log_probs(text, images)
         assert same(row["log_probs"], logp[:-1].gather(1, ids[1:, None])[:, 0])
@@ -176,7 +202,9 @@ def test_scores_are_those_of_the_published_math(folder: Path, ran: Path, tmp_pat
 
 
 def vl_gradients(path: Path, batch: PackedBatch) -> dict[str, Tensor]:
-    engine = from_pretrained(path, layout=Layout(), device="cpu", options=EngineOptions(optim=PROBE))
+    engine = from_pretrained(
+        path, layout=Layout(), device="cpu", options=EngineOptions(optim=PROBE)
+    )
     engine.train_step(batch, objective)
     return gradients(engine)[0]
 
@@ -200,13 +228,20 @@ def test_gradients_are_those_of_the_published_math(folder: Path) -> None:
     assert worst_error(found, wanted)[0] <= MODEL_FP32
 
 
-def test_completions_have_the_log_probs_of_the_published_math(folder: Path, ran: Path, tmp_path: Path) -> None:
+def test_completions_have_the_log_probs_of_the_published_math(
+    folder: Path, ran: Path, tmp_path: Path
+) -> None:
     (tmp_path / "tall.png").write_bytes(encoded(TALL))
-    rows = [{"prompt": user({"type": "image", "image": "tall.png"}, "What?")}, {"prompt": "no picture"}]
+    rows = [
+        {"prompt": user({"type": "image", "image": "tall.png"}, "What?")},
+        {"prompt": "no picture"},
+    ]
     data, out = write_rows(tmp_path / "prompts.jsonl", rows), tmp_path / "out.jsonl"
     command = ["generate", "--model", folder, "--data", data, "--out", out, "--max-new-tokens", "5"]
     assert here(*command).well
-    for row, (text, images) in zip(read_rows(out), ((said(SEEN, "What?"), [TALL]), ("no picture", [])), strict=True):
+    for row, (text, images) in zip(
+        read_rows(out), ((said(SEEN, "What?"), [TALL]), ("no picture", [])), strict=True
+    ):
         ids, logp = log_probs(text, images, tuple(row["token_ids"]))
         count = len(row["token_ids"])
         assert same(row["log_probs"], logp[-count - 1 : -1].gather(1, ids[-count:, None])[:, 0])
@@ -215,11 +250,23 @@ def test_completions_have_the_log_probs_of_the_published_math(folder: Path, ran:
 
 def test_grpo_trains_the_tower(folder: Path, ran: Path, tmp_path: Path) -> None:
     """hf/ has what the source has, under its names."""
-    trained(tmp_path / "run", folder, rl_rows(tmp_path), "dp=1", trainer={"steps": 1}, algorithm={"name": "grpo"})
+    trained(
+        tmp_path / "run",
+        folder,
+        rl_rows(tmp_path),
+        "dp=1",
+        trainer={"steps": 1},
+        algorithm={"name": "grpo"},
+    )
     saved = tmp_path / "run/run/hf"
     after, before = (load_file(path / "model.safetensors") for path in (saved, folder))
-    assert {name: x.shape for name, x in after.items()} == {name: x.shape for name, x in before.items()}
-    for name in ("vision_tower.encoder.blocks.0.wqkv.weight", "multi_modal_projector.linear_1.weight"):
+    assert {name: x.shape for name, x in after.items()} == {
+        name: x.shape for name, x in before.items()
+    }
+    for name in (
+        "vision_tower.encoder.blocks.0.wqkv.weight",
+        "multi_modal_projector.linear_1.weight",
+    ):
         assert not torch.equal(after[name], before[name])
     for name in ("config.json", "modeling_kimi_vl.py", "preprocessor_config.json"):
         assert (saved / name).read_bytes() == (folder / name).read_bytes()
@@ -241,7 +288,10 @@ def k25(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("vision_tower.encoder.patch_embed.", "vision_tower.patch_embed."),
         ("model.mm_projector.", "mm_projector."),
     )
-    for file, stem in ((path / "model/model.safetensors", ""), (path / "expected.safetensors", GRAD)):
+    for file, stem in (
+        (path / "model/model.safetensors", ""),
+        (path / "expected.safetensors", GRAD),
+    ):
         tensors = load_file(file)
         for old, new in names:
             tensors = {name.replace(stem + old, stem + new): x for name, x in tensors.items()}
@@ -250,18 +300,32 @@ def k25(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tower, text = config["vision_config"], config["text_config"]
     sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     vision = {f"vt_{name}": tower[name] for name in sizes}
-    vision |= {f"init_{name}": tower[name] for name in ("pos_emb_height", "pos_emb_width", "pos_emb_time")}
-    vision |= {"patch_size": 4, "merge_kernel_size": [2, 2], "merge_type": "sd2_tpool", "pos_emb_type": "divided_fixed"}
+    vision |= {
+        f"init_{name}": tower[name] for name in ("pos_emb_height", "pos_emb_width", "pos_emb_time")
+    }
+    vision |= {
+        "patch_size": 4,
+        "merge_kernel_size": [2, 2],
+        "merge_type": "sd2_tpool",
+        "pos_emb_type": "divided_fixed",
+    }
     vision |= {
         "mm_projector_type": "patchmerger",
         "mm_hidden_size": 32,
         "projector_ln_eps": 1e-5,
         "text_hidden_size": 64,
     }
-    hub = {"model_type": "kimi_k25", "tie_word_embeddings": False, "vision_config": vision, "auto_map": AUTO}
+    hub = {
+        "model_type": "kimi_k25",
+        "tie_word_embeddings": False,
+        "vision_config": vision,
+        "auto_map": AUTO,
+    }
     hub |= {"media_placeholder_token_id": config["image_token_id"]}
     hub["text_config"] = hub_text(
-        model_type="kimi_k2", q_lora_rank=24, **{n: text[n] for n in ("vocab_size", "eos_token_id", "rms_norm_eps")}
+        model_type="kimi_k2",
+        q_lora_rank=24,
+        **{n: text[n] for n in ("vocab_size", "eos_token_id", "rms_norm_eps")},
     )
     (path / "model/config.json").write_text(json.dumps(hub))
     return path
@@ -270,17 +334,22 @@ def k25(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("layout", [pytest.param("dp=1", marks=pytest.mark.soak), "cp=2"])
 def test_kimi_k25_in_the_form_of_the_hub(k25: Path, layout: str) -> None:
     """Its numbers are transformers' of the same weights as `save_pretrained` writes them; and it leaves as it came."""
-    assert known_config(json.loads((k25 / "model/config.json").read_text())).text_config.q_lora_rank == 24
+    assert (
+        known_config(json.loads((k25 / "model/config.json").read_text())).text_config.q_lora_rank
+        == 24
+    )
     degrees = Layout.parse(layout)
-    for found in run(degrees.num_ranks, figures, str(k25), degrees, "none", partial(sights, "kimi_k25", STILLS)):
+    for found in run(
+        degrees.num_ranks, figures, str(k25), degrees, "none", partial(sights, "kimi_k25", STILLS)
+    ):
         check(found)
 
 
 def values(path: Path) -> Tensor:
     options = EngineOptions(fresh_head_seed=0)
-    return from_pretrained(path, layout=Layout(), head="value", device="cpu", options=options).values(
-        sights("kimi_k25", STILLS)
-    )
+    return from_pretrained(
+        path, layout=Layout(), head="value", device="cpu", options=options
+    ).values(sights("kimi_k25", STILLS))
 
 
 def test_a_critic_begins_from_kimi_k25(k25: Path) -> None:
@@ -292,22 +361,30 @@ def test_a_critic_begins_from_kimi_k25(k25: Path) -> None:
 def test_kimi_k2_is_a_deepseek_v3(tmp_path: Path, engine: str) -> None:
     path = write_reference("deepseek_v3", tmp_path)
     config = json.loads((path / "model/config.json").read_text())
-    (path / "model/config.json").write_text(json.dumps({**config, "model_type": "kimi_k2", "auto_map": AUTO}))
+    (path / "model/config.json").write_text(
+        json.dumps({**config, "model_type": "kimi_k2", "auto_map": AUTO})
+    )
     if engine == "transformers":
         check(run(1, figures, str(path), Layout())[0])
         return
     (found,) = run(1, compare, {"kimi_k2": path}, Layout(), ("kimi_k2",))
-    assert max(found["kimi_k2"].output, found["kimi_k2"].grad, found["kimi_k2"].streamed) <= MODEL_FP32
+    assert (
+        max(found["kimi_k2"].output, found["kimi_k2"].grad, found["kimi_k2"].streamed) <= MODEL_FP32
+    )
     given = moe_configs()["deepseek_v3"].to_dict()
-    assert vars(spec_from_config(given | {"model_type": "kimi_k2"})) == vars(spec_from_config(given)) | {
-        "family": "kimi_k2"
-    }
+    assert vars(spec_from_config(given | {"model_type": "kimi_k2"})) == vars(
+        spec_from_config(given)
+    ) | {"family": "kimi_k2"}
 
 
 @pytest.mark.parametrize(
     ("part", "change", "words"),
     [
-        ("text_config", {"scoring_func": "softmax"}, "scoring_func is 'softmax'; supported: 'sigmoid'"),
+        (
+            "text_config",
+            {"scoring_func": "softmax"},
+            "scoring_func is 'softmax'; supported: 'sigmoid'",
+        ),
         ("vision_config", {"merge_type": "mean"}, "merge_type is 'mean'; supported: 'sd2_tpool'"),
         ("vision_config", {"mm_hidden_size": 7}, "mm_hidden_size is 7; supported: 32"),
     ],
@@ -323,7 +400,11 @@ def test_other_code_that_comes_with_a_model_is_not_run(folder: Path, tmp_path: P
     config = json.loads((folder / "config.json").read_text())
     (tmp_path / "model/config.json").write_text(json.dumps({**config, "model_type": "unheard_of"}))
     data = write_rows(tmp_path / "rows.jsonl", [{"input_ids": [1, 2, 3]}])
-    told = refusal(here("score", "--model", tmp_path / "model", "--data", data, "--out", tmp_path / "out.jsonl"))
+    told = refusal(
+        here(
+            "score", "--model", tmp_path / "model", "--data", data, "--out", tmp_path / "out.jsonl"
+        )
+    )
     assert "model_type 'unheard_of' is code that comes with the model, which is not run" in told
 
 
@@ -345,7 +426,12 @@ def test_images_of_kimi_vl(size: tuple[int, int]) -> None:
     ],
 )
 def test_images_of_kimi_k25(height: int, width: int, grid: tuple[int, int]) -> None:
-    limits = {"in_patch_limit": 256, "patch_limit_on_one_side": 20, "merge_kernel_size": 2, "patch_size": 4}
+    limits = {
+        "in_patch_limit": 256,
+        "patch_limit_on_one_side": 20,
+        "merge_kernel_size": 2,
+        "patch_size": 4,
+    }
     colors = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
     settings = published({"media_proc_cfg": {**limits, **colors, "fixed_output_tokens": None}})
     assert settings is not None
@@ -355,8 +441,16 @@ def test_images_of_kimi_k25(height: int, width: int, grid: tuple[int, int]) -> N
 def test_images_that_fit_no_tower() -> None:
     with pytest.raises(ValueError, match="is 2 x 512 patches; at most 511 fit"):
         KimiImages(SETTINGS | {"in_token_limit": 1 << 20}).get_number_of_image_patches(2048, 8)
-    assert KimiImages(SETTINGS | {"in_token_limit": 1 << 20}).get_number_of_image_patches(2040, 8) == 2 * 510
-    for broken in ({"pad_input": False}, {"image_mean": None}, {"merge_kernel_size": [2, 3]}, {"patch_size": 0}):
+    assert (
+        KimiImages(SETTINGS | {"in_token_limit": 1 << 20}).get_number_of_image_patches(2040, 8)
+        == 2 * 510
+    )
+    for broken in (
+        {"pad_input": False},
+        {"image_mean": None},
+        {"merge_kernel_size": [2, 3]},
+        {"patch_size": 0},
+    ):
         with pytest.raises(ModelError, match=r"preprocessor_config\.json: "):
             KimiImages(SETTINGS | broken)
     assert published({"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 4}) is None

@@ -34,9 +34,15 @@ MIXED = ["sliding_attention", "full_attention"]
 OPTIONS: Mapping[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "hidden_act is 'gelu'": (LlamaConfig, {"hidden_act": "gelu"}),
     "attention_dropout is 0.1": (Qwen3Config, {"head_dim": 16, "attention_dropout": 0.1}),
-    "router_jitter_noise is 0.2": (MixtralConfig, {"num_local_experts": 4, "router_jitter_noise": 0.2}),
+    "router_jitter_noise is 0.2": (
+        MixtralConfig,
+        {"num_local_experts": 4, "router_jitter_noise": 0.2},
+    ),
     "norm_topk_prob is True": (DeepseekV2Config, {**latent(), "norm_topk_prob": True}),
-    f"layer_types is {MIXED}": (MinistralConfig, {"head_dim": 8, "sliding_window": WINDOW, "layer_types": MIXED}),
+    f"layer_types is {MIXED}": (
+        MinistralConfig,
+        {"head_dim": 8, "sliding_window": WINDOW, "layer_types": MIXED},
+    ),
 }
 ROWS = [{"input_ids": [(7 * i) % VOCAB for i in range(start, start + 20)]} for start in (1, 5)]
 
@@ -80,14 +86,19 @@ def test_layouts_that_transformers_does_not_cut_by(what: str, tmp_path: Path) ->
         with pytest.raises(LayoutError) as raised:
             check_layout(source.spec, layout)
         assert f"{what}; supported: " in str(raised.value)
-        assert "--engine transformers may run it, but cuts by cp and dp alone; set tp=1, pp=1 and ep=1" in str(
-            raised.value
+        assert (
+            "--engine transformers may run it, but cuts by cp and dp alone; set tp=1, pp=1 and ep=1"
+            in str(raised.value)
         )
         with pytest.raises(LayoutError, match="--engine transformers may run it"):
             backend_layout(source, layout, "transformers")
-    with pytest.raises(ModelError, match=r"supported: .*; rollout.backend=transformers may sample it"):
+    with pytest.raises(
+        ModelError, match=r"supported: .*; rollout.backend=transformers may sample it"
+    ):
         backend_layout(source, Layout(), "native")
-    with pytest.raises(ModelError, match=r"supported: .*; --engine transformers may run it, cut by cp and dp alone"):
+    with pytest.raises(
+        ModelError, match=r"supported: .*; --engine transformers may run it, cut by cp and dp alone"
+    ):
         Pretrained.open(tmp_path, "native")
 
 
@@ -95,9 +106,22 @@ def test_commands_and_library_say_so(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", hidden_act="gelu")
     data = write_rows(tmp_path / "rows.jsonl", [{"prompt": "2+2=", "completion": "4"}] * 2)
     told = "hidden_act is 'gelu'; supported: silu; so the transformers engine runs this model (--engine transformers)"
-    with pytest.warns(UserWarning, match="hidden_act is 'gelu'.* so the transformers engine runs"), one_rank():
+    with (
+        pytest.warns(UserWarning, match="hidden_act is 'gelu'.* so the transformers engine runs"),
+        one_rank(),
+    ):
         assert isinstance(from_pretrained(model, device="cpu").model.spec, TransformersSpec)
-    arguments = ["generate", "--model", model, "--data", data, "--out", tmp_path / "out.jsonl", "--max-new-tokens", 2]
+    arguments = [
+        "generate",
+        "--model",
+        model,
+        "--data",
+        data,
+        "--out",
+        tmp_path / "out.jsonl",
+        "--max-new-tokens",
+        2,
+    ]
     ended = here(*arguments)
     assert ended.code == 0 and told in ended.err
     recipe = write_recipe(tmp_path / "recipe.yaml", model, data)
@@ -109,5 +133,10 @@ def test_what_transformers_does_not_make_either(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model")
     file = model / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"hidden_act": "snake"}))
-    with one_rank(), pytest.raises(ModelError, match="hidden_act is 'snake'; supported: silu; the transformers engine"):
+    with (
+        one_rank(),
+        pytest.raises(
+            ModelError, match="hidden_act is 'snake'; supported: silu; the transformers engine"
+        ),
+    ):
         from_pretrained(model, device="cpu")

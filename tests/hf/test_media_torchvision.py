@@ -51,11 +51,17 @@ def save_watching(family: str, path: Path) -> Path:
     save_seeing(family, path)
     if family in GLM:  # whose processor has names of its own for the tokens
         for file in (*path.glob("*.json"), *path.glob("*.jinja")):
-            text = file.read_text().replace("'<|video_pad|>'", "'<|begin_of_video|><|video|><|end_of_video|>'")
-            file.write_text(text.replace("<|image_pad|>", "<|image|>").replace("<|video_pad|>", "<|video|>"))
+            text = file.read_text().replace(
+                "'<|video_pad|>'", "'<|begin_of_video|><|video|><|end_of_video|>'"
+            )
+            file.write_text(
+                text.replace("<|image_pad|>", "<|image|>").replace("<|video_pad|>", "<|video|>")
+            )
     processor, videos, (shortest, longest) = KINDS[family]
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|begin_of_image|>", "<|end_of_image|>"]})
+    tokenizer.add_special_tokens(
+        {"additional_special_tokens": ["<|begin_of_image|>", "<|end_of_image|>"]}
+    )
     size = {"shortest_edge": shortest, "longest_edge": longest}
     whole = vars_of(processor)(
         image_processor=transformers.AutoImageProcessor.from_pretrained(path),
@@ -76,10 +82,17 @@ def watching_rows(folder: Path) -> list[dict[str, Any]]:
     for number in range(FRAMES):
         (folder / f"{number}.png").write_bytes(encoded(picture(24, 16, number)))
     frames = [f"{number}.png" for number in range(FRAMES)]
-    film, still = {"type": "video", "video": frames, "fps": RATE}, {"type": "image", "path": "2.png"}
+    film, still = (
+        {"type": "video", "video": frames, "fps": RATE},
+        {"type": "image", "path": "2.png"},
+    )
     return [
         {"prompt": user(film, "what?"), "answer": 0},
-        {"prompt": user("a", still, "b", {"type": "video"}, still), "videos": [frames[:2]], "answer": 0},
+        {
+            "prompt": user("a", still, "b", {"type": "video"}, still),
+            "videos": [frames[:2]],
+            "answer": 0,
+        },
     ]
 
 
@@ -89,7 +102,9 @@ def test_rows_are_what_the_whole_processor_makes_of_them(family: str, tmp_path: 
     whole = transformers.AutoProcessor.from_pretrained(source.path)
     rows = watching_rows(tmp_path)
     data = write_rows(tmp_path / "rows.jsonl", rows)
-    found = load_prompts(data, load_tokenizer(source), Limits(1000), processor=load_processor(source))
+    found = load_prompts(
+        data, load_tokenizer(source), Limits(1000), processor=load_processor(source)
+    )
     still = [picture(24, 16, 2)] * 2
     for prompt, images, count in zip(found, (None, still), (FRAMES, 2), strict=True):
         text = whole.apply_chat_template(prompt.prompt, add_generation_prompt=True)
@@ -121,7 +136,8 @@ def read_by_transformers(whole: Any, model: Path, text: str) -> list[float]:
     frames = [picture(24, 16, number) for number in range(FRAMES)]
     options = {"do_sample_frames": False, "video_metadata": [metadata], "return_tensors": "pt"}
     return log_probs_of(
-        transformers.AutoModelForImageTextToText.from_pretrained(model), whole(text=[text], videos=[frames], **options)
+        transformers.AutoModelForImageTextToText.from_pretrained(model),
+        whole(text=[text], videos=[frames], **options),
     )
 
 
@@ -138,14 +154,19 @@ def test_scores_of_videos_are_those_of_transformers(family: str, tmp_path: Path)
     model = save_watching(family, tmp_path / "model")
     whole = transformers.AutoProcessor.from_pretrained(model)
     row = watching_rows(tmp_path)[0]
-    data = write_rows(tmp_path / "rows.jsonl", [{**row, "completion": "x"}, {"prompt": "a", "completion": "b"}])
+    data = write_rows(
+        tmp_path / "rows.jsonl", [{**row, "completion": "x"}, {"prompt": "a", "completion": "b"}]
+    )
     out = tmp_path / "out.jsonl"
     flags = ["--layout", "cp=2", "--tokens-per-batch", "256"]
-    assert {each.well for each in on_ranks(2, "score", "--model", model, "--data", data, "--out", out, *flags)} == {
-        True
-    }
+    assert {
+        each.well
+        for each in on_ranks(2, "score", "--model", model, "--data", data, "--out", out, *flags)
+    } == {True}
     bare = user({"type": "video"}, "what?")
-    expected = read_by_transformers(whole, model, whole.apply_chat_template(bare, add_generation_prompt=True) + "x")
+    expected = read_by_transformers(
+        whole, model, whole.apply_chat_template(bare, add_generation_prompt=True) + "x"
+    )
     for a, b in zip(read_rows(out)[0]["log_probs"], expected, strict=True):
         assert abs(a - b) <= MODEL_FP32 * max(1.0, abs(b))
 
@@ -158,7 +179,10 @@ def test_kimi_by_its_own_image_processor(tmp_path: Path) -> None:
     row = {"prompt": f"a{SEEN}b", "images": ["a.png"], "completion": "c"}
     data, out = write_rows(tmp_path / "rows.jsonl", [row, row]), tmp_path / "out.jsonl"
     assert {
-        each.well for each in on_ranks(2, "score", "--model", model, "--data", data, "--out", out, "--layout", "cp=2")
+        each.well
+        for each in on_ranks(
+            2, "score", "--model", model, "--data", data, "--out", out, "--layout", "cp=2"
+        )
     } == {True}
     log_probs, _ = Peer("kimi_k25", model).log_probs(f"a{SEEN}bc", [picture(30, 18)])
     for found in read_rows(out):

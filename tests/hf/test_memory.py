@@ -13,7 +13,14 @@ from dovetail.batch.packed import PackedBatch
 from dovetail.factory.engine import EngineOptions, from_pretrained
 from dovetail.hf.transformers_model import make_model
 from dovetail.parallel.layout import Layout
-from tests.distributed.test_weights_memory import LARGE, M_MMAP_THRESHOLD, MIB, PEAKS, resident, write_large
+from tests.distributed.test_weights_memory import (
+    LARGE,
+    M_MMAP_THRESHOLD,
+    MIB,
+    PEAKS,
+    resident,
+    write_large,
+)
 from tests.harness import run
 from tests.hf.families import TEXT, _make
 from tests.parity.configs import tiny_model
@@ -25,7 +32,9 @@ SHARE = 1.02  # of an even split, which the few statistics of a token are not pa
 
 
 def _load(source: Path, layout: Layout) -> dict[str, int]:
-    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MIB)  # give freed blocks back at once, so that only live ones count
+    ctypes.CDLL(None).mallopt(
+        M_MMAP_THRESHOLD, MIB
+    )  # give freed blocks back at once, so that only live ones count
     make_model(TEXT["llama"]().to_dict())  # what transformers' modules take is not the model's
     Path("/proc/self/clear_refs").write_text("5")  # forget the highest so far
     before = resident("VmRSS")
@@ -43,7 +52,9 @@ def _load(source: Path, layout: Layout) -> dict[str, int]:
         pytest.param(Layout(cp=2), True, 2048, marks=pytest.mark.soak),
     ],
 )
-def test_a_rank_pays_for_its_own_pieces(tmp_path: Path, layout: Layout, tied: bool, width: int) -> None:
+def test_a_rank_pays_for_its_own_pieces(
+    tmp_path: Path, layout: Layout, tied: bool, width: int
+) -> None:
     size = write_large(tmp_path / "source", tied=tied, hidden_size=width)
     tensor = 4 * width * max(LARGE["vocab_size"], LARGE["intermediate_size"])
     for figures in run(2, _load, tmp_path / "source", layout):
@@ -60,7 +71,9 @@ def _saved(folder: Path, layout: Layout, lengths: tuple[int, int]) -> float:
         kept: dict[int, tuple[torch.UntypedStorage, int]] = {}
 
         def pack(x: Tensor, kept: dict[int, tuple[torch.UntypedStorage, int]] = kept) -> Tensor:
-            storage = x.untyped_storage()  # held, since gathered weights are freed and their places used again
+            storage = (
+                x.untyped_storage()
+            )  # held, since gathered weights are freed and their places used again
             kept[storage._cdata] = (storage, storage.nbytes())
             return x
 

@@ -26,12 +26,32 @@ SIZES: dict[str, Any] = {
     **{"vocab_size": VOCAB, "hidden_size": 60, "intermediate_size": 72, "num_hidden_layers": 4},
     **{"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 24, "sliding_window": 5},
     **{"max_position_embeddings": 256, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
-    **{"num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1},
-    **{"topk_group": 1, "moe_intermediate_size": 24, "first_k_dense_replace": 1, "n_shared_experts": 1},
+    **{
+        "num_experts": 4,
+        "num_local_experts": 4,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+    },
+    **{
+        "topk_group": 1,
+        "moe_intermediate_size": 24,
+        "first_k_dense_replace": 1,
+        "n_shared_experts": 1,
+    },
     **{"moe_num_experts": 4, "moe_k": 2, "shared_expert_intermediate_size": 24},
-    **dict.fromkeys(("attention_dropout", "hidden_dropout", "residual_dropout", "resid_pdrop", "embd_pdrop"), 0.1),
+    **dict.fromkeys(
+        ("attention_dropout", "hidden_dropout", "residual_dropout", "resid_pdrop", "embd_pdrop"),
+        0.1,
+    ),
 }
-LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+LATENT = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+}
 LONGCAT = {  # its own names
     **{"num_layers": 2, "ffn_hidden_size": 72, "expert_ffn_hidden_size": 24},
     **{"moe_topk": 2, "zero_expert_num": 2, "head_dim": LATENT["qk_rope_head_dim"]},
@@ -50,8 +70,26 @@ FAMILIES = (
         "deepseek_v2",
         "deepseek_v3",
     ),
-    *("dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe", "flex_olmo", "gemma", "gemma3_text", "glm"),
-    *("glm4", "glm4_moe", "glm4_moe_lite", "granite", "granitemoe", "granitemoeshared", "hunyuan_v1_dense"),
+    *(
+        "dots1",
+        "ernie4_5",
+        "ernie4_5_moe",
+        "exaone4",
+        "exaone_moe",
+        "flex_olmo",
+        "gemma",
+        "gemma3_text",
+        "glm",
+    ),
+    *(
+        "glm4",
+        "glm4_moe",
+        "glm4_moe_lite",
+        "granite",
+        "granitemoe",
+        "granitemoeshared",
+        "hunyuan_v1_dense",
+    ),
     *(
         "hunyuan_v1_moe",
         "hy_v3",
@@ -65,7 +103,18 @@ FAMILIES = (
         "longcat_flash",
         "mellum",
     ),
-    *("minicpm3", "minimax_m2", "ministral", "ministral3", "olmo", "olmo2", "olmo3", "olmoe", "phi3", "phimoe"),
+    *(
+        "minicpm3",
+        "minimax_m2",
+        "ministral",
+        "ministral3",
+        "olmo",
+        "olmo2",
+        "olmo3",
+        "olmoe",
+        "phi3",
+        "phimoe",
+    ),
     *("qwen2_moe", "qwen3_moe", "seed_oss", "smollm3", "solar_open", "starcoder2", "youtu"),
 )
 # A bias that is not trained, names that transformers changes, with experts apart, too, and norms of all heads.
@@ -91,7 +140,8 @@ def small(family: str) -> PreTrainedConfig:
 
 
 @pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=() if name in QUICK else pytest.mark.soak) for name in FAMILIES]
+    "family",
+    [pytest.param(name, marks=() if name in QUICK else pytest.mark.soak) for name in FAMILIES],
 )
 def test_equals_transformers(family: str, tmp_path: Path) -> None:
     if family not in CONFIG_MAPPING:
@@ -102,18 +152,27 @@ def test_equals_transformers(family: str, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "model")
     write_outputs(model, tmp_path)
     as_stored(model, tmp_path)
-    ways: tuple[Recompute, ...] = ("none", "full") if model.supports_gradient_checkpointing else ("none",)
+    ways: tuple[Recompute, ...] = (
+        ("none", "full") if model.supports_gradient_checkpointing else ("none",)
+    )
     for recompute in ways:
         for found in run(1, figures, str(tmp_path), Layout(), recompute):
             check(found)
 
 
-@pytest.mark.parametrize("family", ["phi3", pytest.param("minicpm3", marks=pytest.mark.soak), "phimoe"])
+@pytest.mark.parametrize(
+    "family", ["phi3", pytest.param("minicpm3", marks=pytest.mark.soak), "phimoe"]
+)
 def test_tables_of_longrope_follow_each_sequence(family: str, tmp_path: Path) -> None:
     """In one batch lie sequences on both sides of the original length."""
     config = small(family).to_dict()
-    count = config.get("qk_rope_head_dim", config["hidden_size"] // config["num_attention_heads"]) // 2
-    factors = {"short_factor": [1.0 + i / 9 for i in range(count)], "long_factor": [2.0 + i / 3 for i in range(count)]}
+    count = (
+        config.get("qk_rope_head_dim", config["hidden_size"] // config["num_attention_heads"]) // 2
+    )
+    factors = {
+        "short_factor": [1.0 + i / 9 for i in range(count)],
+        "long_factor": [2.0 + i / 3 for i in range(count)],
+    }
     mscale = {"short_mscale": 1.1, "long_mscale": 1.3} if family == "phimoe" else {}
     rope = {
         "rope_type": "longrope",
@@ -154,7 +213,9 @@ def test_mistral_with_types_of_layers_is_ministral(tmp_path: Path) -> None:
     """So transformers reads a config.json, and its own Mistral has one window for all layers."""
     if "ministral" not in CONFIG_MAPPING:
         pytest.skip("this version of transformers has no ministral")
-    config = small("ministral").to_dict() | {"layer_types": ["sliding_attention", "full_attention"] * 2}
+    config = small("ministral").to_dict() | {
+        "layer_types": ["sliding_attention", "full_attention"] * 2
+    }
     model = tiny_model(AutoConfig.for_model(**config))
     model.save_pretrained(tmp_path / "model")
     file = tmp_path / "model/config.json"
@@ -169,10 +230,20 @@ def test_floats_that_json_has_no_words_for(tmp_path: Path) -> None:
     """Granite's hybrids say of their other layers that a time step has no end; all layers of some are attention."""
     if "granitemoehybrid" not in CONFIG_MAPPING:
         pytest.skip("this version of transformers has no granitemoehybrid")
-    sizes = {name: SIZES[name] for name in ("vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads")}
-    shape = {"mamba_n_heads": 4, "num_local_experts": 4, "shared_intermediate_size": 24, "intermediate_size": 24}
+    sizes = {
+        name: SIZES[name]
+        for name in ("vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads")
+    }
+    shape = {
+        "mamba_n_heads": 4,
+        "num_local_experts": 4,
+        "shared_intermediate_size": 24,
+        "intermediate_size": 24,
+    }
     kind = CONFIG_MAPPING["granitemoehybrid"]
-    model = tiny_model(kind(**sizes, **shape, num_hidden_layers=2, layer_types=["full_attention"] * 2))
+    model = tiny_model(
+        kind(**sizes, **shape, num_hidden_layers=2, layer_types=["full_attention"] * 2)
+    )
     model.save_pretrained(tmp_path / "model")
     assert "__float__" in (tmp_path / "model/config.json").read_text()
     write_outputs(model, tmp_path)

@@ -29,9 +29,23 @@ from dovetail.parallel.mesh import Mesh
 from tests.harness import run
 from tests.hf.families import TEXT, _make
 from tests.parity.configs import tiny, tiny_model
-from tests.parity.reference import GRAD, make_batch, objective, read_reference, value_objective, write_outputs
+from tests.parity.reference import (
+    GRAD,
+    make_batch,
+    objective,
+    read_reference,
+    value_objective,
+    write_outputs,
+)
 from tests.probe import PROBE, gradients
-from tests.tolerances import GRAD_RATIO_FP32, MODEL_FP32, STEP_BF16, max_abs, worst_error, worst_ratio
+from tests.tolerances import (
+    GRAD_RATIO_FP32,
+    MODEL_FP32,
+    STEP_BF16,
+    max_abs,
+    worst_error,
+    worst_ratio,
+)
 
 BUDGET = 80
 ODD = {"intermediate_size": 21, "num_experts": 4, "num_experts_per_tok": 2}
@@ -49,16 +63,25 @@ def figures(
     """How far one model on one layout is from its reference."""
     outputs, grads = read_reference(Path(folder))
     values = "values" in outputs
-    options = EngineOptions(optim=PROBE, tokens_per_batch=budget, engine="transformers", recompute=recompute)
+    options = EngineOptions(
+        optim=PROBE, tokens_per_batch=budget, engine="transformers", recompute=recompute
+    )
     path = Path(folder) / "model"
-    engine = from_pretrained(path, layout=layout, head="value" if values else "lm", device="cpu", options=options)
+    engine = from_pretrained(
+        path, layout=layout, head="value" if values else "lm", device="cpu", options=options
+    )
     batch = make()
     found = {"values": engine.values(batch)} if values else engine.score(batch)._asdict()
-    output = max(max_abs((x - outputs[name]) / outputs[name].abs().clamp(min=1.0)) for name, x in found.items())
+    output = max(
+        max_abs((x - outputs[name]) / outputs[name].abs().clamp(min=1.0))
+        for name, x in found.items()
+    )
     engine.train_step(batch, value_objective if values else objective)
     mine, stray = gradients(engine)
     streamed, stored = dict(engine.weights()), load_file(path / "model.safetensors")
-    equal = streamed.keys() == stored.keys() and all(torch.equal(streamed[name], x) for name, x in stored.items())
+    equal = streamed.keys() == stored.keys() and all(
+        torch.equal(streamed[name], x) for name, x in stored.items()
+    )
     trained = {name: mine[name] for name in grads}
     return {
         "output": output,
@@ -101,14 +124,23 @@ def check(found: dict[str, float]) -> None:
 
 
 @pytest.mark.parametrize(
-    "layout", ["dp=1", "cp=2", *(pytest.param(name, marks=pytest.mark.soak) for name in ("cp=2,dp=2", "cp=4", "cp=8"))]
+    "layout",
+    [
+        "dp=1",
+        "cp=2",
+        *(pytest.param(name, marks=pytest.mark.soak) for name in ("cp=2,dp=2", "cp=4", "cp=8")),
+    ],
 )
 def test_every_family_equals_transformers(references: dict[str, Path], layout: str) -> None:
     """Policies on one rank, critics over cp; of gemma3 there is no critic."""
     parsed = Layout.parse(layout)
     for name, folder in references.items():
         quick = layout in ("dp=1", "cp=2")
-        if not quick or name == "gemma3-lm" or name.endswith({"dp=1": "-lm", "cp=2": "-value"}[layout]):
+        if (
+            not quick
+            or name == "gemma3-lm"
+            or name.endswith({"dp=1": "-lm", "cp=2": "-value"}[layout])
+        ):
             for found in run(parsed.num_ranks, figures, str(folder), parsed):
                 check(found)
 
@@ -126,10 +158,15 @@ def test_ranks_to_a_sequence_and_replicas(references: dict[str, Path]) -> None:
         ("gemma3-lm", "product"),
         ("qwen3-value", "gather"),
         *(pytest.param("gemma3-lm", mode, marks=pytest.mark.soak) for mode in ("auto", "gather")),
-        *(pytest.param("qwen3-value", mode, marks=pytest.mark.soak) for mode in ("auto", "product")),
+        *(
+            pytest.param("qwen3-value", mode, marks=pytest.mark.soak)
+            for mode in ("auto", "product")
+        ),
     ],
 )
-def test_four_ranks_to_a_sequence_in_every_mode(references: dict[str, Path], name: str, mode: str) -> None:
+def test_four_ranks_to_a_sequence_in_every_mode(
+    references: dict[str, Path], name: str, mode: str
+) -> None:
     for found in run(4, figures, str(references[name]), Layout(cp=4, cp_mode=mode)):
         check(found)
 
@@ -142,9 +179,15 @@ def test_recomputing_changes_nothing(references: dict[str, Path], recompute: Rec
 
 
 @pytest.mark.parametrize(
-    "make", [_make(Starcoder2Config, residual_dropout=0.2, embedding_dropout=0.2), _make(MixtralConfig, **NOISY)]
+    "make",
+    [
+        _make(Starcoder2Config, residual_dropout=0.2, embedding_dropout=0.2),
+        _make(MixtralConfig, **NOISY),
+    ],
 )
-def test_recomputing_lets_no_noise_of_training_in(make: Callable[[], PreTrainedConfig], tmp_path: Path) -> None:
+def test_recomputing_lets_no_noise_of_training_in(
+    make: Callable[[], PreTrainedConfig], tmp_path: Path
+) -> None:
     """Dropout that is not a module, and a router that is shaken: blocks are in training mode, nothing in them is."""
     model = tiny_model(make())
     model.save_pretrained(tmp_path / "model")
@@ -182,7 +225,9 @@ def test_recomputing_warns_of_nothing() -> None:
     config = TEXT["llama"]().to_dict()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        TransformersModel(transformers_spec(config), config, Mesh.solo(), KernelSet(), recompute="full")
+        TransformersModel(
+            transformers_spec(config), config, Mesh.solo(), KernelSet(), recompute="full"
+        )
 
 
 def test_a_mutation_is_noticed(references: dict[str, Path]) -> None:
@@ -193,7 +238,9 @@ def test_a_mutation_is_noticed(references: dict[str, Path]) -> None:
 
 def mixed_up(folder: str) -> float:
     outputs, _ = read_reference(Path(folder))
-    engine = from_pretrained(Path(folder) / "model", device="cpu", options=EngineOptions(engine="transformers"))
+    engine = from_pretrained(
+        Path(folder) / "model", device="cpu", options=EngineOptions(engine="transformers")
+    )
     with torch.no_grad():
         for shard in engine.optimizer.shards:
             if shard.name == "model.layers.1.mlp.down_proj.weight":

@@ -26,7 +26,9 @@ from tests.parity.configs import MAX_POSITIONS, VOCAB, tiny, tiny_configs, tiny_
 from tests.tolerances import MODEL_FP32
 
 PROMPTS = [Prompt(0, (3, 4, 5, 6)), Prompt(1, (9,)), Prompt(5, (7, 8, 9, 10, 11, 12, 13))]
-PARAMS = SamplingParams(samples=3, max_new_tokens=9, seed=7, step=2, stop_ids=(1, 2, 11, 30, 50, 90))
+PARAMS = SamplingParams(
+    samples=3, max_new_tokens=9, seed=7, step=2, stop_ids=(1, 2, 11, 30, 50, 90)
+)
 BESIDE: Rows = ((2, CLIP, 3, SMALL, 2), (3, SMALL, 5), (2, FILM, 4), (7,))
 
 
@@ -41,7 +43,9 @@ def sampled(path: Path, backend: Backend) -> tuple[list[Completion], float]:
     prompts = {prompt.row: prompt.ids for prompt in PROMPTS}
     stats = engine.score(PackedBatch.pack([(*prompts[c.row], *c.ids) for c in found]))
     worst = 0.0
-    rows = zip(found, stats.logprob.split([len(prompts[c.row]) + len(c.ids) for c in found]), strict=True)
+    rows = zip(
+        found, stats.logprob.split([len(prompts[c.row]) + len(c.ids) for c in found]), strict=True
+    )
     for c, scored in rows:
         first = len(prompts[c.row]) - 1
         mine = torch.tensor(c.log_probs)
@@ -62,7 +66,11 @@ def test_equals_the_embedded_sampler(name: str, tmp_path: Path) -> None:
         assert distance <= MODEL_FP32
 
 
-ODD = {"intermediate_size": 21, "num_experts": 4, "num_experts_per_tok": 2}  # no width for torch's grouped products
+ODD = {
+    "intermediate_size": 21,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+}  # no width for torch's grouped products
 
 
 def test_experts_of_any_width(tmp_path: Path) -> None:
@@ -75,7 +83,9 @@ def test_experts_of_any_width(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["gemma3_text", "phimoe"])
 def test_a_family_that_only_transformers_knows(family: str, tmp_path: Path) -> None:
     """One of them lists its tensors under other names."""
-    tiny_model(TEXT["gemma3"]() if family == "gemma3_text" else small(family)).save_pretrained(tmp_path)
+    tiny_model(TEXT["gemma3"]() if family == "gemma3_text" else small(family)).save_pretrained(
+        tmp_path
+    )
     ((found, distance),) = run(1, sampled, tmp_path, "transformers")
     assert len(found) == 9
     assert distance <= MODEL_FP32
@@ -86,11 +96,15 @@ def test_a_family_that_only_transformers_knows(family: str, tmp_path: Path) -> N
 
 def test_rope_by_length_is_refused_beyond_its_trained_positions() -> None:
     """A wave's tables would follow its longest row."""
-    sampler = TransformersSampler(tiny_configs()["llama_longrope"].to_dict(), Mesh.solo(), torch.float32)
+    sampler = TransformersSampler(
+        tiny_configs()["llama_longrope"].to_dict(), Mesh.solo(), torch.float32
+    )
     sampler.refill(sampler.model.state_dict().items())
     prompts = [Prompt(0, (3,) * 50)]
     assert len(sampler.sample(prompts, SamplingParams(max_new_tokens=MAX_POSITIONS - 50))) == 1
-    with pytest.raises(ModelError, match=f"beyond {MAX_POSITIONS} positions rope_type 'longrope' changes the keys"):
+    with pytest.raises(
+        ModelError, match=f"beyond {MAX_POSITIONS} positions rope_type 'longrope' changes the keys"
+    ):
         sampler.sample(prompts, SamplingParams(max_new_tokens=MAX_POSITIONS - 49))
 
 
@@ -98,28 +112,45 @@ def chosen_by(path: Path, backend: Backend, layout: Layout) -> dict[str, torch.T
     """The biases of a bfloat16 sampler's routers after a refill from a bfloat16 engine."""
     source = Pretrained.open(path, "native" if backend == "native" else "transformers")
     options = EngineOptions(engine="native" if backend == "native" else "transformers")
-    engine = from_pretrained(path, layout=layout, device="cpu", dtype=torch.bfloat16, options=options)
+    engine = from_pretrained(
+        path, layout=layout, device="cpu", dtype=torch.bfloat16, options=options
+    )
     within = backend_layout(source, engine.mesh.layout, backend)
     sampler = make_sampler(source, make_mesh(within, torch.device("cpu")), torch.bfloat16, backend)
     sampler.refill(engine.weights(sampler.dtype))
-    return {name: x for name, x in sampler.model.named_buffers() if name.endswith("e_score_correction_bias")}
+    return {
+        name: x
+        for name, x in sampler.model.named_buffers()
+        if name.endswith("e_score_correction_bias")
+    }
 
 
 @pytest.mark.parametrize(
     ("backend", "layout"),
-    [("native", Layout()), ("native", Layout(pp=2)), ("transformers", Layout()), ("transformers", None)],
+    [
+        ("native", Layout()),
+        ("native", Layout(pp=2)),
+        ("transformers", Layout()),
+        ("transformers", None),
+    ],
 )
-def test_what_routers_choose_by_is_not_rounded(backend: Backend, layout: Layout | None, tmp_path: Path) -> None:
+def test_what_routers_choose_by_is_not_rounded(
+    backend: Backend, layout: Layout | None, tmp_path: Path
+) -> None:
     """Biases far from 0 differ by less than bfloat16 tells apart."""
     config = small("deepseek_v3" if layout else "dots1")
     config.attention_dropout = 0.0
     model = tiny_model(config)
-    listed = {name: x for name, x in model.named_buffers() if name.endswith("e_score_correction_bias")}
+    listed = {
+        name: x for name, x in model.named_buffers() if name.endswith("e_score_correction_bias")
+    }
     assert listed
     for number, bias in enumerate(listed.values()):
         bias.copy_(5.0 + 0.01 * torch.arange(len(bias)) + 0.001 * number)
     model.save_pretrained(tmp_path)
-    for found in run(1 if layout is None else layout.pp, chosen_by, tmp_path, backend, layout or Layout()):
+    for found in run(
+        1 if layout is None else layout.pp, chosen_by, tmp_path, backend, layout or Layout()
+    ):
         assert found.keys() == listed.keys()
         assert all(torch.equal(found[name], bias) for name, bias in listed.items())
 
@@ -127,12 +158,19 @@ def test_what_routers_choose_by_is_not_rounded(backend: Backend, layout: Layout 
 def test_the_config_has_no_say_in_what_is_drawn() -> None:
     """Its end ends nothing that the call does not end, and its options of `generate` do nothing."""
     plain, ended = (tiny_model(TEXT["gemma3"]()) for _ in range(2))
-    vars(ended.config).update(eos_token_id=list(range(40, 90)), guidance_scale=2.0, min_new_tokens=9)
+    vars(ended.config).update(
+        eos_token_id=list(range(40, 90)), guidance_scale=2.0, min_new_tokens=9
+    )
     found = []
     for model in (plain, ended):
         sampler = TransformersSampler(model.config.to_dict(), Mesh.solo(), torch.float32)
         sampler.refill(model.state_dict().items())
-        found.append([sampler.sample(PROMPTS, replace(PARAMS, stop_ids=stops)) for stops in ((), PARAMS.stop_ids)])
+        found.append(
+            [
+                sampler.sample(PROMPTS, replace(PARAMS, stop_ids=stops))
+                for stops in ((), PARAMS.stop_ids)
+            ]
+        )
     assert found[0] == found[1]
 
 
@@ -145,7 +183,9 @@ def sighted(family: str, folder: Path) -> tuple[list[Prompt], list[Completion], 
     sampler.refill(engine.weights(sampler.dtype))
     rows = enumerate(zip(batch.tokens.split(batch.lengths), batch.media, strict=True))
     prompts = [Prompt(row, ids.tolist(), media) for row, (ids, media) in rows]
-    found = sampler.sample(prompts, replace(PARAMS, samples=2, max_new_tokens=5, banned_ids=tuple(range(WORDS, VOCAB))))
+    found = sampler.sample(
+        prompts, replace(PARAMS, samples=2, max_new_tokens=5, banned_ids=tuple(range(WORDS, VOCAB)))
+    )
     whole = [Sequence((*prompts[c.row].ids, *c.ids), media=prompts[c.row].media) for c in found]
     stats = engine.score(PackedBatch.pack(whole))
     worst = 0.0
@@ -159,7 +199,9 @@ def sighted(family: str, folder: Path) -> tuple[list[Prompt], list[Completion], 
 def test_images_beside_videos_whose_tokens_are_images(family: str, tmp_path: Path) -> None:
     """Also in one row; transformers itself takes images or videos, not both."""
     ((prompts, found, distance),) = run(1, sighted, family, tmp_path)
-    kinds = [set(prompt.media or ()) & {"pixel_values", "pixel_values_videos"} for prompt in prompts]
+    kinds = [
+        set(prompt.media or ()) & {"pixel_values", "pixel_values_videos"} for prompt in prompts
+    ]
     assert sorted(map(len, kinds)) == [0, 1, 1, 1, 2]
     assert len(found) == 2 * len(prompts)
     assert distance <= MODEL_FP32

@@ -25,7 +25,9 @@ def curve(path: Path, engine: EngineName, layout: Layout, rate: float = 1e-3) ->
     options = EngineOptions(optim=OptimSettings(lr=rate), tokens_per_batch=56, engine=engine)
     model = from_pretrained(path, layout=layout, device="cpu", options=options)
     reports = [model.train_step(ragged(step), SFTLoss()) for step in range(STEPS)]
-    return torch.tensor([[report.loss, report.grad_norm] for report in reports], dtype=torch.float64)
+    return torch.tensor(
+        [[report.loss, report.grad_norm] for report in reports], dtype=torch.float64
+    )
 
 
 @pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.soak), "qwen2_tied"])
@@ -35,4 +37,6 @@ def test_both_engines_learn_alike(name: str, tmp_path: Path) -> None:
     for found in run(2, curve, tmp_path, "transformers", Layout(cp=2)):
         assert float(((found - expected) / expected).abs().max()) <= CURVE_FP32
     (other,) = run(1, curve, tmp_path, "transformers", Layout(), 1.1e-3)
-    assert float(((other - expected) / expected).abs().max()) > CURVE_FP32, "the mutation: another rate shows"
+    assert float(((other - expected) / expected).abs().max()) > CURVE_FP32, (
+        "the mutation: another rate shows"
+    )

@@ -21,7 +21,18 @@ from tests.checkpoints import assert_same_tensors, tensors_of
 from tests.commands.program import here, on_ranks
 from tests.harness import run
 from tests.hf.families import VISION
-from tests.hf.sights import CLIP, SMALL, TALL, TEXT, WIDE, alone, logits_of, sights, tiny_sighted, write_sights
+from tests.hf.sights import (
+    CLIP,
+    SMALL,
+    TALL,
+    TEXT,
+    WIDE,
+    alone,
+    logits_of,
+    sights,
+    tiny_sighted,
+    write_sights,
+)
 from tests.hf.test_parity import check, figures
 from tests.parity.reference import objective, read_reference
 from tests.probe import PROBE, gradients
@@ -45,14 +56,23 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def compare(
-    seen: dict[str, Path], name: str, layout: Layout, recompute: Recompute = "none", budget: int = BUDGET
+    seen: dict[str, Path],
+    name: str,
+    layout: Layout,
+    recompute: Recompute = "none",
+    budget: int = BUDGET,
 ) -> None:
     make = partial(sights, name.removesuffix("-value"))
     for found in run(layout.num_ranks, figures, str(seen[name]), layout, recompute, make, budget):
         check(found)
 
 
-NOT_BELOW = ("qwen2_vl", "qwen2_5_vl", "glm4v_moe", "qwen3_vl-value")  # the others are compared over cp by tests below
+NOT_BELOW = (
+    "qwen2_vl",
+    "qwen2_5_vl",
+    "glm4v_moe",
+    "qwen3_vl-value",
+)  # the others are compared over cp by tests below
 
 
 @pytest.mark.parametrize(
@@ -65,7 +85,9 @@ NOT_BELOW = ("qwen2_vl", "qwen2_5_vl", "glm4v_moe", "qwen3_vl-value")  # the oth
         ),
     ],
 )
-def test_every_family_equals_transformers(seen: dict[str, Path], layout: str, names: tuple[str, ...]) -> None:
+def test_every_family_equals_transformers(
+    seen: dict[str, Path], layout: str, names: tuple[str, ...]
+) -> None:
     for name in names:
         compare(seen, name, Layout.parse(layout))
 
@@ -105,7 +127,9 @@ def looks(folder: Path, layout: Layout, batch: PackedBatch, budget: int = BUDGET
     return found
 
 
-@pytest.mark.parametrize("layout", [pytest.param(Layout(dp=4), marks=pytest.mark.soak), Layout(cp=2, dp=2)], ids=str)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(Layout(dp=4), marks=pytest.mark.soak), Layout(cp=2, dp=2)], ids=str
+)
 def test_every_rank_looks_once_a_micro_batch(seen: dict[str, Path], layout: Layout) -> None:
     """Whatever there is to see: so FSDP2's collectives are equally many and in the same order everywhere."""
     calls = run(4, looks, seen["qwen2_5_vl"], layout, sights("qwen2_5_vl", LONELY), TIGHT)
@@ -128,7 +152,10 @@ def test_the_tower_of_a_rank_sees_its_share(seen: dict[str, Path]) -> None:
 def test_dealing_is_even_and_loses_nothing() -> None:
     patches = [5, 1, 9, 2, 2, 7, 3, 3]
     owners = balance_images(patches, 3)
-    loads = [sum(n for n, owner in zip(patches, owners, strict=True) if owner == rank) for rank in range(3)]
+    loads = [
+        sum(n for n, owner in zip(patches, owners, strict=True) if owner == rank)
+        for rank in range(3)
+    ]
     assert max(loads) - min(loads) <= 2
     assert balance_images([], 2) == []
 
@@ -151,7 +178,10 @@ def mixed_up(folder: Path) -> list[float]:
     outputs, _ = read_reference(folder)
     engine = engine_of(folder)
     found = []
-    for part in ("visual.patch_embed.proj.weight", "visual.deepstack_merger_list.1.linear_fc2.weight"):
+    for part in (
+        "visual.patch_embed.proj.weight",
+        "visual.deepstack_merger_list.1.linear_fc2.weight",
+    ):
         with torch.no_grad():
             for shard in engine.optimizer.shards:
                 if shard.name.endswith(part):
@@ -171,13 +201,21 @@ def save(folder: Path, target: Path, layout: Layout) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["qwen2_5_vl", "qwen3_vl_moe", *(pytest.param(n, marks=pytest.mark.soak) for n in ("glm4v_moe", "kimi_k25"))],
+    [
+        "qwen2_5_vl",
+        "qwen3_vl_moe",
+        *(pytest.param(n, marks=pytest.mark.soak) for n in ("glm4v_moe", "kimi_k25")),
+    ],
 )
-def test_a_checkpoint_comes_back_as_it_was(seen: dict[str, Path], name: str, tmp_path: Path) -> None:
+def test_a_checkpoint_comes_back_as_it_was(
+    seen: dict[str, Path], name: str, tmp_path: Path
+) -> None:
     """Under the names that it lists, on two ranks and through the sharded format; transformers loads it."""
     run(2, save, seen[name], tmp_path / "saved", Layout(cp=2))
     assert_same_tensors(tensors_of(tmp_path / "saved"), tensors_of(seen[name] / "model"))
-    ended = on_ranks(2, "convert", seen[name] / "model", tmp_path / "cut", "--to", "sharded", "--layout", "dp=2")
+    ended = on_ranks(
+        2, "convert", seen[name] / "model", tmp_path / "cut", "--to", "sharded", "--layout", "dp=2"
+    )
     assert {each.code for each in ended} == {0}, ended
     assert here("convert", tmp_path / "cut", tmp_path / "back", "--to", "hf").code == 0
     assert_same_tensors(tensors_of(tmp_path / "back"), tensors_of(seen[name] / "model"))
@@ -192,7 +230,8 @@ def test_experts_that_a_checkpoint_has_turned(seen: dict[str, Path], tmp_path: P
     shutil.copytree(seen["qwen3_vl_moe"] / "model", turned)
     shutil.copy(seen["qwen3_vl_moe"] / "expected.safetensors", tmp_path)
     tensors = {
-        name: x.transpose(1, 2).contiguous() if ".experts." in name else x for name, x in tensors_of(turned).items()
+        name: x.transpose(1, 2).contiguous() if ".experts." in name else x
+        for name, x in tensors_of(turned).items()
     }
     save_file(tensors, turned / "model.safetensors", metadata={"format": "pt"})
     compare({TURNED: tmp_path}, TURNED, Layout(cp=2))
@@ -203,7 +242,9 @@ def test_experts_that_a_checkpoint_has_turned(seen: dict[str, Path], tmp_path: P
 def half(folder: Path, layout: Layout, name: str) -> Tensor:
     options = EngineOptions(tokens_per_batch=BUDGET)
     path = folder / "model"
-    engine = from_pretrained(path, layout=layout, dtype=torch.bfloat16, device="cpu", options=options)
+    engine = from_pretrained(
+        path, layout=layout, dtype=torch.bfloat16, device="cpu", options=options
+    )
     return engine.score(sights(name)).logprob
 
 
@@ -217,7 +258,9 @@ def test_bfloat16_is_as_near_as_that_of_transformers(seen: dict[str, Path]) -> N
         model = tiny_sighted(name)
         torch.nn.Module.to(model, torch.bfloat16)
         with torch.no_grad():
-            logits = torch.cat([logits_of(model, halved(inputs)) for inputs in alone(name)]).to(torch.float32)
+            logits = torch.cat([logits_of(model, halved(inputs)) for inputs in alone(name)]).to(
+                torch.float32
+            )
         stats = (logits / batch.fields["temperature"][:, None]).log_softmax(-1)
         theirs.append((stats.gather(-1, batch.targets[:, None])[:, 0] - exact)[batch.mask].abs())
         (found, _) = run(2, half, seen[name], Layout(cp=2), name)
@@ -227,4 +270,6 @@ def test_bfloat16_is_as_near_as_that_of_transformers(seen: dict[str, Path]) -> N
 
 
 def halved(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: x.to(torch.bfloat16) if name.startswith("pixel") else x for name, x in inputs.items()}
+    return {
+        name: x.to(torch.bfloat16) if name.startswith("pixel") else x for name, x in inputs.items()
+    }

@@ -38,7 +38,9 @@ SYNCS = "tests/fault/test_syncs.py"  # of a room whose other tests take long
 ALIKE = "test_micro_batches_of_one_shape_are_told_apart"
 QUICK_MARKS = "not soak and not gpu"
 OPTIONS = ("-x", "-q", "-k", "not sleep", "-p", "no:cacheprovider")  # no clocks
-LIMIT = 1800.0  # seconds for one mutant; a rank that hangs ends long before, by the harness's own limit
+LIMIT = (
+    1800.0  # seconds for one mutant; a rank that hangs ends long before, by the harness's own limit
+)
 CAUGHT = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
 CAUSE = re.compile(r"^E +(\S.*)", re.MULTILINE)
 FIGURE = re.compile(r"(\w+)=([^ ,)]+)")
@@ -48,7 +50,7 @@ BOUNDS = {"ratio": GRAD_RATIO_FP32, "stray": EXACT}
 
 @dataclass(frozen=True)
 class Mutant:
-    """A planted bug: one changed line of the package. test: the one that is known to notice it."""
+    """A planted bug: one changed statement of the package. test: the one that is known to notice it."""
 
     name: str
     kind: str
@@ -78,8 +80,13 @@ class Outcome:
     def row(self) -> str:
         caught, found = "**nobody**", ""
         if self.failure:
-            caught, found = f"`{self.failure.test.removeprefix('tests/')}`", self.failure.found.replace("|", "/")
-        return f"| {self.mutant.name} | {self.mutant.kind} | {caught} | {found} | {self.seconds:.0f} |"
+            caught, found = (
+                f"`{self.failure.test.removeprefix('tests/')}`",
+                self.failure.found.replace("|", "/"),
+            )
+        return (
+            f"| {self.mutant.name} | {self.mutant.kind} | {caught} | {found} | {self.seconds:.0f} |"
+        )
 
 
 def mutants() -> list[Mutant]:
@@ -117,7 +124,11 @@ def selection() -> list[str]:
     """The matrix of `make test` from few ranks to many, then the rooms' other tests."""
     layouts = sorted((layout for layout, *_ in QUICK), key=lambda layout: layout.num_ranks)
     cases = [f"{MATRIX}::test_equals_one_rank[{name_of(layout)}]" for layout in layouts]
-    files = [path.relative_to(ROOT).as_posix() for room in ROOMS for path in sorted((ROOT / room).glob("test_*.py"))]
+    files = [
+        path.relative_to(ROOT).as_posix()
+        for room in ROOMS
+        for path in sorted((ROOT / room).glob("test_*.py"))
+    ]
     first, last = f"{MATRIX}::test_a_step_is_adamws_and_decays_matrices_alone", f"{MATRIX}::{ALIKE}"
     return [first, *cases, last, *(f for f in files if f != MATRIX), SYNCS]
 
@@ -133,7 +144,9 @@ def first_failure(tree: Path, tests: Sequence[str]) -> Failure | None:
     return Failure(failures[0], cause(text)) if failures else None
 
 
-def run_tests(tree: Path, tests: Sequence[str], marks: str = QUICK_MARKS, limit: float = LIMIT) -> tuple[int, str]:
+def run_tests(
+    tree: Path, tests: Sequence[str], marks: str = QUICK_MARKS, limit: float = LIMIT
+) -> tuple[int, str]:
     """pytest's exit code and output, up to the first failure.
 
     Leaves none of its processes, whatever they wait for. TimeoutExpired: it did not end within `limit` seconds.
@@ -142,7 +155,12 @@ def run_tests(tree: Path, tests: Sequence[str], marks: str = QUICK_MARKS, limit:
     command = [sys.executable, "-m", "pytest", *OPTIONS, "-m", marks, *tests]
     with tempfile.TemporaryFile("w+") as output:
         run = subprocess.Popen(
-            command, cwd=tree, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            cwd=tree,
+            env=env,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
         try:
             code = run.wait(limit)
@@ -158,12 +176,18 @@ def cause(text: str) -> str:
     """What a failed test found: which of the matrix's figures are too large, or the error that ended it."""
     lines = CAUSE.findall(text)
     figures = next((line for line in lines if "Figures(" in line), "")
-    wrong = [name for name, value in FIGURE.findall(figures) if not float(value) <= BOUNDS.get(name, SUM_ORDER)]
+    wrong = [
+        name
+        for name, value in FIGURE.findall(figures)
+        if not float(value) <= BOUNDS.get(name, SUM_ORDER)
+    ]
     if wrong:
         return ", ".join(wrong)
     errors = [line for line in lines if re.match(r"[\w.]*(Error|Failed|Exception)\b", line)]
     late = [line for line in lines if LATE.search(line)]
-    return re.sub(r"/\S+/", "", (late or errors[-1:] or lines[:1] or ["?"])[0])[:90]  # without a folder of this run
+    return re.sub(r"/\S+/", "", (late or errors[-1:] or lines[:1] or ["?"])[0])[
+        :90
+    ]  # without a folder of this run
 
 
 def outcome(mutant: Mutant, tests: Sequence[str]) -> Outcome:
@@ -200,8 +224,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help="names, or their beginnings")
     parser.add_argument("--write", action="store_true", help="write RESULTS.md")
-    parser.add_argument("--first", nargs="+", default=[], metavar="TEST", help="tests that run before the others")
-    parser.add_argument("--jobs", type=int, default=1, help="how many run at a time, each in a copy of its own")
+    parser.add_argument(
+        "--first", nargs="+", default=[], metavar="TEST", help="tests that run before the others"
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="how many run at a time, each in a copy of its own"
+    )
     parser.add_argument("--clean", action="store_true", help="first run everything without any bug")
     args = parser.parse_args()
     chosen = [m for m in mutants() if not args.names or m.name.startswith(tuple(args.names))]

@@ -181,7 +181,9 @@ def main() -> int:
     parser.add_argument("--packages", nargs="+", required=True, help="packages of dovetail")
     parser.add_argument("--count", type=int, required=True, help="how many bugs to draw")
     parser.add_argument("--seed", type=int, default=0, help="of the draw (default 0)")
-    parser.add_argument("--seconds", type=float, default=300.0, help="of tests for each (default 300)")
+    parser.add_argument(
+        "--seconds", type=float, default=300.0, help="of tests for each (default 300)"
+    )
     parser.add_argument("--soak", action="store_true", help="soak tests for what nobody noticed")
     args = parser.parse_args()
     os.nice(19)

@@ -43,7 +43,9 @@ def test_every_operator_changes_what_runs() -> None:
     told = {(change.operator, change.old, change.new) for change in found}
     assert told >= FOUND
     assert {old for operator, old, _ in told if operator == "and/or"} == {"x < 3 and not wide"}
-    assert {old for operator, old, _ in told if operator == "arithmetic"} == {'min(x, -1) + len("gr\u00f6\u00dfe")'}
+    assert {old for operator, old, _ in told if operator == "arithmetic"} == {
+        'min(x, -1) + len("gr\u00f6\u00dfe")'
+    }
     assert not [change for change in found if "ValueError" in change.old or change.old[0] == '"']
 
 
@@ -58,11 +60,18 @@ def test_a_draw_is_of_its_seed() -> None:
         ast.parse(change.apply(source))
 
 
-def test_near_tests_come_first_within_the_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_near_tests_come_first_within_the_seconds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And of those as near the short ones; test_mutants.py notices every change of its lines."""
     matrix, losses, weights, own = (
         f"tests/{name}.py"
-        for name in ("distributed/test_matrix", "unit/test_losses", "distributed/test_weights", "mutants/test_mutants")
+        for name in (
+            "distributed/test_matrix",
+            "unit/test_losses",
+            "distributed/test_weights",
+            "mutants/test_mutants",
+        )
     )
     seconds = {matrix: 20.0, losses: 2.0, weights: 15.0, own: 1.0}
     monkeypatch.setattr(sweep, "reached", lambda _: {weights: 2, matrix: 1, losses: 1, own: 1})
@@ -107,13 +116,17 @@ def test_a_sweep_goes_on_where_it_ended(tmp_path: Path, monkeypatch: pytest.Monk
     assert ["test" in record for record in records] == [False, True, False]
     records[0]["equivalent"] = "never reached"
     told = sweep.table(records)
-    assert "1 of 2 caught by `make test`, 1 with `make soak`; 1 of 3 drawn change no result." in told
+    assert (
+        "1 of 2 caught by `make test`, 1 with `make soak`; 1 of 3 drawn change no result." in told
+    )
     assert told.count("**nobody**") == 1 and "unit/test_x.py::test_y" in told
     with pytest.raises(SystemExit):
         run(3, "--seed", "5")
 
 
-def test_a_test_that_fails_without_the_bug_notices_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_test_that_fails_without_the_bug_notices_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The bug is in the copy while its tests run, and not when they are asked again."""
     (tmp_path / "a.py").write_text("x = 1 < 2\n")
     change = changes("x = 1 < 2\n")[0]
@@ -131,5 +144,7 @@ def test_a_test_that_fails_without_the_bug_notices_nothing(tmp_path: Path, monke
     monkeypatch.setattr(sweep, "verdict", verdict)
     found = sweep.examined(tmp_path, "a.py", change, 9.0, "")
     assert [planted for planted, _ in asked] == [True, False, True, False]
-    assert found["test"] == "tests/test_good.py::test_b" and found["broken"] == [f"{broken}::test_a"]
+    assert found["test"] == "tests/test_good.py::test_b" and found["broken"] == [
+        f"{broken}::test_a"
+    ]
     assert (tmp_path / "a.py").read_text() == "x = 1 < 2\n"

@@ -30,7 +30,9 @@ from tools.npu_signatures import DOCUMENTS, FUNCTIONS, LIBRARY, OPERATIONS, read
 Op = Callable[[KernelSet, Tensor, Tensor, Tensor], Tensor]
 T, H, G, C = 12, 4, 2, 8
 SPANS = Spans(torch.tensor([0, 5, 5, 6, T]), (5, 0, 1, 6))
-LATER = Spans(torch.tensor([0, 5, 7, 9, 18]), (5, 2, 2, 9))  # keys of which the queries are the last ones
+LATER = Spans(
+    torch.tensor([0, 5, 7, 9, 18]), (5, 2, 2, 9)
+)  # keys of which the queries are the last ones
 ENDS = torch.tensor([0, 7, 7, T], dtype=torch.int32)
 EXPERTS = torch.tensor([[3, 1], [0, 3], [1, 0]]).repeat(T // 3, 1)
 ENDS_OF_COPIES = [8, 16, 16, 24]
@@ -50,13 +52,22 @@ def _moved(kernels: KernelSet, x: Tensor, weights: Tensor) -> Tensor:
 
 
 CASES: dict[str, tuple[str, Op]] = {
-    "rms_norm of tokens": ("npu_rms_norm", lambda k, q, _, w: k.rms_norm(q.flatten(1), w.flatten()[: H * C], 1e-5)),
+    "rms_norm of tokens": (
+        "npu_rms_norm",
+        lambda k, q, _, w: k.rms_norm(q.flatten(1), w.flatten()[: H * C], 1e-5),
+    ),
     "rms_norm of heads": ("npu_rms_norm", lambda k, q, _, w: k.rms_norm(q, w.flatten()[:C], 1e-6)),
     "rope": ("npu_rotary_mul", lambda k, q, _, w: _rope(k, q, w, C)),
     "rope of a part": ("npu_rotary_mul", lambda k, q, _, w: _rope(k, q, w, C // 2)),
     "swiglu": ("npu_swiglu", lambda k, q, _, w: k.swiglu(torch.cat((q, w[:T]), -1))),
-    "attention": ("npu_fusion_attention", lambda k, q, kv, w: k.attention(q, kv[:T], w[:T, :G], SPANS, SPANS)),
-    "attention to more keys": ("npu_fusion_attention", lambda k, q, kv, w: k.attention(q, kv, w[:, :G], SPANS, LATER)),
+    "attention": (
+        "npu_fusion_attention",
+        lambda k, q, kv, w: k.attention(q, kv[:T], w[:T, :G], SPANS, SPANS),
+    ),
+    "attention to more keys": (
+        "npu_fusion_attention",
+        lambda k, q, kv, w: k.attention(q, kv, w[:, :G], SPANS, LATER),
+    ),
     "attention in a window": (
         "npu_fusion_attention",
         lambda k, q, kv, w: k.attention(q, kv[:T], w[:T, :G], SPANS, SPANS, 3),
@@ -70,7 +81,10 @@ CASES: dict[str, tuple[str, Op]] = {
         lambda k, q, _, w: k.grouped_mm(q.flatten(1), w.flatten()[:512].view(4, 32, 4), ENDS),
     ),
     "permute": ("npu_moe_token_permute", lambda k, q, _, w: _moved(k, q.flatten(1), w[:T, 0, :2])),
-    "unpermute": ("npu_moe_token_unpermute", lambda k, q, _, w: _moved(k, q.flatten(1), w[:T, 0, :2])),
+    "unpermute": (
+        "npu_moe_token_unpermute",
+        lambda k, q, _, w: _moved(k, q.flatten(1), w[:T, 0, :2]),
+    ),
 }
 
 
@@ -81,7 +95,9 @@ def test_operation(case: str) -> None:
     draw = torch.Generator().manual_seed(0)
     shapes = ((T, H, C), (18, G, C), (18, H, C))  # of queries, keys and of what else there is
     inputs = [torch.randn(shape, generator=draw).requires_grad_() for shape in shapes]
-    ours, theirs = (op(kernels, *inputs) for kernels in (npu_kernels(ops, torch.device("cpu")), KernelSet()))
+    ours, theirs = (
+        op(kernels, *inputs) for kernels in (npu_kernels(ops, torch.device("cpu")), KernelSet())
+    )
     assert ops.calls[name] > 0
     assert_close(ours, theirs, OP_FP32)
     up = torch.randn(theirs.shape, generator=draw)
@@ -109,14 +125,22 @@ def test_what_the_operations_do_not_take_is_the_references() -> None:
     x = torch.randn(5, 8, dtype=torch.float64)
     assert_close(kernels.rms_norm(x, x[0], 1e-6), reference.rms_norm(x, x[0], 1e-6), EXACT)
     assert kernels.swiglu(torch.empty(0, 8)).shape == (0, 4)
-    assert kernels.grouped_mm(torch.empty(0, 4), torch.randn(2, 4, 3), torch.tensor([0, 0])).shape == (0, 3)
+    assert kernels.grouped_mm(
+        torch.empty(0, 4), torch.randn(2, 4, 3), torch.tensor([0, 0])
+    ).shape == (0, 3)
     y, some = torch.randn(T, 8), EXPERTS.clamp(max=2)  # expert 3 is nowhere
     copies, rows, ends = kernels.permute(y, some, 2, 16)
     assert len(copies) == 16 and ends.tolist() == [8, 16]
     weights = torch.randn(T, 2)
-    assert_close(kernels.unpermute(copies, rows, weights), y * (weights * (some < 2)).sum(1, keepdim=True), OP_FP32)
+    assert_close(
+        kernels.unpermute(copies, rows, weights),
+        y * (weights * (some < 2)).sum(1, keepdim=True),
+        OP_FP32,
+    )
     places = rows.view(T, 2)
-    assert_close(kernels.unpermute(copies, places, None), y * (some < 2).sum(1, keepdim=True), OP_FP32)
+    assert_close(
+        kernels.unpermute(copies, places, None), y * (some < 2).sum(1, keepdim=True), OP_FP32
+    )
     assert not ops.calls
 
 
@@ -148,12 +172,18 @@ def _step(model: StagedModel) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("make", "name", "used"),
     [
-        (_native, "qwen3_window", {"npu_fusion_attention", "npu_rms_norm", "npu_rotary_mul", "npu_swiglu"}),
+        (
+            _native,
+            "qwen3_window",
+            {"npu_fusion_attention", "npu_rms_norm", "npu_rotary_mul", "npu_swiglu"},
+        ),
         (_native, "apertus", {"npu_fusion_attention", "npu_rms_norm", "npu_rotary_mul"}),
         (_foreign, "gemma3", {"npu_fusion_attention"}),
     ],
 )
-def test_whole_model(make: Callable[[str, KernelSet], StagedModel], name: str, used: set[str]) -> None:
+def test_whole_model(
+    make: Callable[[str, KernelSet], StagedModel], name: str, used: set[str]
+) -> None:
     ops = StandIn()
     ours = _step(make(name, npu_kernels(ops, torch.device("cpu"))))
     assert set(ops.calls) == used
@@ -173,7 +203,9 @@ def test_describe_names_the_chosen() -> None:
         lambda ops, x: ops.npu_rms_norm(x, x[0].double()),
         lambda ops, x: ops.npu_swiglu(x, "last"),
         lambda ops, x: ops.npu_rotary_mul(x, x, x),  # three dims short
-        lambda ops, x: ops.npu_fusion_attention(x[:, None], x[:, None], x[:, None], 1, "TND", window=3),
+        lambda ops, x: ops.npu_fusion_attention(
+            x[:, None], x[:, None], x[:, None], 1, "TND", window=3
+        ),
         lambda ops, x: ops.npu_grouped_matmul(x, [x]),
         lambda ops, x: ops.npu_no_such_operation(x),
     ],
@@ -188,9 +220,18 @@ def test_signatures_are_read_from_a_wheel(tmp_path: Path) -> None:
     wheel = tmp_path / "torch_npu-9.9.9-cp311-cp311-any.whl"
     schemas = [schema for found in SIGNATURES.values() for schema in found["schemas"]]
     with zipfile.ZipFile(wheel, "w") as file:
-        file.writestr(FUNCTIONS, "".join(f"- func: {schema}\n  impl_ns: op_api\n" for schema in schemas))
+        file.writestr(
+            FUNCTIONS, "".join(f"- func: {schema}\n  impl_ns: op_api\n" for schema in schemas)
+        )
         file.writestr(DOCUMENTS, json.dumps(OPERATIONS))
-        nodes = ["FusionAttention", "MoeTokenPermute", "MoeTokenUnpermute", "RmsNorm", "RotaryMul", "Swiglu"]
+        nodes = [
+            "FusionAttention",
+            "MoeTokenPermute",
+            "MoeTokenUnpermute",
+            "RmsNorm",
+            "RotaryMul",
+            "Swiglu",
+        ]
         file.writestr(LIBRARY, "\0".join(f"Npu{node}Backward0" for node in nodes))
     assert read_wheel(wheel) == {"torch_npu": "9.9.9", "operations": SIGNATURES}
     with zipfile.ZipFile(wheel, "a") as file, pytest.warns(UserWarning, match="Duplicate"):

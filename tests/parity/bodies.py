@@ -14,7 +14,14 @@ from dovetail.engine.native import Engine
 from dovetail.factory.engine import EngineOptions, from_pretrained
 from dovetail.optim.optimizer import Shard
 from dovetail.parallel.layout import Layout
-from tests.parity.reference import LENGTHS, Separable, make_batch, objective, read_reference, value_objective
+from tests.parity.reference import (
+    LENGTHS,
+    Separable,
+    make_batch,
+    objective,
+    read_reference,
+    value_objective,
+)
 from tests.probe import PROBE, gradients
 from tests.tolerances import max_abs, worst_error, worst_ratio
 
@@ -37,7 +44,9 @@ class Figures:
     mutants: dict[str, float]  # the same measure with a planted defect
 
 
-def compare(folders: dict[str, Path], layout: Layout, unharmed: Container[str] = ()) -> dict[str, Figures]:
+def compare(
+    folders: dict[str, Path], layout: Layout, unharmed: Container[str] = ()
+) -> dict[str, Figures]:
     """Every model of `folders` on one layout, against what `write_reference` wrote. No defect is planted in `unharmed`, and on
     several ranks the objective of these is of whole sequences or of tokens, in turn.
     """
@@ -49,21 +58,31 @@ def compare(folders: dict[str, Path], layout: Layout, unharmed: Container[str] =
     return found
 
 
-def _compare_one(folder: Path, layout: Layout, losses: tuple[LossFn, ...], *, harm: bool) -> Figures:
+def _compare_one(
+    folder: Path, layout: Layout, losses: tuple[LossFn, ...], *, harm: bool
+) -> Figures:
     outputs, grads = read_reference(folder)
     values = "values" in outputs
     options = EngineOptions(optim=PROBE, tokens_per_batch=BUDGET)
     engine = from_pretrained(
-        folder / "model", layout=layout, head="value" if values else "lm", device="cpu", options=options
+        folder / "model",
+        layout=layout,
+        head="value" if values else "lm",
+        device="cpu",
+        options=options,
     )
     batch = make_batch()
     loss: Any = value_objective if values else objective
-    figures = Figures(_output_error(engine, outputs), 0.0, 0.0, 0.0, 0.0, 0.0, _stream_error(engine, folder), {})
+    figures = Figures(
+        _output_error(engine, outputs), 0.0, 0.0, 0.0, 0.0, 0.0, _stream_error(engine, folder), {}
+    )
     norm = float(torch.stack([g.square().sum() for g in grads.values()]).sum().sqrt())
     for each in (loss,) if values else losses:
         report = engine.train_step(batch, each)
         found, stray = gradients(engine)
-        figures.loss = max(figures.loss, abs(report.loss - outputs["loss"].item()) / max(1.0, abs(report.loss)))
+        figures.loss = max(
+            figures.loss, abs(report.loss - outputs["loss"].item()) / max(1.0, abs(report.loss))
+        )
         figures.norm = max(figures.norm, abs(report.grad_norm / norm - 1.0))
         figures.grad = max(figures.grad, worst_error(found, grads)[0])
         figures.ratio = max(figures.ratio, worst_ratio(found, grads)[0])
@@ -91,7 +110,11 @@ def _output_error(engine: Engine, outputs: dict[str, Tensor]) -> float:
     few = batch.select(FEW)
     worst = 0.0
     for asked, at in ((batch, slice(None)), (few, batch.token_index(FEW))):
-        found = {"values": engine.values(asked)} if "values" in outputs else engine.score(asked)._asdict()
+        found = (
+            {"values": engine.values(asked)}
+            if "values" in outputs
+            else engine.score(asked)._asdict()
+        )
         for name, tensor in found.items():
             expected = outputs[name][at]
             worst = max(worst, max_abs((tensor - expected) / expected.abs().clamp(min=1.0)))

@@ -32,15 +32,20 @@ from transformers import (
 from dovetail.hf.transformers_model import group_even_experts
 
 VOCAB = 131
-MAX_POSITIONS = (
-    64  # of the variants whose tables follow each sequence's length: sequences of tests lie on both sides of it
-)
-PADS = (66, 130)  # ids that sequences of tests have; transformers does not train a pad's row where it is looked up
+MAX_POSITIONS = 64  # of the variants whose tables follow each sequence's length: sequences of tests lie on both sides of it
+PADS = (
+    66,
+    130,
+)  # ids that sequences of tests have; transformers does not train a pad's row where it is looked up
 ODD = 93  # a width of MLPs that no tp divides
-NORM_EPS = 1e-3  # no family's default, nor that of MLA's latent norms: a norm with another eps shows
+NORM_EPS = (
+    1e-3  # no family's default, nor that of MLA's latent norms: a norm with another eps shows
+)
 WINDOW = 5  # of the windowed variants: shorter than the sequences that tests use
 
-EXPERTS: Mapping[str, Any] = MappingProxyType({"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24})
+EXPERTS: Mapping[str, Any] = MappingProxyType(
+    {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+)
 
 
 def latent() -> dict[str, Any]:
@@ -86,7 +91,12 @@ class Configs(Mapping[str, PreTrainedConfig]):
 
 def tiny_configs() -> Configs:
     """Every dense variant by name."""
-    yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+    yarn = {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+    }
     llama3 = {
         "rope_type": "llama3",
         "rope_theta": 10000.0,
@@ -102,22 +112,37 @@ def tiny_configs() -> Configs:
         "short_factor": [1.0, 1.1, 1.5, 2.0],
         "long_factor": [1.2, 2.5, 6.0, 16.0],
     }
-    windowed = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1, "num_hidden_layers": 3}
+    windowed = {
+        "use_sliding_window": True,
+        "sliding_window": WINDOW,
+        "max_window_layers": 1,
+        "num_hidden_layers": 3,
+    }
     mixed = ["sliding_attention", "full_attention"]
     return Configs(
         {
             "apertus": partial(tiny, ApertusConfig, rope_parameters=llama3, pad_token_id=PADS[0]),
             "apertus_biases": partial(
-                tiny, ApertusConfig, rope_parameters=llama3, attention_bias=True, num_key_value_heads=8
+                tiny,
+                ApertusConfig,
+                rope_parameters=llama3,
+                attention_bias=True,
+                num_key_value_heads=8,
             ),
             "llama": partial(tiny, LlamaConfig),
-            "llama_tied": partial(tiny, LlamaConfig, tie_word_embeddings=True, pad_token_id=PADS[0]),
-            "llama_biases": partial(tiny, LlamaConfig, attention_bias=True, mlp_bias=True, intermediate_size=ODD),
+            "llama_tied": partial(
+                tiny, LlamaConfig, tie_word_embeddings=True, pad_token_id=PADS[0]
+            ),
+            "llama_biases": partial(
+                tiny, LlamaConfig, attention_bias=True, mlp_bias=True, intermediate_size=ODD
+            ),
             "llama_all_kv_heads": partial(tiny, LlamaConfig, num_key_value_heads=8),
             "llama_one_kv_head": partial(tiny, LlamaConfig, num_key_value_heads=1),
             "llama_head_dim": partial(tiny, LlamaConfig, head_dim=16),
             "llama_linear": partial(
-                tiny, LlamaConfig, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+                tiny,
+                LlamaConfig,
+                rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0},
             ),
             "llama_dynamic": partial(
                 tiny,
@@ -132,14 +157,21 @@ def tiny_configs() -> Configs:
             "mistral": partial(tiny, MistralConfig, sliding_window=None),
             "mistral_window": partial(tiny, MistralConfig, sliding_window=WINDOW),
             "qwen2": partial(tiny, Qwen2Config),
-            "qwen2_tied": partial(tiny, Qwen2Config, tie_word_embeddings=True, pad_token_id=PADS[1]),
+            "qwen2_tied": partial(
+                tiny, Qwen2Config, tie_word_embeddings=True, pad_token_id=PADS[1]
+            ),
             "qwen2_window": partial(tiny, Qwen2Config, **windowed),
-            "qwen2_yarn": partial(tiny, Qwen2Config, rope_parameters={**yarn, "mscale": 0.7, "mscale_all_dim": 1.3}),
+            "qwen2_yarn": partial(
+                tiny, Qwen2Config, rope_parameters={**yarn, "mscale": 0.7, "mscale_all_dim": 1.3}
+            ),
             "qwen3": partial(tiny, Qwen3Config, head_dim=16, pad_token_id=PADS[1]),
             "qwen3_tied": partial(tiny, Qwen3Config, head_dim=16, tie_word_embeddings=True),
             "qwen3_biases": partial(tiny, Qwen3Config, head_dim=16, attention_bias=True),
             "qwen3_window": partial(
-                tiny, Qwen3Config, head_dim=16, **{**windowed, "num_hidden_layers": 2, "layer_types": mixed}
+                tiny,
+                Qwen3Config,
+                head_dim=16,
+                **{**windowed, "num_hidden_layers": 2, "layer_types": mixed},
             ),
         }
     )
@@ -147,7 +179,12 @@ def tiny_configs() -> Configs:
 
 def moe_configs() -> Configs:
     """The same of mixtures of experts and latent attention: expert counts that 2 and 4 divide, dense layers between."""
-    yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+    yarn = {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+    }
     return Configs(
         {
             "deepseek_v2": partial(
@@ -165,14 +202,22 @@ def moe_configs() -> Configs:
             "deepseek_v3_halves": partial(
                 tiny,
                 DeepseekV3Config,
-                **{**latent(), "q_lora_rank": None, "num_hidden_layers": 2, "qk_nope_head_dim": 5, "v_head_dim": 24},
+                **{
+                    **latent(),
+                    "q_lora_rank": None,
+                    "num_hidden_layers": 2,
+                    "qk_nope_head_dim": 5,
+                    "v_head_dim": 24,
+                },
                 n_group=1,
                 topk_group=1,
                 rope_interleave=False,
                 rope_parameters={**yarn, "mscale": 0.7, "mscale_all_dim": 1.3},
             ),
             "mixtral": partial(tiny, MixtralConfig, num_local_experts=8, intermediate_size=32),
-            "mixtral_window": partial(tiny, MixtralConfig, num_local_experts=4, sliding_window=WINDOW),
+            "mixtral_window": partial(
+                tiny, MixtralConfig, num_local_experts=4, sliding_window=WINDOW
+            ),
             "qwen2_moe": partial(
                 tiny,
                 Qwen2MoeConfig,
@@ -190,10 +235,18 @@ def moe_configs() -> Configs:
                 tie_word_embeddings=True,
             ),
             "qwen3_moe": partial(
-                tiny, Qwen3MoeConfig, **{**EXPERTS, "moe_intermediate_size": 23}, head_dim=16, norm_topk_prob=True
+                tiny,
+                Qwen3MoeConfig,
+                **{**EXPERTS, "moe_intermediate_size": 23},
+                head_dim=16,
+                norm_topk_prob=True,
             ),
             "qwen3_moe_many": partial(
-                tiny, Qwen3MoeConfig, **{**EXPERTS, "num_experts": 64}, head_dim=16, attention_bias=True
+                tiny,
+                Qwen3MoeConfig,
+                **{**EXPERTS, "num_experts": 64},
+                head_dim=16,
+                attention_bias=True,
             ),
         }
     )
@@ -209,7 +262,9 @@ def tiny_model(config: PreTrainedConfig, *, seed: int = 0, values: bool = False)
         if values:
             config.num_labels, config.classifier_dropout = 1, 0.0
         kind = AutoModelForTokenClassification if values else AutoModelForCausalLM
-        model: PreTrainedModel = kind.from_config(config, dtype=torch.float32, attn_implementation="eager")
+        model: PreTrainedModel = kind.from_config(
+            config, dtype=torch.float32, attn_implementation="eager"
+        )
         group_even_experts(model)
         with torch.no_grad():
             for parameter in model.parameters():
@@ -221,7 +276,11 @@ def tiny_model(config: PreTrainedConfig, *, seed: int = 0, values: bool = False)
 
 
 def save_tiny(
-    config: PreTrainedConfig, path: Path, dtype: torch.dtype = torch.float32, seed: int = 0, **save: Any
+    config: PreTrainedConfig,
+    path: Path,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    **save: Any,
 ) -> PreTrainedModel:
     """Write `tiny_model(config)` in `dtype` as an HF directory and return it, rounded to what was written.
 

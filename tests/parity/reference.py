@@ -21,7 +21,9 @@ HOLES = (4, 5, 20)  # packed positions that are attended to and predicted, but n
 GRAD = "grad."
 
 
-def write_reference(name: str, folder: Path, *, values: bool = False, dtype: torch.dtype = torch.float32) -> Path:
+def write_reference(
+    name: str, folder: Path, *, values: bool = False, dtype: torch.dtype = torch.float32
+) -> Path:
     """Write a tiny model and, beside it, what transformers makes of it in `dtype`: `model/`, `expected.safetensors`."""
     model = tiny_model((tiny_configs() | moe_configs())[name], values=values)
     model.save_pretrained(folder / "model")
@@ -32,15 +34,22 @@ def write_reference(name: str, folder: Path, *, values: bool = False, dtype: tor
 def write_outputs(model: PreTrainedModel, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
     """Write what transformers makes of the batch beside a model that is there already."""
     batch = make_batch(dtype)
-    found = outputs_of(model, torch.cat([model(row[None]).logits[0] for row in rows_of(batch)]), batch)
-    save_file({key: tensor.detach().contiguous() for key, tensor in found.items()}, folder / "expected.safetensors")
+    found = outputs_of(
+        model, torch.cat([model(row[None]).logits[0] for row in rows_of(batch)]), batch
+    )
+    save_file(
+        {key: tensor.detach().contiguous() for key, tensor in found.items()},
+        folder / "expected.safetensors",
+    )
     return folder
 
 
 def read_reference(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """(outputs, gradients by name) that `write_reference` wrote."""
     found = load_file(folder / "expected.safetensors")
-    grads = {name.removeprefix(GRAD): tensor for name, tensor in found.items() if name.startswith(GRAD)}
+    grads = {
+        name.removeprefix(GRAD): tensor for name, tensor in found.items() if name.startswith(GRAD)
+    }
     return {name: tensor for name, tensor in found.items() if not name.startswith(GRAD)}, grads
 
 
@@ -63,7 +72,9 @@ def rows_of(batch: PackedBatch) -> list[Tensor]:
 def objective(stats: TokenStats, batch: PackedBatch) -> Loss:
     """The objective of the counted tokens. Sequences are whole, unless it is called through `Separable`."""
     w0, w1 = batch.fields["w0"], batch.fields["w1"]
-    return Loss((w0 * stats.logprob + w1 * stats.entropy + stats.logprob**2 / 20).sum(), batch.mask.sum())
+    return Loss(
+        (w0 * stats.logprob + w1 * stats.entropy + stats.logprob**2 / 20).sum(), batch.mask.sum()
+    )
 
 
 def value_objective(values: Tensor, batch: PackedBatch) -> Loss:
@@ -91,7 +102,10 @@ def outputs_of(model: nn.Module, logits: Tensor, batch: PackedBatch) -> dict[str
         entropy = -(logprobs.exp() * logprobs).sum(-1)
         stats = TokenStats(logprobs.gather(-1, batch.targets[:, None])[:, 0] * keep, entropy * keep)
         outputs = stats._asdict()
-        loss = objective(TokenStats(stats.logprob[keep], stats.entropy[keep]), batch.compact(keep.nonzero()[:, 0]))
+        loss = objective(
+            TokenStats(stats.logprob[keep], stats.entropy[keep]),
+            batch.compact(keep.nonzero()[:, 0]),
+        )
     (loss.total / loss.count).backward()
     grads = {GRAD + name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return {**outputs, "loss": (loss.total / loss.count).reshape(1), **grads}

@@ -29,7 +29,9 @@ def test_written_checkpoints_are_read_and_can_be_cut(name: str, tmp_path: Path) 
 
 
 def test_no_config_is_shared() -> None:
-    assert all(a is not b for a, b in zip(tiny_configs().values(), tiny_configs().values(), strict=True))
+    assert all(
+        a is not b for a, b in zip(tiny_configs().values(), tiny_configs().values(), strict=True)
+    )
 
 
 @pytest.mark.parametrize(
@@ -45,12 +47,18 @@ def test_no_config_is_shared() -> None:
 )
 def test_options_change_the_forward_pass(name: str, plain: str, length: int) -> None:
     """With the same weights; otherwise parity on the variant would prove nothing."""
-    assert not torch.equal(logits(tiny_model(tiny_configs()[name]), length), logits(like(name, plain), length))
+    assert not torch.equal(
+        logits(tiny_model(tiny_configs()[name]), length), logits(like(name, plain), length)
+    )
 
 
-@pytest.mark.parametrize(("name", "plain"), [("llama_dynamic", "llama"), ("mistral_window", "mistral")])
+@pytest.mark.parametrize(
+    ("name", "plain"), [("llama_dynamic", "llama"), ("mistral_window", "mistral")]
+)
 def test_short_sequences_do_not_reach_the_option(name: str, plain: str) -> None:
-    assert torch.equal(logits(tiny_model(tiny_configs()[name]), WINDOW), logits(like(name, plain), WINDOW))
+    assert torch.equal(
+        logits(tiny_model(tiny_configs()[name]), WINDOW), logits(like(name, plain), WINDOW)
+    )
 
 
 def like(name: str, plain: str) -> PreTrainedModel:

@@ -38,10 +38,14 @@ def ours(folder: Path, layout: Layout, names: tuple[str, ...]) -> dict[str, Flat
     found = {}
     for name in names:
         options = EngineOptions(optim=PROBE, tokens_per_batch=640)
-        engine = from_pretrained(folder / name, layout=layout, dtype=torch.bfloat16, device="cpu", options=options)
+        engine = from_pretrained(
+            folder / name, layout=layout, dtype=torch.bfloat16, device="cpu", options=options
+        )
         found[name] = engine.score(batch())._asdict()
         engine.train_step(batch(), objective)
-        found[name]["gradient"] = torch.cat([g.flatten() for _, g in sorted(gradients(engine)[0].items())])
+        found[name]["gradient"] = torch.cat(
+            [g.flatten() for _, g in sorted(gradients(engine)[0].items())]
+        )
     return found
 
 
@@ -49,13 +53,21 @@ def theirs(model: PreTrainedModel, stats_dtype: torch.dtype = torch.float32) -> 
     """transformers in the model's dtype; statistics of its logits in `stats_dtype`."""
     packed = batch()
     keep = packed.mask
-    logprobs = torch.cat([model(row[None]).logits[0] for row in rows_of(packed)]).to(stats_dtype).log_softmax(-1)
+    logprobs = (
+        torch.cat([model(row[None]).logits[0] for row in rows_of(packed)])
+        .to(stats_dtype)
+        .log_softmax(-1)
+    )
     entropy = -(logprobs.exp() * logprobs).sum(-1) * keep
     stats = TokenStats(logprobs.gather(-1, packed.targets[:, None])[:, 0] * keep, entropy)
-    loss = objective(TokenStats(stats.logprob[keep], stats.entropy[keep]), packed.compact(keep.nonzero()[:, 0]))
+    loss = objective(
+        TokenStats(stats.logprob[keep], stats.entropy[keep]), packed.compact(keep.nonzero()[:, 0])
+    )
     (loss.total / loss.count).backward()
     grads = [p.grad.flatten() for _, p in sorted(model.named_parameters())]
-    return {name: x.detach() for name, x in stats._asdict().items()} | {"gradient": torch.cat(grads)}
+    return {name: x.detach() for name, x in stats._asdict().items()} | {
+        "gradient": torch.cat(grads)
+    }
 
 
 @pytest.fixture(scope="module")
@@ -84,11 +96,17 @@ def references(folder: Path) -> Callable[[str], tuple[Flat, Flat]]:
     [
         ("dp=1", NAMES[:2]),
         ("tp=2,dp=2", FEW),
-        *(pytest.param(layout, NAMES, marks=pytest.mark.soak) for layout in ("dp=1", "tp=2,dp=2", "pp=2,cp=2")),
+        *(
+            pytest.param(layout, NAMES, marks=pytest.mark.soak)
+            for layout in ("dp=1", "tp=2,dp=2", "pp=2,cp=2")
+        ),
     ],
 )
 def test_error_is_at_most_that_of_transformers(
-    folder: Path, references: Callable[[str], tuple[Flat, Flat]], layout: str, names: tuple[str, ...]
+    folder: Path,
+    references: Callable[[str], tuple[Flat, Flat]],
+    layout: str,
+    names: tuple[str, ...],
 ) -> None:
     """Mean and 99th percentile of log-probs, entropies and all gradients."""
     parsed = Layout.parse(layout)
@@ -96,20 +114,28 @@ def test_error_is_at_most_that_of_transformers(
     for name in names:
         exact, half = references(name)
         for what, expected in exact.items():
-            allowed, got = permute_tokens(half[what], expected), permute_tokens(found[name][what], expected)
+            allowed, got = (
+                permute_tokens(half[what], expected),
+                permute_tokens(found[name][what], expected),
+            )
             for kind, here, there in zip(("mean", "99th percentile"), got, allowed, strict=True):
                 assert 0.0 < here <= HALF_SHARE * there, (
                     f"{name}: {kind} error of {what} {here:.2e}, theirs {there:.2e}"
                 )
 
 
-def test_statistics_in_bfloat16_would_be_noticed(folder: Path, references: Callable[[str], tuple[Flat, Flat]]) -> None:
+def test_statistics_in_bfloat16_would_be_noticed(
+    folder: Path, references: Callable[[str], tuple[Flat, Flat]]
+) -> None:
     """The mutation: the same logits, but their log-softmax and entropy in half precision."""
     model = save_tiny(tiny_configs()["llama"], folder / "llama")
     wrong = theirs(torch.nn.Module.to(model, torch.bfloat16), torch.bfloat16)
     exact, half = references("llama")
     for what in ("logprob", "entropy"):
-        assert permute_tokens(wrong[what], exact[what])[0] > HALF_SHARE * permute_tokens(half[what], exact[what])[0]
+        assert (
+            permute_tokens(wrong[what], exact[what])[0]
+            > HALF_SHARE * permute_tokens(half[what], exact[what])[0]
+        )
 
 
 def permute_tokens(x: Tensor, exact: Tensor) -> tuple[float, float]:

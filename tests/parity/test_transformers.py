@@ -25,24 +25,64 @@ CRITICS = tuple(VALUES + name for name in FAMILIES)
 HARMED = ("apertus", "llama", "llama_biases", "llama_one_kv_head", "qwen2_tied", CRITICS[2])
 
 WHOLE_HEADS = (
-    *("llama_linear", "llama_dynamic", "llama_longrope", "llama_llama3", "llama_yarn", "llama_partial"),
+    *(
+        "llama_linear",
+        "llama_dynamic",
+        "llama_longrope",
+        "llama_llama3",
+        "llama_yarn",
+        "llama_partial",
+    ),
     *("qwen2_yarn", "qwen2_window", "qwen3_window"),
 )
 SQUARE = ("llama", "qwen2")  # on tp=2,dp=2 instead of tp=2
 LIKE_OTHERS = (  # cut by tp as others are
-    *("apertus_biases", "llama_all_kv_heads", "llama_head_dim", "mistral", "mistral_window", "qwen3", "qwen3_tied"),
+    *(
+        "apertus_biases",
+        "llama_all_kv_heads",
+        "llama_head_dim",
+        "mistral",
+        "mistral_window",
+        "qwen3",
+        "qwen3_tied",
+    ),
 )
 QUICK = {
     "tp=1,dp=1": (*tiny_configs(), CRITICS[0]),
-    "tp=2,dp=1": (*(name for name in tiny_configs() if name not in (*WHOLE_HEADS, *SQUARE, *LIKE_OTHERS)), CRITICS[0]),
+    "tp=2,dp=1": (
+        *(name for name in tiny_configs() if name not in (*WHOLE_HEADS, *SQUARE, *LIKE_OTHERS)),
+        CRITICS[0],
+    ),
     "tp=2,dp=2": (*SQUARE, CRITICS[3]),
     "pp=2": (
-        *("apertus_biases", "llama", "llama_all_kv_heads", "llama_biases", "llama_dynamic", "llama_linear"),
+        *(
+            "apertus_biases",
+            "llama",
+            "llama_all_kv_heads",
+            "llama_biases",
+            "llama_dynamic",
+            "llama_linear",
+        ),
         *("qwen2", "qwen3_biases", "qwen3_tied", *CRITICS[1:3], CRITICS[4]),
     ),
     "cp=2": (
-        *("apertus", "llama_tied", "llama_head_dim", "llama_partial", "llama_one_kv_head", "llama_longrope"),
-        *("llama_llama3", "llama_yarn", "mistral_window", "qwen2_window", "qwen2_yarn", "qwen3", "qwen3_window"),
+        *(
+            "apertus",
+            "llama_tied",
+            "llama_head_dim",
+            "llama_partial",
+            "llama_one_kv_head",
+            "llama_longrope",
+        ),
+        *(
+            "llama_llama3",
+            "llama_yarn",
+            "mistral_window",
+            "qwen2_window",
+            "qwen2_yarn",
+            "qwen3",
+            "qwen3_window",
+        ),
         CRITICS[0],
     ),
     "pp=2,dp=2": ("mistral", "qwen2_tied", CRITICS[3]),
@@ -68,7 +108,9 @@ class References(dict[str, Path]):
 
     def __missing__(self, name: str) -> Path:
         where = self.folder / name.replace(" ", "_")
-        self[name] = write_reference(name.removeprefix(VALUES), where, values=name.startswith(VALUES))
+        self[name] = write_reference(
+            name.removeprefix(VALUES), where, values=name.startswith(VALUES)
+        )
         return self[name]
 
 
@@ -90,7 +132,10 @@ def test_parity(references: References, layout: str) -> None:
 @pytest.mark.parametrize("layout", PRODUCT)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_parity_of_the_whole_product(references: References, family: str, layout: str) -> None:
-    check({name: references[name] for name in ALL if name.removeprefix(VALUES).startswith(family)}, layout)
+    check(
+        {name: references[name] for name in ALL if name.removeprefix(VALUES).startswith(family)},
+        layout,
+    )
 
 
 def test_the_batch_has_the_ids_whose_rows_are_not_trained() -> None:
@@ -106,12 +151,16 @@ def test_every_variant_meets_pp_or_cp() -> None:
 def check(folders: dict[str, Path], layout: str, unharmed: Collection[str] = ()) -> None:
     """Every rank's figures hold, and would not if a weight, a sum or a copy were wrong."""
     parsed = Layout.parse(layout)
-    for rank, figures in enumerate(run(parsed.num_ranks, compare, folders, parsed, unharmed, timeout=PATIENCE)):
+    for rank, figures in enumerate(
+        run(parsed.num_ranks, compare, folders, parsed, unharmed, timeout=PATIENCE)
+    ):
         for name, found in figures.items():
             for what, figure, limit in limits(found):
                 assert figure <= limit, f"{name}, rank {rank}: {what} {figure:.2e} > {limit:.0e}"
             for defect, figure in found.mutants.items():
-                assert figure > MODEL_FP32, f"{name}, rank {rank}: nobody notices that {defect} ({figure:.2e})"
+                assert figure > MODEL_FP32, (
+                    f"{name}, rank {rank}: nobody notices that {defect} ({figure:.2e})"
+                )
 
 
 def limits(found: Figures) -> list[tuple[str, float, float]]:

@@ -25,7 +25,9 @@ from tests.remote.json_schema import problems
 HERE = Path(__file__).parent
 VOCABULARY = 24
 Logits = Callable[[Sequence[int]], Sequence[float]]
-Experts = Callable[[Sequence[int]], Any]  # of ids, each routed: an array [ids, layers, experts of a token]
+Experts = Callable[
+    [Sequence[int]], Any
+]  # of ids, each routed: an array [ids, layers, experts of a token]
 
 
 def hashed_logits(ids: Sequence[int]) -> list[float]:
@@ -99,7 +101,10 @@ class FakeEngine:
         fake = self
 
         class Handler(BaseHTTPRequestHandler):
-            protocol_version, disable_nagle_algorithm = "HTTP/1.1", True  # which waits 40 ms for an acknowledgement
+            protocol_version, disable_nagle_algorithm = (
+                "HTTP/1.1",
+                True,
+            )  # which waits 40 ms for an acknowledgement
 
             def do_GET(self) -> None:
                 self.answer(None)
@@ -117,11 +122,16 @@ class FakeEngine:
                     self.close_connection = True
                     return
                 try:
-                    if fake.key is not None and self.headers["authorization"] != f"Bearer {fake.key}":
+                    if (
+                        fake.key is not None
+                        and self.headers["authorization"] != f"Bearer {fake.key}"
+                    ):
                         raise Refused(401, "Unauthorized")
                     reply = fake.reply(self.path.partition("?")[0], body)
                 except Refused as error:
-                    self.send(error.status, {"error": {"message": str(error), "code": error.status}})
+                    self.send(
+                        error.status, {"error": {"message": str(error), "code": error.status}}
+                    )
                     return
                 if isinstance(reply, dict):
                     self.send(200, reply)
@@ -187,7 +197,10 @@ class FakeEngine:
             raise Refused(404, "Not Found")
         if path == "/inference/v1/generate":
             if not self.scale_out:
-                raise Refused(403, "Scale-out endpoints are disabled. Restart vllm serve with --enable-scale-out.")
+                raise Refused(
+                    403,
+                    "Scale-out endpoints are disabled. Restart vllm serve with --enable-scale-out.",
+                )
             if self.asleep:
                 raise Refused(500, "asleep: a real one would leave the request without an answer")
             self._check(body, {"$ref": "#/components/schemas/GenerateRequest"}, described)
@@ -199,13 +212,24 @@ class FakeEngine:
             self.calls.append(path)
             if not self.asleep:
                 self.paused = False  # waking resumes
-        config: dict[str, Any] = {"model_config": {"logprobs_mode": self.log_probs}, "weight_transfer_config": None}
+        config: dict[str, Any] = {
+            "model_config": {"logprobs_mode": self.log_probs},
+            "weight_transfer_config": None,
+        }
         config["model_config"]["enable_sleep_mode"] = self.asleep is not None
         config["model_config"]["multimodal_config"] = {"mm_device_do_normalize": True}
         if self.transfer:
             config["weight_transfer_config"] = {"backend": self.transfer}
-        config["aux_output_config"] = {"enable_return_routed_experts": self.experts is not None, "max_bytes": None}
-        card = {"id": "policy", "object": "model", "root": "policy", "max_model_len": self.max_length}
+        config["aux_output_config"] = {
+            "enable_return_routed_experts": self.experts is not None,
+            "max_bytes": None,
+        }
+        card = {
+            "id": "policy",
+            "object": "model",
+            "root": "policy",
+            "max_model_len": self.max_length,
+        }
         return {
             "/openapi.json": described,
             "/version": {"version": described["info"]["version"]},
@@ -223,7 +247,11 @@ class FakeEngine:
         card = {"id": "policy", "root": "policy", "max_model_len": self.max_length}
         replies: dict[str, Any] = {
             "/openapi.json": {"paths": {path: {} for path in described["paths"]}},
-            "/model_info": {"model_path": "policy", "is_generation": True, "weight_version": self.version},
+            "/model_info": {
+                "model_path": "policy",
+                "is_generation": True,
+                "weight_version": self.version,
+            },
             "/server_info": {
                 "version": "0.5.10",
                 "incremental_streaming_output": self.incremental,
@@ -242,13 +270,21 @@ class FakeEngine:
             raise Refused(422, "; ".join(wrong))
         salt = body.get("cache_salt", "s")
         if not 0 < len(salt) <= 128 or set(salt) & set("@/\\\0"):
-            raise Refused(400, f"Parameter 'cache_salt' has a character or a length that is not allowed: {salt!r}")
+            raise Refused(
+                400,
+                f"Parameter 'cache_salt' has a character or a length that is not allowed: {salt!r}",
+            )
         prompt = body.get("token_ids") or body["input_ids"]
         if max(prompt) >= self.vocabulary:
             raise Refused(400, f"Token id {max(prompt)} is out of vocabulary")
-        asked = body["sampling_params"].get("max_tokens") or body["sampling_params"].get("max_new_tokens")
+        asked = body["sampling_params"].get("max_tokens") or body["sampling_params"].get(
+            "max_new_tokens"
+        )
         if asked < 1 or len(prompt) + asked > self.max_length:
-            raise Refused(400, f"{asked} tokens behind {len(prompt)} are not between 1 and {self.max_length} together")
+            raise Refused(
+                400,
+                f"{asked} tokens behind {len(prompt)} are not between 1 and {self.max_length} together",
+            )
         if self.failures:
             self.failures -= 1
             raise Refused(503, "busy")
@@ -268,17 +304,35 @@ class FakeEngine:
                     {"token_id": token, "logprob": each, "rank": None, "top_logprobs": []}
                     for token, each in zip(ids, log_probs, strict=True)
                 ]
-                choice: dict[str, Any] = {"index": 0, "finish_reason": finish, "stop_reason": None, "token_ids": ids}
-                choice |= {"logprobs": {"content": content}, "routed_experts": None, "sampling_mask": None}
+                choice: dict[str, Any] = {
+                    "index": 0,
+                    "finish_reason": finish,
+                    "stop_reason": None,
+                    "token_ids": ids,
+                }
+                choice |= {
+                    "logprobs": {"content": content},
+                    "routed_experts": None,
+                    "sampling_mask": None,
+                }
                 choice["weight_versions"] = spans if finish else None
                 if finish and self.experts is not None:
                     choice["routed_experts"] = as_npy(self.experts(whole[:-1]))
-                event: dict[str, Any] = {"request_id": "r", "output_mode": "tokens", "choices": [choice], "usage": None}
+                event: dict[str, Any] = {
+                    "request_id": "r",
+                    "output_mode": "tokens",
+                    "choices": [choice],
+                    "usage": None,
+                }
                 if body.get("return_token_ids") and begun == len(ids):
                     event["prompt_token_ids"] = self.expanded(body["token_ids"])
                 yield event
 
-        return events() if body.get("stream") else {"choices": [event["choices"][0] for event in events()]}
+        return (
+            events()
+            if body.get("stream")
+            else {"choices": [event["choices"][0] for event in events()]}
+        )
 
     def expanded(self, ids: list[int]) -> list[int]:
         """The prompt as the model reads it; with images the one that was sent."""
@@ -291,11 +345,17 @@ class FakeEngine:
             for ids, log_probs, _, finish in drawn:
                 fresh = [[each, token, None] for token, each in zip(ids, log_probs, strict=True)]
                 every, scores = every + ids, scores + fresh
-                meta: dict[str, Any] = {"id": "r", "weight_version": self.version, "completion_tokens": len(every)}
+                meta: dict[str, Any] = {
+                    "id": "r",
+                    "weight_version": self.version,
+                    "completion_tokens": len(every),
+                }
                 meta["finish_reason"] = None if finish is None else {"type": finish}
                 meta["output_token_logprobs"] = scores  # of all tokens, in any case
                 if finish and self.experts is not None and body.get("return_routed_experts"):
-                    meta["routed_experts"] = as_int32(self.experts([*body["input_ids"], *every][:-1]))
+                    meta["routed_experts"] = as_int32(
+                        self.experts([*body["input_ids"], *every][:-1])
+                    )
                 if body.get("top_logprobs_num"):
                     meta["output_top_logprobs"] = [self._top(body, len(every) - 1)]
                 yield {"output_ids": ids if self.incremental else every, "meta_info": meta}
@@ -306,7 +366,10 @@ class FakeEngine:
         assert position == 0
         warm = body["sampling_params"]["temperature"] if self.log_probs != "raw_logprobs" else 1.0
         scores = log_softmax([each / warm for each in self.logits(body["input_ids"])])
-        return [[each, token, None] for token, each in sorted(enumerate(scores), key=lambda pair: -pair[1])[:8]]
+        return [
+            [each, token, None]
+            for token, each in sorted(enumerate(scores), key=lambda pair: -pair[1])[:8]
+        ]
 
     def _drawn(
         self, prompt: Sequence[int], params: dict[str, Any], most: str
@@ -335,7 +398,9 @@ class FakeEngine:
             if finish is None and len(drawn) == self.stalls_after:
                 time.sleep(30)
 
-    def turn(self, ids: Sequence[int], params: dict[str, Any]) -> tuple[str, list[float], list[float]]:
+    def turn(
+        self, ids: Sequence[int], params: dict[str, Any]
+    ) -> tuple[str, list[float], list[float]]:
         """The version of the weights, and `scores` by them."""
         return self.version, *self.scores(ids, params)
 

@@ -8,7 +8,9 @@ TYPES: Mapping[str, type | tuple[type, ...]] = {
 }  # fmt: skip
 
 
-def problems(value: Any, schema: Mapping[str, Any], whole: Mapping[str, Any], at: str = "body") -> Iterator[str]:
+def problems(
+    value: Any, schema: Mapping[str, Any], whole: Mapping[str, Any], at: str = "body"
+) -> Iterator[str]:
     """One line for each mistake. A property that the schema does not list is one: servers ignore it without a word."""
     if "$ref" in schema:
         name = schema["$ref"].rpartition("/")[2]
@@ -28,15 +30,17 @@ def problems(value: Any, schema: Mapping[str, Any], whole: Mapping[str, Any], at
                 yield f"{at}: {value!r} is too short"
             for i, item in enumerate(value):
                 yield from problems(item, schema.get("items", {}), whole, f"{at}[{i}]")
-        elif isinstance(value, int | float) and not schema.get("minimum", value) <= value <= schema.get(
-            "maximum", value
-        ):
+        elif isinstance(value, int | float) and not schema.get(
+            "minimum", value
+        ) <= value <= schema.get("maximum", value):
             yield f"{at}: {value!r} is out of range"
         elif "enum" in schema and value not in schema["enum"]:
             yield f"{at}: {value!r} is none of {schema['enum']}"
 
 
-def _of_object(value: Mapping[str, Any], schema: Mapping[str, Any], whole: Mapping[str, Any], at: str) -> Iterator[str]:
+def _of_object(
+    value: Mapping[str, Any], schema: Mapping[str, Any], whole: Mapping[str, Any], at: str
+) -> Iterator[str]:
     named = schema.get("properties", {})
     for name in schema.get("required", ()):
         if name not in value:

@@ -43,10 +43,14 @@ class ModelEngine(FakeEngine):
         scores: list[float] = self.brain(torch.tensor([list(ids)])).logits[0, -1].tolist()
         return scores
 
-    def turn(self, ids: Sequence[int], params: dict[str, Any]) -> tuple[str, list[float], list[float]]:
+    def turn(
+        self, ids: Sequence[int], params: dict[str, Any]
+    ) -> tuple[str, list[float], list[float]]:
         time.sleep(self.seconds)
         with self.turns:
-            self.turns.wait_for(lambda: not (self.paused or self.holds(params.get("seed", 0), len(ids))))
+            self.turns.wait_for(
+                lambda: not (self.paused or self.holds(params.get("seed", 0), len(ids)))
+            )
             return super().turn(ids, params)
 
     def _vllm(self, path: str, body: Any) -> Any:
@@ -72,11 +76,15 @@ class ModelEngine(FakeEngine):
         return super()._vllm(path, body)
 
     def _take(self, info: Any) -> None:
-        if "file" not in info:  # the manifest behind the last bucket, or the end of an update that broke
+        if (
+            "file" not in info
+        ):  # the manifest behind the last bucket, or the end of an update that broke
             return
         time.sleep(self.push_seconds)
         data = Path(info["file"]).read_bytes()
         for name, dtype, shape, start, _ in info["tensors"]:
             kind = getattr(torch, dtype)
             count = torch.Size(shape).numel()
-            self.loading[name] = torch.frombuffer(bytearray(data), dtype=kind, count=count, offset=start).view(shape)
+            self.loading[name] = torch.frombuffer(
+                bytearray(data), dtype=kind, count=count, offset=start
+            ).view(shape)

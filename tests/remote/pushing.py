@@ -25,6 +25,8 @@ def weights(tell: bool) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 if __name__ == "__main__":
-    pusher = Pusher([Client(sys.argv[1], timeout=300.0)], PushSection(timeout=300.0, bucket_mb=16), kind="vllm")
+    pusher = Pusher(
+        [Client(sys.argv[1], timeout=300.0)], PushSection(timeout=300.0, bucket_mb=16), kind="vllm"
+    )
     for version in range(900, 1000):
         pusher.push(weights(version == 900), version)

@@ -31,11 +31,16 @@ from dovetail.rollout.remote.vllm import Vllm
 from dovetail.system import children_of
 from tests.tolerances import ENGINE_LOGPROB
 
-PYTHON, MODEL = os.environ.get("DOVETAIL_VLLM_PYTHON"), Path.home() / ".cache/dovetail/smollm2-135m-instruct"
+PYTHON, MODEL = (
+    os.environ.get("DOVETAIL_VLLM_PYTHON"),
+    Path.home() / ".cache/dovetail/smollm2-135m-instruct",
+)
 MISSING = PYTHON is None or not MODEL.is_dir()
 pytestmark = [
     pytest.mark.soak,
-    pytest.mark.skipif(MISSING, reason="DOVETAIL_VLLM_PYTHON, or the model of examples.quickstart, is not here"),
+    pytest.mark.skipif(
+        MISSING, reason="DOVETAIL_VLLM_PYTHON, or the model of examples.quickstart, is not here"
+    ),
 ]
 FLAGS = (
     "--enable-scale-out", "--max-model-len", "512", "--max-num-seqs", "16", "--max-num-batched-tokens", "512", "--enforce-eager",
@@ -55,7 +60,9 @@ class VersionPusher(Pusher):
     def __init__(self, clients: Sequence[Client]) -> None:
         self.clients = clients
 
-    def push(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> list[EngineError | None]:
+    def push(
+        self, weights: Iterable[tuple[str, torch.Tensor]], version: int
+    ) -> list[EngineError | None]:
         assert len(list(weights))
         for client in self.clients:
             client.post("/update_weight_version", {"new_version": str(version)})
@@ -73,10 +80,24 @@ def free_port() -> int:
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
-    command = [str(PYTHON), "-m", "vllm.entrypoints.cli.main", "serve", str(MODEL), "--port", "PORT", *FLAGS]
+    command = [
+        str(PYTHON),
+        "-m",
+        "vllm.entrypoints.cli.main",
+        "serve",
+        str(MODEL),
+        "--port",
+        "PORT",
+        *FLAGS,
+    ]
     logs = tmp_path_factory.mktemp("logs")
     start = EngineStart(
-        commands=[command] * 2, gpus_each=0, ranks_on_gpus=False, logs=logs, timeout=900.0, environment=CPU
+        commands=[command] * 2,
+        gpus_each=0,
+        ranks_on_gpus=False,
+        logs=logs,
+        timeout=900.0,
+        environment=CPU,
     )
     with running(start, 1, free_port, lambda: False) as engines:
         variables = engines.start_ended()
@@ -87,7 +108,9 @@ def sampler(urls: Sequence[str], losses: list[EngineError]) -> RemoteSampler:
     clients = [Client(url) for url in urls]
     replicas = [Replica(client, Vllm().probe(client, 49152)) for client in clients]
     fleet = Fleet(replicas, Vllm(), silence=300.0, on_loss=losses.append)
-    return RemoteSampler(Mesh.solo(torch.device("cpu")), torch.bfloat16, 49152, fleet, VersionPusher(clients))
+    return RemoteSampler(
+        Mesh.solo(torch.device("cpu")), torch.bfloat16, 49152, fleet, VersionPusher(clients)
+    )
 
 
 def prompts() -> list[Prompt]:
@@ -111,7 +134,9 @@ def test_log_probs_are_the_policy_s_and_a_killed_engine_loses_no_sample(servers:
     made.refill(policy.weights(made.dtype))
     asked = prompts()
     for temperature in (1.0, 0.7):
-        drawn = made.sample(asked, SamplingParams(samples=2, max_new_tokens=24, temperature=temperature, seed=3))
+        drawn = made.sample(
+            asked, SamplingParams(samples=2, max_new_tokens=24, temperature=temperature, seed=3)
+        )
         assert [(c.row, c.sample) for c in drawn] == [(i, k) for i in range(4) for k in range(2)]
         assert difference(policy, asked, drawn, temperature) <= ENGINE_LOGPROB
         assert all(c.versions == ((1, 0, len(c.ids)),) for c in drawn)
@@ -122,7 +147,9 @@ def test_log_probs_are_the_policy_s_and_a_killed_engine_loses_no_sample(servers:
 
     killer = threading.Thread(target=kill)
     killer.start()
-    drawn = made.sample(asked, SamplingParams(samples=4, max_new_tokens=48, temperature=1.0, seed=4))
+    drawn = made.sample(
+        asked, SamplingParams(samples=4, max_new_tokens=48, temperature=1.0, seed=4)
+    )
     killer.join()
     assert len(losses) == 1 and losses[0].url == servers[0]
     assert len(drawn) == 16 and difference(policy, asked, drawn, 1.0) <= ENGINE_LOGPROB
@@ -132,11 +159,16 @@ def test_log_probs_are_the_policy_s_and_a_killed_engine_loses_no_sample(servers:
 def leader_of(url: str) -> int:
     """The child that was started for a port."""
     port = url.rpartition(":")[2].encode()
-    commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") for pid in children_of([os.getpid()])}
+    commands = {
+        pid: Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        for pid in children_of([os.getpid()])
+    }
     return next(pid for pid, words in commands.items() if port in words and os.getpgid(pid) == pid)
 
 
-def difference(policy: Any, asked: Sequence[Prompt], drawn: Sequence[Completion], temperature: float) -> float:
+def difference(
+    policy: Any, asked: Sequence[Prompt], drawn: Sequence[Completion], temperature: float
+) -> float:
     """Mean |log-prob of the server - ours| over all tokens."""
     rows = []
     for c in drawn:
@@ -149,5 +181,7 @@ def difference(policy: Any, asked: Sequence[Prompt], drawn: Sequence[Completion]
     batch = PackedBatch.pack(rows)
     theirs, counts = batch.fields["theirs"], batch.mask.bool()
     mean = float((policy.score(batch).logprob.to("cpu") - theirs)[counts].abs().mean())
-    sys.stdout.write(f"temperature {temperature}: {int(counts.sum())} tokens, mean |log-prob difference| {mean:.5f}\n")
+    sys.stdout.write(
+        f"temperature {temperature}: {int(counts.sum())} tokens, mean |log-prob difference| {mean:.5f}\n"
+    )
     return mean

@@ -22,13 +22,20 @@ from dovetail.rollout.remote.vllm import Vllm
 from tests.hf.families import END, IMAGE, START
 from tests.hf.sights import SMALL, TALL, WIDE, layout_of, media_of
 from tests.hf.test_media_torchvision import save_watching, torchvision_works
-from tests.remote.test_vllm import CPU, PYTHON, VersionPusher, free_port, process_group as process_group
+from tests.remote.test_vllm import (
+    CPU,
+    PYTHON,
+    VersionPusher,
+    free_port,
+    process_group as process_group,
+)
 from tests.tolerances import ENGINE_LOGPROB
 
 pytestmark = [
     pytest.mark.soak,
     pytest.mark.skipif(
-        PYTHON is None or not torchvision_works(), reason="DOVETAIL_VLLM_PYTHON or torchvision is not here"
+        PYTHON is None or not torchvision_works(),
+        reason="DOVETAIL_VLLM_PYTHON or torchvision is not here",
     ),
 ]
 FLAGS = (
@@ -52,8 +59,12 @@ def save(folder: Path) -> dict[str, int]:
     """A model that is large enough for vLLM's kernels, with a whole processor. Its special ids."""
     save_watching("qwen2_5_vl", folder)
     old = transformers.AutoConfig.from_pretrained(folder).to_dict()
-    ids = {name: old[name] for name in old if name.endswith("_token_id") and isinstance(old[name], int)}
-    config = transformers.Qwen2_5_VLConfig(text_config=TEXT, vision_config=TOWER, tie_word_embeddings=False, **ids)
+    ids = {
+        name: old[name] for name in old if name.endswith("_token_id") and isinstance(old[name], int)
+    }
+    config = transformers.Qwen2_5_VLConfig(
+        text_config=TEXT, vision_config=TOWER, tie_word_embeddings=False, **ids
+    )
     torch.manual_seed(0)
     model = transformers.AutoModelForImageTextToText.from_config(config)
     for file in folder.glob("*.safetensors*"):
@@ -67,7 +78,11 @@ def difference(policy: Any, asked: Sequence[Prompt], drawn: Sequence[Completion]
     found = []
     for prompt in asked:
         rows = [
-            Row([*prompt.ids, *c.ids], [False] * len(prompt.ids) + [True] * len(c.ids), media=prompt.media)
+            Row(
+                [*prompt.ids, *c.ids],
+                [False] * len(prompt.ids) + [True] * len(c.ids),
+                media=prompt.media,
+            )
             for c in drawn
             if c.row == prompt.row
         ]
@@ -81,32 +96,67 @@ def difference(policy: Any, asked: Sequence[Prompt], drawn: Sequence[Completion]
 def test_a_server_sees_the_images_of_a_prompt(tmp_path: Path) -> None:
     ids = save(tmp_path)
     drawing = torch.Generator().manual_seed(1)
-    marks = {IMAGE: ids["image_token_id"], START: ids["vision_start_token_id"], END: ids["vision_end_token_id"]}
+    marks = {
+        IMAGE: ids["image_token_id"],
+        START: ids["vision_start_token_id"],
+        END: ids["vision_end_token_id"],
+    }
     asked = []
     for row, parts in enumerate(((3, SMALL, 5), (2, TALL, 3, WIDE, 2), (7,))):
         media = media_of("qwen2_5_vl", parts, drawing)
-        asked.append(Prompt(row, [marks.get(i, i) for i in layout_of("qwen2_5_vl", parts, drawing)[0]], media))
-    command = [str(PYTHON), "-m", "vllm.entrypoints.cli.main", "serve", str(tmp_path), "--port", "PORT", *FLAGS]
+        asked.append(
+            Prompt(
+                row, [marks.get(i, i) for i in layout_of("qwen2_5_vl", parts, drawing)[0]], media
+            )
+        )
+    command = [
+        str(PYTHON),
+        "-m",
+        "vllm.entrypoints.cli.main",
+        "serve",
+        str(tmp_path),
+        "--port",
+        "PORT",
+        *FLAGS,
+    ]
     start = EngineStart(
-        commands=[command], gpus_each=0, ranks_on_gpus=False, logs=tmp_path / "logs", timeout=900.0, environment=CPU
+        commands=[command],
+        gpus_each=0,
+        ranks_on_gpus=False,
+        logs=tmp_path / "logs",
+        timeout=900.0,
+        environment=CPU,
     )
     with running(start, 1, free_port, lambda: False) as engines:
         variables = engines.start_ended()
         clients = [Client(url) for url in variables[URLS].split(",")]
         replicas = [Replica(client, Vllm().probe(client, 512)) for client in clients]
         assert replicas[0].server.images and not replicas[0].server.normalizes
-        fleet, mesh = Fleet(replicas, Vllm(), silence=300.0, on_loss=print), Mesh.solo(torch.device("cpu"))
+        fleet, mesh = (
+            Fleet(replicas, Vllm(), silence=300.0, on_loss=print),
+            Mesh.solo(torch.device("cpu")),
+        )
         sampler = RemoteSampler(
-            mesh, torch.float32, 512, fleet, VersionPusher(clients), image_token=ids["image_token_id"]
+            mesh,
+            torch.float32,
+            512,
+            fleet,
+            VersionPusher(clients),
+            image_token=ids["image_token_id"],
         )
         sampler.refill([("weights", torch.zeros(1))])  # those that it loaded
         drawn = sampler.sample(asked, SamplingParams(samples=8, max_new_tokens=12, seed=3))
         sampler.close()
-    drawn = [each for each in drawn if not {*ids.values()} & {*each.ids}]  # placeholders of no image
+    drawn = [
+        each for each in drawn if not {*ids.values()} & {*each.ids}
+    ]  # placeholders of no image
     assert {each.row for each in drawn} == {0, 1, 2} and len(drawn) > 12
     policy = from_pretrained(tmp_path, dtype="float32", device="cpu")
     found = difference(policy, asked, drawn)
     assert max(found) <= ENGINE_LOGPROB
-    mirrored = [replace(each, media=each.media and {**each.media, PIXELS: -each.media[PIXELS]}) for each in asked]
+    mirrored = [
+        replace(each, media=each.media and {**each.media, PIXELS: -each.media[PIXELS]})
+        for each in asked
+    ]
     *unlike, text = difference(policy, mirrored, drawn)
     assert min(unlike) > 100 * ENGINE_LOGPROB and text <= ENGINE_LOGPROB

@@ -31,7 +31,10 @@ from dovetail.rollout.remote.transports import Bucket
 from tests.tolerances import ENGINE_LOGPROB
 from tests.unit.vllm_stand_in import PLUGIN, install_plugin
 
-PYTHON, MODEL = os.environ.get("DOVETAIL_VLLM_PYTHON"), Path.home() / ".cache/dovetail/smollm2-135m-instruct"
+PYTHON, MODEL = (
+    os.environ.get("DOVETAIL_VLLM_PYTHON"),
+    Path.home() / ".cache/dovetail/smollm2-135m-instruct",
+)
 pytestmark = [
     pytest.mark.soak,
     pytest.mark.skipif(
@@ -110,7 +113,10 @@ def log_probs(choice: dict[str, Any]) -> list[float]:
 
 
 def changed(weights: Weights) -> Weights:
-    return [(name, tensor * 1.25 if "layers.7.self_attn.q_proj" in name else tensor) for name, tensor in weights]
+    return [
+        (name, tensor * 1.25 if "layers.7.self_attn.q_proj" in name else tensor)
+        for name, tensor in weights
+    ]
 
 
 def test_three_pushes_through_a_running_request(client: Client, policy: Any) -> None:
@@ -121,10 +127,14 @@ def test_three_pushes_through_a_running_request(client: Client, policy: Any) -> 
     fields = {"theirs": [0.0] * len(PROMPT) + log_probs(first)}
     row = Row([*PROMPT, *first["token_ids"]], [False] * len(PROMPT) + [True] * 12, fields)
     batch = PackedBatch.pack([row])
-    mean = float((policy.score(batch).logprob - batch.fields["theirs"])[batch.mask.bool()].abs().mean())
+    mean = float(
+        (policy.score(batch).logprob - batch.fields["theirs"])[batch.mask.bool()].abs().mean()
+    )
     assert mean <= ENGINE_LOGPROB, mean
     assert made.push(iter(changed(weights)), 2) == [None]
-    assert log_probs(generated(client, 12)) != log_probs(first), "linear layers, which a CPU packs, take pushes, too"
+    assert log_probs(generated(client, 12)) != log_probs(first), (
+        "linear layers, which a CPU packs, take pushes, too"
+    )
 
     found: list[dict[str, Any]] = []
     request = threading.Thread(target=lambda: found.append(generated(client, 400, temperature=1.0)))
@@ -135,14 +145,21 @@ def test_three_pushes_through_a_running_request(client: Client, policy: Any) -> 
     request.join()
     spans = found[0]["weight_versions"]
     assert [span["version"] for span in spans] == ["2", "3", "4", "5"]
-    assert [span["start"] for span in spans] == [0, *(span["end"] for span in spans[:-1])] and spans[-1]["end"] == 400
+    assert [span["start"] for span in spans] == [
+        0,
+        *(span["end"] for span in spans[:-1]),
+    ] and spans[-1]["end"] == 400
     assert log_probs(generated(client, 12)) == log_probs(first)
     made.close()
 
 
-def test_what_is_not_as_sent_is_refused_by_name(client: Client, policy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_as_sent_is_refused_by_name(
+    client: Client, policy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     weights, draw = list(policy.weights(torch.float32)), random.Random(3)
-    part = [(name, tensor) for name, tensor in weights if ".layers.0." in name or ".layers.1." in name]
+    part = [
+        (name, tensor) for name, tensor in weights if ".layers.0." in name or ".layers.1." in name
+    ]
     made, module = pusher(client, 2), importlib.import_module("dovetail.rollout.remote.push")
     fill = module.fill
     assert made.push(iter(weights), 10) == [None]
@@ -150,7 +167,9 @@ def test_what_is_not_as_sent_is_refused_by_name(client: Client, policy: Any, mon
 
     def tampered(tamper: Callable[[list[Bucket]], list[Bucket]]) -> str:
         def filled(*given: Any, **options: Any) -> list[Bucket]:
-            return tamper([replace(bucket, data=bucket.data.clone()) for bucket in fill(*given, **options)])
+            return tamper(
+                [replace(bucket, data=bucket.data.clone()) for bucket in fill(*given, **options)]
+            )
 
         with monkeypatch.context() as patch:
             patch.setattr(module, "fill", filled)
@@ -184,7 +203,12 @@ def damages(i: int, *, renumber: bool) -> list[Callable[[list[Bucket]], list[Buc
 
     def swapped(b: list[Bucket]) -> list[Bucket]:
         if renumber:  # their bytes alone
-            return [*b[:i], replace(b[i], data=b[i + 1].data), replace(b[i + 1], data=b[i].data), *b[i + 2 :]]
+            return [
+                *b[:i],
+                replace(b[i], data=b[i + 1].data),
+                replace(b[i + 1], data=b[i].data),
+                *b[i + 2 :],
+            ]
         return [*b[:i], b[i + 1], b[i], *b[i + 2 :]]
 
     def repeated(b: list[Bucket]) -> list[Bucket]:
@@ -204,7 +228,9 @@ def test_a_trainer_that_is_killed_in_a_push_and_starts_again(client: Client, pol
     right = log_probs(generated(client, 8))
     made.close()
     for delay in (0.0, 0.7, 2.0):
-        trainer = subprocess.Popen([sys.executable, "-m", "tests.remote.pushing", client.url], stdout=subprocess.PIPE)
+        trainer = subprocess.Popen(
+            [sys.executable, "-m", "tests.remote.pushing", client.url], stdout=subprocess.PIPE
+        )
         assert trainer.stdout is not None
         assert trainer.stdout.readline() == b"pushing\n"
         time.sleep(delay)

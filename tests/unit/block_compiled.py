@@ -23,7 +23,14 @@ from dovetail.kernels import (
 )
 
 HOPPER = GPUTarget("cuda", 90, 32)
-B, F, D, L, J, U = "*bf16", "*fp32", "*fp64", "*i64", "*i32", "*u8"  # pointers to memory that begins at whole 16 bytes
+B, F, D, L, J, U = (
+    "*bf16",
+    "*fp32",
+    "*fp64",
+    "*i64",
+    "*i32",
+    "*u8",
+)  # pointers to memory that begins at whole 16 bytes
 N, S, E = "i32", "i32 by 16", "fp32"  # a count of tokens, a stride, an epsilon
 (WIDE, FULL), (NARROW, HEAD) = block.tile_for(3584), block.tile_for(128)
 QWEN = qkv.Shape(28, 4, 64)
@@ -44,7 +51,11 @@ CASES: list[tuple[Any, int, tuple[Any, ...]]] = [
     (block._sum, 4, (F, F, S, S, 4, block.PIECE)),
     (qkv._rotate, HEAD, ((B, B, B, None, None), (B, B, None), N, (S, S), E, QWEN, NARROW)),
     (qkv._rotate, HEAD, ((B, B, B, B, B), (B, B, F), N, (S, S), E, QWEN, NARROW)),
-    (qkv._rotate_grad, HEAD, ((B,) * 5, (None, None, None, None, S, S), (B, None), N, (S, S, S), QWEN, NARROW)),
+    (
+        qkv._rotate_grad,
+        HEAD,
+        ((B,) * 5, (None, None, None, None, S, S), (B, None), N, (S, S, S), QWEN, NARROW),
+    ),
     (qkv._rotate_grad, HEAD, ((B,) * 5, (B, B, B, F, S, S), (B, F), N, (S, S, S), QWEN, NARROW)),
     (moe._permute, 4, (B, J, B, S, N, ROUTED)),
     (moe._unpermute, 4, (B, J, F, B, S, N, ROUTED)),
@@ -56,7 +67,11 @@ CASES: list[tuple[Any, int, tuple[Any, ...]]] = [
     (draw._piece_stats, draw.WARPS, (F, None, (F, J, D), (S, S), E)),
     (draw._piece_stats, draw.WARPS, (F, U, (F, J, D), (S, S), E)),
     (draw._sample, draw.WARPS, (F, None, (F, J, D), (L, L), D, (S, S), E, SAMPLED)),
-    (draw._sample, draw.WARPS, (F, U, (F, J, D), (L, L), D, (S, S), E, SAMPLED._replace(greedy=True))),
+    (
+        draw._sample,
+        draw.WARPS,
+        (F, U, (F, J, D), (L, L), D, (S, S), E, SAMPLED._replace(greedy=True)),
+    ),
     (draw._sample, draw.WARPS, (B, U, (F, J, D), (L, L), D, (S, S), E, SMALL)),
     (sums._add_words, 8, (L, L, N, N, sums.BLOCK)),
     (mixture._invert, 4, (J, F, J, F, N, N, 8, mixture.BLOCK)),
@@ -73,7 +88,9 @@ def compiled() -> list[tuple[str, int, int]]:
         for i, (parameter, value) in enumerate(zip(kernel.params, arguments, strict=True)):
             several = isinstance(value, tuple) and not parameter.is_constexpr
             types = []
-            for path, one in [((i, j), one) for j, one in enumerate(value)] if several else [((i,), value)]:
+            for path, one in (
+                [((i, j), one) for j, one in enumerate(value)] if several else [((i,), value)]
+            ):
                 if not isinstance(one, str):
                     constants[path] = one
                 elif one.startswith("*") or one == S:
@@ -81,7 +98,9 @@ def compiled() -> list[tuple[str, int, int]]:
                 types.append(one.split()[0] if isinstance(one, str) else "constexpr")
             signature[parameter.name] = tuple(types) if several else types[0]
         source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-        code = triton.compile(source, target=HOPPER, options={"num_warps": warps, **block.EXACT}).asm
+        code = triton.compile(
+            source, target=HOPPER, options={"num_warps": warps, **block.EXACT}
+        ).asm
         accesses = re.findall(r"(?:ld|st)\.global(?:\.v(\d))?\.b(\d+)", code["ptx"])
         widest = max(int(many or 1) * int(bits) for many, bits in accesses)
         found.append((kernel.__name__, len(code["cubin"]), widest))

@@ -39,13 +39,18 @@ def step(name: str, kernels: KernelSet, recompute: Recompute) -> dict[str, Tenso
     loss = model(MicroBatch.of(make_batch()), objective)
     assert isinstance(loss, Loss)
     loss.total.backward()
-    return {"loss": loss.total.detach(), **{n: p.grad for n, p in model.named_parameters() if p.grad is not None}}
+    return {
+        "loss": loss.total.detach(),
+        **{n: p.grad for n, p in model.named_parameters() if p.grad is not None},
+    }
 
 
 def measure() -> dict[str, float]:
     ours = KernelSet(**triton_kernels())
     return {
-        f"{name}, {recompute}": worst_error(step(name, ours, recompute), step(name, KernelSet(), recompute))[0]
+        f"{name}, {recompute}": worst_error(
+            step(name, ours, recompute), step(name, KernelSet(), recompute)
+        )[0]
         for name, recompute in CASES
     }
 

@@ -22,12 +22,23 @@ from tests.unit.decode_rows import whole_range
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 FEW = 12  # tokens, about, that stand for many
 IN_TURN = 248  # errors of all dtypes together
-SEEN, FEWER = 260, 209  # errors of each dtype; of a half one by the interpreter, which takes a second for some of them
-SLOW = ("rms_norm, strided, 2500", "rms_norm 3 x 2500", "add_norm of one, 3 x 2500", "permute, to", "unpermute of")
+SEEN, FEWER = (
+    260,
+    209,
+)  # errors of each dtype; of a half one by the interpreter, which takes a second for some of them
+SLOW = (
+    "rms_norm, strided, 2500",
+    "rms_norm 3 x 2500",
+    "add_norm of one, 3 x 2500",
+    "permute, to",
+    "unpermute of",
+)
 # Of 157 programs each, as the norm of 3 x 2500 has: those of `in_turn` have its width alone.
 AS_WIDE = ("rms_norm, strided, 2500", "add_norm 3 x 2500", "add_norm of one, 3 x 2500")
 Op = Callable[..., Any]
-Case = tuple[str, Op, Op, list[Tensor], list[Any]]  # name, ours, the reference, what is differentiated, the rest
+Case = tuple[
+    str, Op, Op, list[Tensor], list[Any]
+]  # name, ours, the reference, what is differentiated, the rest
 
 
 def drawn(draw: torch.Generator, dtype: torch.dtype, *shape: int) -> Tensor:
@@ -41,11 +52,29 @@ def norms(draw: torch.Generator, dtype: torch.dtype) -> Iterator[Case]:
         ours, theirs = norm_triton, reference
         yield f"rms_norm {rows} x {width}", ours.rms_norm, theirs.rms_norm, [x, w], [1e-6]
         wide = drawn(draw, dtype, rows, width + 3)
-        yield f"rms_norm, strided, {width}", _cut(ours.rms_norm, width), _cut(theirs.rms_norm, width), [wide, w], [1e-6]
+        yield (
+            f"rms_norm, strided, {width}",
+            _cut(ours.rms_norm, width),
+            _cut(theirs.rms_norm, width),
+            [wide, w],
+            [1e-6],
+        )
         yield f"add_norm {rows} x {width}", ours.add_norm, theirs.add_norm, [x, y, w], [1e-5]
-        yield f"add_norm of one, {rows} x {width}", _alone(ours.add_norm), _alone(theirs.add_norm), [x, w], [1e-5]
+        yield (
+            f"add_norm of one, {rows} x {width}",
+            _alone(ours.add_norm),
+            _alone(theirs.add_norm),
+            [x, w],
+            [1e-5],
+        )
     heads = drawn(draw, dtype, 6, 3, 16)
-    yield "rms_norm of heads", norm_triton.rms_norm, reference.rms_norm, [heads, drawn(draw, dtype, 16)], [1e-6]
+    yield (
+        "rms_norm of heads",
+        norm_triton.rms_norm,
+        reference.rms_norm,
+        [heads, drawn(draw, dtype, 16)],
+        [1e-6],
+    )
 
 
 def _cut(op: Op, width: int) -> Op:
@@ -58,7 +87,11 @@ def _alone(op: Op) -> Op:
 
 def joint(draw: torch.Generator, dtype: torch.dtype) -> Iterator[Case]:
     ours, theirs = rope_triton, reference
-    for tokens, (queries, groups), channels, turned in ((1, (1, 1), 2, 2), (37, (3, 1), 16, 16), (5, (4, 2), 24, 10)):
+    for tokens, (queries, groups), channels, turned in (
+        (1, (1, 1), 2, 2),
+        (37, (3, 1), 16, 16),
+        (5, (4, 2), 24, 10),
+    ):
         width = (queries + 2 * groups) * channels
         angles = torch.rand(tokens, turned // 2, generator=draw) * 6
         tables = [angles.cos().to(dtype), angles.sin().to(dtype)]
@@ -68,7 +101,13 @@ def joint(draw: torch.Generator, dtype: torch.dtype) -> Iterator[Case]:
         cut = [_cut(_plain(op, n), width) for op in (ours.heads, theirs.heads)]
         yield f"heads, strided, {what}", cut[0], cut[1], [wide], tables
         gains = [drawn(draw, dtype, channels) for _ in range(2)]
-        yield f"heads, normed, {what}", _normed(ours.heads, n), _normed(theirs.heads, n), [qkv, *gains], tables
+        yield (
+            f"heads, normed, {what}",
+            _normed(ours.heads, n),
+            _normed(theirs.heads, n),
+            [qkv, *gains],
+            tables,
+        )
         some = drawn(draw, dtype, tokens, queries, channels + 1)
         yield f"rope, strided, {what}", _later(ours.rope), _later(theirs.rope), [some], tables
 
@@ -105,9 +144,14 @@ def sums(draw: torch.Generator, dtype: torch.dtype) -> Iterator[Case]:
             [],
         )
         turned = [given[0].mT.contiguous()]
-        ours, theirs = (_constant(op, turn=True) for op in (norm_triton.sum_deterministic, reference.sum_deterministic))
+        ours, theirs = (
+            _constant(op, turn=True)
+            for op in (norm_triton.sum_deterministic, reference.sum_deterministic)
+        )
         yield f"sum_deterministic, strided, {what}", ours, theirs, turned, []
-        ours, theirs = (_columns(op) for op in (norm_triton.sum_deterministic, reference.sum_deterministic))
+        ours, theirs = (
+            _columns(op) for op in (norm_triton.sum_deterministic, reference.sum_deterministic)
+        )
         yield f"sum_deterministic, of columns into memory, {what}", ours, theirs, given, []
 
 
@@ -128,41 +172,76 @@ def _constant(op: Op, *, turn: bool = False) -> Op:
 def experts(draw: torch.Generator, dtype: torch.dtype) -> Iterator[Case]:
     """The sort with more copies than one of its programs takes; what has a program for every token, with some of them."""
     assert moe_triton.SORT_BLOCK < 50 * 4, "or nobody sees one block of the sort follow another"
-    for tokens, copies, count, width in ((1, 1, 1, 3), (50, 4, 9, 16), (5, 3, 300, moe_triton.PIECE + 2)):
+    for tokens, copies, count, width in (
+        (1, 1, 1, 3),
+        (50, 4, 9, 16),
+        (5, 3, 300, moe_triton.PIECE + 2),
+    ):
         chosen = torch.rand(tokens, count, generator=draw).topk(copies).indices
-        chosen[: tokens // 3] = torch.arange(copies)  # uneven: many to the first ones, which leaves some without any
+        chosen[: tokens // 3] = torch.arange(
+            copies
+        )  # uneven: many to the first ones, which leaves some without any
         yield from sorts(draw, dtype, chosen, count, width)
         yield from moves(draw, dtype, chosen[:: max(1, tokens // FEW)], count, width)
     scores = torch.randn(33, 9, generator=draw)
     yield "top_k", _best(moe_triton.top_k), _best(reference.top_k), [scores], [4]
 
 
-def sorts(draw: torch.Generator, dtype: torch.dtype, chosen: Tensor, count: int, width: int) -> Iterator[Case]:
+def sorts(
+    draw: torch.Generator, dtype: torch.dtype, chosen: Tensor, count: int, width: int
+) -> Iterator[Case]:
     """Copies of all, and of some of them to as much room as they need or more."""
     x, copies = drawn(draw, dtype, len(chosen), width), chosen.numel()
-    what, ours, theirs = f"{len(chosen)} x {chosen.shape[1]} of {count}, {width}", moe_triton.permute, reference.permute
+    what, ours, theirs = (
+        f"{len(chosen)} x {chosen.shape[1]} of {count}, {width}",
+        moe_triton.permute,
+        reference.permute,
+    )
     yield f"permute {what}", ours, theirs, [x], [chosen, count]
     few = partly(draw, chosen, count)
     total = int((few < count).sum())
     for room in sorted({total, (total + copies) // 2, copies}):
-        yield f"permute, to {room}, {what}", _read(ours, total), _read(theirs, total), [x], [few, count, room]
+        yield (
+            f"permute, to {room}, {what}",
+            _read(ours, total),
+            _read(theirs, total),
+            [x],
+            [few, count, room],
+        )
 
 
-def moves(draw: torch.Generator, dtype: torch.dtype, chosen: Tensor, count: int, width: int) -> Iterator[Case]:
+def moves(
+    draw: torch.Generator, dtype: torch.dtype, chosen: Tensor, count: int, width: int
+) -> Iterator[Case]:
     """Rows to places and back, of all copies and of some."""
     ours, theirs = moe_triton, reference
     (tokens, copies), few = chosen.shape, partly(draw, chosen, count)
-    weights, moved = torch.rand(tokens, copies, generator=draw), drawn(draw, dtype, chosen.numel(), width)
+    weights, moved = (
+        torch.rand(tokens, copies, generator=draw),
+        drawn(draw, dtype, chosen.numel(), width),
+    )
     x, wide = drawn(draw, dtype, tokens, width), drawn(draw, dtype, tokens, width + 1)
     size = f"{tokens} x {copies} of {count}, {width}"
     rows = reference.permute(x, chosen, count)[1]
-    yield f"spread {size}", _later(ours.permute_tokens), _later(theirs.permute_tokens), [wide], [rows, copies]
+    yield (
+        f"spread {size}",
+        _later(ours.permute_tokens),
+        _later(theirs.permute_tokens),
+        [wide],
+        [rows, copies],
+    )
     total = int((few < count).sum())
     for what, left, at in (
         (size, moved, rows),
         (f"of {total}, {size}", moved[:total], reference.permute(x, few, count, total)[1]),
     ):
-        yield f"unpermute {what}", _weighed(ours.unpermute), _weighed(theirs.unpermute), [left, weights], [at]
+        yield (
+            f"unpermute {what}",
+            _weighed(ours.unpermute),
+            _weighed(theirs.unpermute),
+            [left, weights],
+            [at],
+        )
         places = at.view(chosen.shape)
         yield f"unpermute, plain, {what}", ours.unpermute, theirs.unpermute, [left], [places, None]
 
@@ -183,7 +262,9 @@ def _read(op: Op, total: int) -> Op:
 
     def read(*given: Any) -> tuple[Tensor, ...]:
         copies, *others = op(*given)
-        copies.register_hook(lambda grad: torch.cat((grad[:total], torch.full_like(grad[total:], float("nan")))))
+        copies.register_hook(
+            lambda grad: torch.cat((grad[:total], torch.full_like(grad[total:], float("nan"))))
+        )
         return copies[:total], *others
 
     return read
@@ -193,18 +274,28 @@ def _best(op: Op) -> Op:
     return lambda scores, k: (scores.gather(1, op(scores, k)), op(scores.detach(), k))
 
 
-def measure(device: str, dtypes: Sequence[torch.dtype] = DTYPES, *, in_turn: bool = False) -> dict[str, float]:
+def measure(
+    device: str, dtypes: Sequence[torch.dtype] = DTYPES, *, in_turn: bool = False
+) -> dict[str, float]:
     """Case and what -> error. in_turn: a case in one dtype, the next one in another."""
     found = {}
     for dtype in dtypes:
         draw = torch.Generator().manual_seed(0)
-        cases = chain.from_iterable(family(draw, dtype) for family in (norms, joint, gated, experts, sums))
+        cases = chain.from_iterable(
+            family(draw, dtype) for family in (norms, joint, gated, experts, sums)
+        )
         for number, (name, ours, theirs, inputs, rest) in enumerate(cases):
-            slow = device == "cpu" and name.startswith(SLOW)  # the other cases have what a dtype changes
+            slow = device == "cpu" and name.startswith(
+                SLOW
+            )  # the other cases have what a dtype changes
             if in_turn and name in AS_WIDE:
                 continue
             if in_turn:
-                takes = torch.float32 if slow else dtypes[(number + number // len(dtypes)) % len(dtypes)]
+                takes = (
+                    torch.float32
+                    if slow
+                    else dtypes[(number + number // len(dtypes)) % len(dtypes)]
+                )
             else:
                 takes = torch.float32 if slow else dtype
             if takes != dtype:
@@ -226,7 +317,9 @@ def differences(ours: Op, theirs: Op, given: list[Tensor], rest: list[Any]) -> d
         draw = torch.Generator().manual_seed(1)
         up = [drawn(draw, torch.float32, *x.shape).to(x.device, x.dtype) for x in live]
         grads.append(torch.autograd.grad(live, given, up))
-    return errors | {f"gradient {i}": _error(a, b) for i, (a, b) in enumerate(zip(*grads, strict=True))}
+    return errors | {
+        f"gradient {i}": _error(a, b) for i, (a, b) in enumerate(zip(*grads, strict=True))
+    }
 
 
 def check(found: dict[str, float], coarsest: float, *, rounds: bool, in_turn: bool = False) -> None:
@@ -249,7 +342,9 @@ def check(found: dict[str, float], coarsest: float, *, rounds: bool, in_turn: bo
     if in_turn:
         assert seen.keys() == limits.keys() and seen.total() == IN_TURN
     else:
-        assert dict(seen) == {dtype: SEEN if rounds or dtype == "torch.float32" else FEWER for dtype in seen}
+        assert dict(seen) == {
+            dtype: SEEN if rounds or dtype == "torch.float32" else FEWER for dtype in seen
+        }
 
 
 def _outputs(found: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:

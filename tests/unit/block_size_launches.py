@@ -7,7 +7,10 @@ import torch
 
 def main() -> None:
     sizes, on = importlib.import_module("bench.block_sizes"), torch.device("cpu")
-    for name, launch, choices, used in [*sizes.block_launches(2, 28, on), *sizes.expert_launches(2, on)]:
+    for name, launch, choices, used in [
+        *sizes.block_launches(2, 28, on),
+        *sizes.expert_launches(2, on),
+    ]:
         assert used in choices, name
         launch(*choices[0])
 

@@ -57,24 +57,35 @@ class Blocks:
     @cached_property
     def context(self) -> BatchContext:
         positions = torch.cat([torch.arange(n) for n in self.lengths])
-        cos, sin = (table.to(self.device) for table in rope_tables(self.spec.rope, positions, self.lengths, self.dtype))
+        cos, sin = (
+            table.to(self.device)
+            for table in rope_tables(self.spec.rope, positions, self.lengths, self.dtype)
+        )
         spans = Spans(cumulative(self.lengths).to(self.device), self.lengths)
         return BatchContext(cos, sin, PackedAttention(spans, self.kernels), Routes())
 
     def trunk(self, recompute: Recompute, *, offload: bool = False) -> Trunk:
-        made = Trunk(self.spec, Mesh.solo(), self.kernels, recompute, StageRange.whole(self.spec), tied=False)
+        made = Trunk(
+            self.spec, Mesh.solo(), self.kernels, recompute, StageRange.whole(self.spec), tied=False
+        )
         draw = torch.Generator().manual_seed(0)
         with torch.no_grad():
             for parameter in made.parameters():
-                parameter.copy_(torch.randn(parameter.shape, generator=draw, dtype=torch.float64) / 8)
+                parameter.copy_(
+                    torch.randn(parameter.shape, generator=draw, dtype=torch.float64) / 8
+                )
         made.host = PinnedPool(self.device) if offload else None
         return made.to(self.device, self.dtype)
 
     def tokens(self, micros: int) -> Tensor:
         draw = torch.Generator().manual_seed(1)
-        return torch.randint(self.spec.vocab_size, (micros, sum(self.lengths)), generator=draw).to(self.device)
+        return torch.randint(self.spec.vocab_size, (micros, sum(self.lengths)), generator=draw).to(
+            self.device
+        )
 
-    def gradients(self, model: Trunk, micros: int = 1, repeats: int = 1) -> tuple[dict[str, Tensor], Counter[str]]:
+    def gradients(
+        self, model: Trunk, micros: int = 1, repeats: int = 1
+    ) -> tuple[dict[str, Tensor], Counter[str]]:
         """Of some micro-batches, all alive at once, whose backward passes come in the order of their forward ones; and what
         one micro-batch ran."""
         with Runs() as runs:

@@ -20,7 +20,12 @@ KERNELS = (paged_attention_triton._split, paged_attention_triton._combine)
 
 
 CASES = (
-    *((HOPPER, 128, 0, "*bf16"), (HOPPER, 192, 4096, "*bf16"), (HOPPER, 256, 0, "*fp32"), (HOPPER, 64, 0, "*fp32")),
+    *(
+        (HOPPER, 128, 0, "*bf16"),
+        (HOPPER, 192, 4096, "*bf16"),
+        (HOPPER, 256, 0, "*fp32"),
+        (HOPPER, 64, 0, "*fp32"),
+    ),
     *((ADA, 128, 0, "*fp32"), (ADA, 256, 0, "*bf16"), (ADA, 256, 0, "*fp32")),
 )
 
@@ -42,9 +47,16 @@ def compiled() -> dict[str, tuple[int, int, int]]:
             names = kernel.arg_names
             signature = {n: "constexpr" if n in sizes else TYPES.get(n, dtype) for n in names}
             constants = {(i,): sizes[name] for i, name in enumerate(names) if name in sizes}
-            aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if "*" in signature[name]}
+            aligned = {
+                (i,): [["tt.divisibility", 16]]
+                for i, name in enumerate(names)
+                if "*" in signature[name]
+            }
             source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
-            options = {"num_warps": paged_attention_triton.warps_for(16, width), "num_stages": stages}
+            options = {
+                "num_warps": paged_attention_triton.warps_for(16, width),
+                "num_stages": stages,
+            }
             code = triton.compile(source, target=target, options=options)
             case = f"{kernel.__name__} {dim} {dtype} sm_{target.arch}"
             found[case] = (len(code.asm["cubin"]), code.metadata.shared, SHARED[target])

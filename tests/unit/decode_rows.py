@@ -40,7 +40,9 @@ def measure(device: str) -> dict[str, float]:
             needed = [-(-length // page) for length in LENGTHS]
             order = torch.randperm(1 + sum(needed), generator=generator).split([*needed, 1])
             table = torch.zeros(len(LENGTHS), width + 1, dtype=torch.int64)
-            cache = torch.randn(2, 1 + sum(needed), groups, page, dim, generator=generator).to(dtype)
+            cache = torch.randn(2, 1 + sum(needed), groups, page, dim, generator=generator).to(
+                dtype
+            )
             for row, pages in enumerate(order[:-1]):
                 table[row, : len(pages)] = pages
                 cache[:, pages[-1], :, LENGTHS[row] - (len(pages) - 1) * page :] = POISON
@@ -63,7 +65,9 @@ def written(device: str) -> dict[str, float]:
         held = torch.randn(2, 9, 3, 16, dim, generator=draw)
         joint = torch.randn(5, 3, 2 * dim, generator=draw)
         pages, offsets = torch.tensor([3, 1, 8, 2, 3]), torch.tensor([15, 0, 7, 3, 4])
-        entries = [x.to(device) for x in (pages, offsets, joint[..., :dim], joint[..., dim : dim + narrow])]
+        entries = [
+            x.to(device) for x in (pages, offsets, joint[..., :dim], joint[..., dim : dim + narrow])
+        ]
         expected, actual = held.to(device), held.to(device, copy=True)
         paged_attention_triton.write_entries(*actual, *entries)
         reference.write_entries(*expected, *entries)
@@ -77,7 +81,9 @@ def _call(op: Callable[..., Tensor], given: tuple[Tensor, ...], window: int | No
 
 def whole_range(*bounds: tl.tensor | int) -> range:
     """The interpreter's scalars are arrays of one number, which NumPy 2.4 no longer takes for integers."""
-    return range(*(bound.handle.data.item() if isinstance(bound, tl.tensor) else bound for bound in bounds))
+    return range(
+        *(bound.handle.data.item() if isinstance(bound, tl.tensor) else bound for bound in bounds)
+    )
 
 
 if __name__ == "__main__":

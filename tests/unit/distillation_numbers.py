@@ -43,5 +43,8 @@ def value_and_gradient(loss: Any, keys: Mapping[str, float]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     trainer = importlib.import_module("trl.experimental.gkd").GKDTrainer
-    numbers = {name: value_and_gradient(trainer.generalized_jsd_loss, keys) for name, keys in GKD_CASES.items()}
+    numbers = {
+        name: value_and_gradient(trainer.generalized_jsd_loss, keys)
+        for name, keys in GKD_CASES.items()
+    }
     sys.stdout.write(json.dumps(numbers) + "\n")

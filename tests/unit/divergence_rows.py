@@ -44,11 +44,25 @@ def measure(device: str) -> dict[str, dict[str, float]]:
         draw = torch.Generator().manual_seed(1)
         grads = tuple(torch.randn(n, generator=draw) for _ in range(3))
 
-        def pair(z: Tensor, w: Tensor, heat: Tensor | None = heat, targets: Tensor = targets) -> Pair:
+        def pair(
+            z: Tensor, w: Tensor, heat: Tensor | None = heat, targets: Tensor = targets
+        ) -> Pair:
             exact = None if heat is None else heat.double()
-            (_, own), (_, other) = (combine(_stats(x.double(), targets, exact), exact) for x in (z, w))
-            peak, total, offset, other_peak, other_total = (x.to(z.dtype) for x in (*own, other.peak, other.total))
-            return Pair(w, peak, total, offset, other_peak, other_total, None if heat is None else heat.to(z.dtype))
+            (_, own), (_, other) = (
+                combine(_stats(x.double(), targets, exact), exact) for x in (z, w)
+            )
+            peak, total, offset, other_peak, other_total = (
+                x.to(z.dtype) for x in (*own, other.peak, other.total)
+            )
+            return Pair(
+                w,
+                peak,
+                total,
+                offset,
+                other_peak,
+                other_total,
+                None if heat is None else heat.to(z.dtype),
+            )
 
         for kind in KINDS:
             exact_pair, own_pair = pair(z.double(), w.double()), pair(z, w)
@@ -59,16 +73,23 @@ def measure(device: str) -> dict[str, dict[str, float]]:
             value = kind.of(*sums.cpu().unbind(1))
             terms = terms_of(z, w, heat, kind)
             errors = {"value": sum_error(value, kind.of(*expected.unbind(1)), terms)}
-            for h, dtypes in ((grads[1], (torch.float32, torch.bfloat16)), (None, (torch.float32,))):
+            for h, dtypes in (
+                (grads[1], (torch.float32, torch.bfloat16)),
+                (None, (torch.float32,)),
+            ):
                 exact_grads: Any = [x if x is None else x.double() for x in (grads[0], h, grads[2])]
-                want = reference.divergence_grad_(z.double(), exact_pair, targets, exact_grads, expected[:, 1], kind)
+                want = reference.divergence_grad_(
+                    z.double(), exact_pair, targets, exact_grads, expected[:, 1], kind
+                )
                 for dtype in dtypes:
                     given: Any = [x if x is None else x.to(device) for x in (grads[0], h, grads[2])]
                     copy = z.to(device, copy=True)
                     out = divergence_triton.divergence_grad_(
                         copy, own, targets.to(device), given, sums[:, 1], kind, dtype=dtype
                     )
-                    errors[f"{dtype} {'plain' if h is None else 'entropy'}"] = tensor_error(out.cpu().double(), want)
+                    errors[f"{dtype} {'plain' if h is None else 'entropy'}"] = tensor_error(
+                        out.cpu().double(), want
+                    )
             found[f"{name}, {kind.kind}"] = errors
     return found
 

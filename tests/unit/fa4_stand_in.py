@@ -37,14 +37,18 @@ class StandIn(ModuleType):
     ) -> tuple[Tensor, Tensor, None, None, None]:
         self.calls["forward"] += 1
         assert return_lse and not any(0 in x.stride() for x in (q, k, v))
-        self.forms.add((q.ndim, given.pop("pack_gqa"), given["window_size_left"] is None, _many(given)))
+        self.forms.add(
+            (q.ndim, given.pop("pack_gqa"), given["window_size_left"] is None, _many(given))
+        )
         if not self.computes:
             lse = q.new_zeros(*q.shape[:-3], q.shape[-2], q.shape[-3], dtype=torch.float32)
             return q.new_zeros(*q.shape[:-1], v.shape[-1]), lse, None, None, None
         if q.ndim == 4:
             self.dense += 1
             (a, b, c), ends = _packed(q, k, v)
-            out, lse, *_ = self._flash_attn_fwd(a, b, c, return_lse=True, pack_gqa=None, **given, **ends)
+            out, lse, *_ = self._flash_attn_fwd(
+                a, b, c, return_lse=True, pack_gqa=None, **given, **ends
+            )
             self.calls["forward"] -= 1
             return (
                 out.view(*q.shape[:3], -1),
@@ -53,7 +57,10 @@ class StandIn(ModuleType):
                 None,
                 None,
             )
-        out, lse = q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(q.shape[1], len(q), dtype=torch.float32)
+        out, lse = (
+            q.new_empty(*q.shape[:2], v.shape[2]),
+            q.new_empty(q.shape[1], len(q), dtype=torch.float32),
+        )
         for i, j, scores in _scores(q, k, **given):
             lse[:, i] = scores.logsumexp(-1).to(torch.float32)
             out[i] = (scores.softmax(-1) @ _shared(v[j], q.shape[1])).transpose(0, 1).to(q.dtype)
@@ -67,7 +74,9 @@ class StandIn(ModuleType):
             self.dense += 1
             (a, b, c), ends = _packed(q, k, v)
             rows = lse.transpose(0, 1).flatten(1)
-            grads = self._flash_attn_bwd(a, b, c, out.flatten(0, 1), dout.flatten(0, 1), rows, **given, **ends)
+            grads = self._flash_attn_bwd(
+                a, b, c, out.flatten(0, 1), dout.flatten(0, 1), rows, **given, **ends
+            )
             return tuple(x.view(like.shape) for x, like in zip(grads, (q, k, v), strict=True))
         self.calls["backward"] += 1
         self.deterministic = given.pop("deterministic")
@@ -76,7 +85,11 @@ class StandIn(ModuleType):
         for i, j, scores in _scores(q, k, **given):
             weights = (scores - lse[:, i, None]).exp()
             up, mixed = (x[i].transpose(0, 1).to(wide) for x in (dout, out))
-            inner = weights * (up @ _shared(v[j], heads).mT - (up * mixed).sum(-1, keepdim=True)) * q.shape[2] ** -0.5
+            inner = (
+                weights
+                * (up @ _shared(v[j], heads).mT - (up * mixed).sum(-1, keepdim=True))
+                * q.shape[2] ** -0.5
+            )
             dq[i] = (inner @ _shared(k[j], heads)).transpose(0, 1)
             dk[j] = _summed(inner.mT @ q[i].transpose(0, 1).to(wide), k.shape[1])
             dv[j] = _summed(weights.mT @ up, k.shape[1])
@@ -93,7 +106,10 @@ def _packed(*three: Tensor) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, An
     ends: dict[str, Any] = {}
     for x, which in zip(three, "qk", strict=False):
         batch, n = x.shape[:2]
-        ends |= {f"cu_seqlens_{which}": torch.arange(batch + 1, dtype=torch.int32) * n, f"max_seqlen_{which}": n}
+        ends |= {
+            f"cu_seqlens_{which}": torch.arange(batch + 1, dtype=torch.int32) * n,
+            f"max_seqlen_{which}": n,
+        }
     q, k, v = (x.flatten(0, 1) for x in three)
     return (q, k, v), ends
 
@@ -104,13 +120,20 @@ def _scores(q: Tensor, k: Tensor, **given: Any) -> Iterator[tuple[slice, slice, 
     longest = [given.pop(f"max_seqlen_{x}") for x in "qk"]
     left, right = given.pop("window_size_left"), given.pop("window_size_right")
     assert given == {"causal": True} and (left is None) == (right is None) and right in (None, 0)
-    assert all(x.dtype == torch.int32 and int(x.diff().max()) <= n for x, n in zip(ends, longest, strict=True))
+    assert all(
+        x.dtype == torch.int32 and int(x.diff().max()) <= n
+        for x, n in zip(ends, longest, strict=True)
+    )
     for (a, b), (c, d) in zip(*(pairwise(x.tolist()) for x in ends), strict=True):
         if a == b:
             continue
         apart = torch.arange(b - a)[:, None] + (d - c) - (b - a) - torch.arange(d - c)[None, :]
         hidden = (apart < 0) if left is None else (apart < 0) | (apart > left)
-        scores = q[a:b].transpose(0, 1).to(torch.float64) @ _shared(k[c:d], q.shape[1]).mT * q.shape[2] ** -0.5
+        scores = (
+            q[a:b].transpose(0, 1).to(torch.float64)
+            @ _shared(k[c:d], q.shape[1]).mT
+            * q.shape[2] ** -0.5
+        )
         yield slice(a, b), slice(c, d), scores.masked_fill(hidden, float("-inf"))
 
 

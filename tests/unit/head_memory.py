@@ -18,6 +18,7 @@ from dovetail.batch.loss import Loss, TokenStats
 from dovetail.batch.packed import PackedBatch
 from dovetail.kernels.registry import KernelSet
 from dovetail.nn.heads import VocabShard, fused_loss
+from dovetail.nn.products import Products
 from dovetail.parallel.mesh import Axis
 
 WIDTH = 16
@@ -57,20 +58,29 @@ class Policy:
     separable = True
 
     def __call__(self, stats: TokenStats, batch: PackedBatch) -> Loss:
-        return Loss(-(stats.logprob * batch.fields["advantage"] + 0.01 * stats.entropy).sum(), batch.mask.sum())
+        return Loss(
+            -(stats.logprob * batch.fields["advantage"] + 0.01 * stats.entropy).sum(),
+            batch.mask.sum(),
+        )
 
 
 def measure(tokens: int, vocab: int) -> dict[str, Any]:
     torch.set_num_threads(1)
     draw = torch.Generator().manual_seed(0)
     batch = PackedBatch.pack([torch.randint(vocab, (tokens + 1,), generator=draw)])
-    batch = batch.with_fields(advantage=torch.randn(tokens + 1, generator=draw)).compact(torch.arange(tokens))
+    batch = batch.with_fields(advantage=torch.randn(tokens + 1, generator=draw)).compact(
+        torch.arange(tokens)
+    )
     x = torch.randn(tokens, WIDTH, generator=draw).requires_grad_()
     weight = (0.1 * torch.randn(vocab, WIDTH, generator=draw)).requires_grad_()
-    torch.mm(x.detach()[:8], weight.detach()[:8].T)  # what the first product loads is not the head's
+    torch.mm(
+        x.detach()[:8], weight.detach()[:8].T
+    )  # what the first product loads is not the head's
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with Storages(x, weight, batch.targets, batch.fields["advantage"]) as seen:
-        fused_loss(x, VocabShard(weight, 0, Axis("tp"), KernelSet()), batch, Policy()).total.backward()
+        fused_loss(
+            x, VocabShard(weight, 0, Axis("tp"), Products(KernelSet())), batch, Policy()
+        ).total.backward()
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
     return {"tensors": seen.peak, "resident": grown, "dx": x.nbytes, "dw": weight.nbytes}
 

@@ -30,7 +30,13 @@ class Epilogue(ModuleType):
     kept = 0
 
     def product(
-        self, x: Tensor, weight: Tensor, targets: Tensor, inverse: Tensor | None, out: Any, tile: tuple[int, int]
+        self,
+        x: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        inverse: Tensor | None,
+        out: Any,
+        tile: tuple[int, int],
     ) -> None:
         z, planes, picked = out
         assert planes.shape == (3, len(x), -(-len(weight) // tile[1])) and planes.stride(1) == 1
@@ -53,7 +59,9 @@ def measure() -> dict[str, dict[str, float]]:
         draw = torch.Generator().manual_seed(n)
         x = torch.randn(n, width, generator=draw).to(torch.bfloat16)
         assert not quack.takes(x, x[:0]), "a rank without columns has no product"
-        weight = torch.randn(columns, width, generator=draw).mul_(2 * width**-0.5).to(torch.bfloat16)
+        weight = (
+            torch.randn(columns, width, generator=draw).mul_(2 * width**-0.5).to(torch.bfloat16)
+        )
         targets = torch.randint(-columns // 2, 2 * columns, (n,), generator=draw)
         for temperature in (None, torch.linspace(0.3, 3.0, n)):
             z, stats = quack_head.logit_stats(x, weight, targets, temperature, keep=True)
@@ -61,12 +69,21 @@ def measure() -> dict[str, dict[str, float]]:
             assert z is not None and nothing is None and torch.equal(stats, again)
             exact = None if temperature is None else temperature.to(torch.float64)
             want = reference.vocab_stats(z.to(torch.float64), targets, exact)
-            (got, sums), (true, true_sums) = combine(stats[None], temperature), combine(want[None], exact)
+            (got, sums), (true, true_sums) = (
+                combine(stats[None], temperature),
+                combine(want[None], exact),
+            )
             pairs = dict(
-                zip((*got._fields, *sums._fields), zip((*got, *sums), (*true, *true_sums), strict=True), strict=True)
+                zip(
+                    (*got._fields, *sums._fields),
+                    zip((*got, *sums), (*true, *true_sums), strict=True),
+                    strict=True,
+                )
             )
             errors = {name: tensor_error(a, b) for name, (a, b) in pairs.items()}
-            found[f"{n} x {width} x {columns}, {'plain' if temperature is None else 'temperature'}"] = errors
+            found[
+                f"{n} x {width} x {columns}, {'plain' if temperature is None else 'temperature'}"
+            ] = errors
         assert z is not None
         dz, total = z.to(torch.bfloat16), torch.randn(columns, width, generator=draw)
         errors = found[f"{n} x {width} x {columns}, gradients"] = {}
@@ -74,8 +91,12 @@ def measure() -> dict[str, dict[str, float]]:
             dx, dw = torch.empty_like(x), total.clone()
             quack_head.logit_grads_(dz, x, weight, dx, dw, first=first)
             product = dz.to(torch.float64).T @ x.to(torch.float64)
-            errors[f"dw bfloat16, first {first}"] = tensor_error(dw, product if first else total + product)
-            errors["dx bfloat16"] = tensor_error(dx, dz.to(torch.float64) @ weight.to(torch.float64))
+            errors[f"dw bfloat16, first {first}"] = tensor_error(
+                dw, product if first else total + product
+            )
+            errors["dx bfloat16"] = tensor_error(
+                dx, dz.to(torch.float64) @ weight.to(torch.float64)
+            )
     assert epilogue.kept == 2 * len(SIZES), "logits were kept that nobody asked for"
     assert package.calls == {"product": 3 * len(SIZES), "sum": len(SIZES)}
     return found

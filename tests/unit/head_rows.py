@@ -28,17 +28,30 @@ def cases(device: str) -> Iterator[tuple[str, Tensor, Tensor, Tensor | None]]:
     """
     draw = torch.Generator().manual_seed(0)
     for number, columns in enumerate(WIDTHS):
-        z = torch.randn(ROWS, columns, generator=draw) * torch.tensor([0.0, 0.1, 1.0, 5.0, 20.0, 40.0])[:, None]
+        z = (
+            torch.randn(ROWS, columns, generator=draw)
+            * torch.tensor([0.0, 0.1, 1.0, 5.0, 20.0, 40.0])[:, None]
+        )
         targets = torch.randint(columns, (ROWS,), generator=draw)
         targets[-2:] = torch.tensor([-1, columns])
         temperature = torch.linspace(0.3, 3.0, ROWS)
         if device != "cpu" or number % 2 == 0:
             yield f"{columns} columns", z.to(device), targets.to(device), None
         if device != "cpu" or number % 2 or columns == BLOCK + 1:
-            yield f"{columns} columns, temperature", z.to(device), targets.to(device), temperature.to(device)
-    far = torch.tensor([-1e4, -300.0, 0.0, 300.0, 1e4, 3e4])[:, None] + torch.randn(ROWS, BLOCK + 9, generator=draw)
+            yield (
+                f"{columns} columns, temperature",
+                z.to(device),
+                targets.to(device),
+                temperature.to(device),
+            )
+    far = torch.tensor([-1e4, -300.0, 0.0, 300.0, 1e4, 3e4])[:, None] + torch.randn(
+        ROWS, BLOCK + 9, generator=draw
+    )
     yield "far from zero", far.to(device), targets.to(device), None
-    rising = torch.linspace(-1.0, 1.0, 2 * BLOCK) * torch.tensor([1.0, 30.0, 1e3, -1.0, -30.0, -1e3])[:, None]
+    rising = (
+        torch.linspace(-1.0, 1.0, 2 * BLOCK)
+        * torch.tensor([1.0, 30.0, 1e3, -1.0, -30.0, -1e3])[:, None]
+    )
     yield "rising and falling", rising.to(device), targets.to(device), None
     never = torch.randn(ROWS, 2 * BLOCK + 1, generator=draw)
     never[:, :BLOCK] = float("-inf")  # a whole first step of a row that cannot occur
@@ -59,22 +72,37 @@ def measure(device: str) -> dict[str, dict[str, float]]:
             "target": tensor_error(actual[:, 3], expected[:, 3]),
         }
         (logprob, entropy), (peak, total, offset) = combine(actual[None], temperature)
-        errors |= {"logprob": tensor_error(logprob, stats.logprob), "entropy": tensor_error(entropy, stats.entropy)}
-        errors |= {"peak": tensor_error(peak, normalizer.peak), "total": tensor_error(total, normalizer.total)}
+        errors |= {
+            "logprob": tensor_error(logprob, stats.logprob),
+            "entropy": tensor_error(entropy, stats.entropy),
+        }
+        errors |= {
+            "peak": tensor_error(peak, normalizer.peak),
+            "total": tensor_error(total, normalizer.total),
+        }
         errors["offset"] = tensor_error(offset, normalizer.offset)
-        g, h = (torch.linspace(*ends, len(z), device=z.device) for ends in ((-1.0, 2.0), (0.5, -0.5)))
+        g, h = (
+            torch.linspace(*ends, len(z), device=z.device) for ends in ((-1.0, 2.0), (0.5, -0.5))
+        )
         same = tuple(x.to(torch.float32) for x in normalizer)  # both kernels see the same ones
         for entropy_gradient in (h, None):
             wide = z.to(torch.float64)
-            want = reference.vocab_grad_(wide, targets, same, g.to(wide.dtype), entropy_gradient, exact)
+            want = reference.vocab_grad_(
+                wide, targets, same, g.to(wide.dtype), entropy_gradient, exact
+            )
             for dtype in (None, torch.bfloat16):
                 spent, given = z.clone(), (targets, same, g, entropy_gradient, temperature)
                 got = logprob_triton.vocab_grad_(spent, *given, dtype=dtype)
-                assert got.data_ptr() == spent.data_ptr(), "the gradient lies elsewhere than in the logits' memory"
+                assert got.data_ptr() == spent.data_ptr(), (
+                    "the gradient lies elsewhere than in the logits' memory"
+                )
                 what = f"gradient{'' if entropy_gradient is h else ' without entropy'} {dtype or torch.float32}"
                 errors[what] = tensor_error(got, want)
         found[name] = errors
-    ops, stride = (logprob_triton.vocab_stats, logprob_triton.vocab_grad_), 4 if device == "cpu" else 1
+    ops, stride = (
+        (logprob_triton.vocab_stats, logprob_triton.vocab_grad_),
+        4 if device == "cpu" else 1,
+    )
     return found | {"large logits": gradient_errors(*ops, device, stride)}
 
 

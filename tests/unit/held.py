@@ -15,7 +15,9 @@ class Held(GradAccumulator):
 
     def __init__(self, gate_up: Tensor, down: Tensor) -> None:
         super().__init__()
-        self.gate_up_proj, self.down_proj = (nn.Parameter(x.detach().clone()) for x in (gate_up, down))
+        self.gate_up_proj, self.down_proj = (
+            nn.Parameter(x.detach().clone()) for x in (gate_up, down)
+        )
         self.gate_up_proj.grad_dtype = self.down_proj.grad_dtype = reference.wide(down.dtype)
         self.wgrad_queue = WgradQueue()
 
@@ -36,7 +38,13 @@ class HandingOver(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, compute: Callable[..., Tensor], handed: Any
+        ctx: Any,
+        x: Tensor,
+        weights: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        compute: Callable[..., Tensor],
+        handed: Any,
     ) -> Tensor:
         ctx.save_for_backward(x, weights, gate_up, down)
         ctx.compute, ctx.handed = compute, handed
@@ -49,7 +57,9 @@ class HandingOver(torch.autograd.Function):
             y = ctx.compute(*leaves)
         dx, d_weights, *both = torch.autograd.grad(y, leaves, grads[0])
         add, add_ = ctx.handed
-        for name, dw, wanted in zip(("gate_up_proj", "down_proj"), both, ctx.needs_input_grad[2:4], strict=True):
+        for name, dw, wanted in zip(
+            ("gate_up_proj", "down_proj"), both, ctx.needs_input_grad[2:4], strict=True
+        ):
             if wanted:
                 add(name, dw, dw, add_)
         return dx, d_weights, None, None, None, None

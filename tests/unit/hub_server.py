@@ -43,7 +43,9 @@ def serve(files: Mapping[str, bytes]) -> ThreadingHTTPServer:
                 tag = f'"{hashlib.sha1(files[name]).hexdigest()}"'
                 self.reply(files[name], ETag=tag, X_Repo_Commit=COMMIT)
             elif path.startswith(f"/api/datasets/{NAME}/tree/"):
-                self.reply_json([entry for entry in listing if str(entry["path"]).startswith(folder)])
+                self.reply_json(
+                    [entry for entry in listing if str(entry["path"]).startswith(folder)]
+                )
             elif path in (f"/api/datasets/{NAME}", f"/api/datasets/{NAME}/revision/{COMMIT}"):
                 self.reply_json(info)
             else:

@@ -13,7 +13,10 @@ ROWS, COLUMNS, CUTS = 4, 1501, (500, 1001)
 
 
 def gradient_errors(
-    vocab_stats: Callable[..., Tensor], vocab_grad_: Callable[..., Tensor], device: str = "cpu", stride: int = 1
+    vocab_stats: Callable[..., Tensor],
+    vocab_grad_: Callable[..., Tensor],
+    device: str = "cpu",
+    stride: int = 1,
 ) -> dict[str, float]:
     """Case -> the gradient's error. The vocabulary is cut in three, as by tp=3. stride: between temperatures of a deviation."""
     result = {}
@@ -27,7 +30,10 @@ def gradient_errors(
                 ends = list(zip((0, *CUTS), (*CUTS, COLUMNS), strict=True))
                 shards = [vocab_stats(z[:, a:b].contiguous(), targets - a, tau) for a, b in ends]
                 _, normalizer = combine(torch.stack(shards), tau)
-                parts = [vocab_grad_(z[:, a:b].clone(), targets - a, normalizer, g, h, tau) for a, b in ends]
+                parts = [
+                    vocab_grad_(z[:, a:b].clone(), targets - a, normalizer, g, h, tau)
+                    for a, b in ends
+                ]
                 name = f"deviation {deviation}, temperature {temperature}{'' if h is None else ', entropy'}"
                 result[name] = tensor_error(torch.cat(parts, 1), exact)
     return result

@@ -55,7 +55,11 @@ def random_numbers() -> dict[str, Tensor]:
     def normal(n: int = total) -> Tensor:
         return torch.randn(n, generator=draw, dtype=torch.float64)
 
-    numbers = {"logprob": normal() * 0.4 - 2, "entropy": normal().abs(), "old_logprob": normal() * 0.4 - 2}
+    numbers = {
+        "logprob": normal() * 0.4 - 2,
+        "entropy": normal().abs(),
+        "old_logprob": normal() * 0.4 - 2,
+    }
     advantage = normal(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))
     numbers |= {"reference_logprob": normal() * 0.4 - 2, "advantage": advantage}
     return {**numbers, "rollout_logprob": normal() * 0.4 - 2}

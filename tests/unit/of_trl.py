@@ -12,7 +12,9 @@ from typing import Any
 def of_trl(program: str) -> Mapping[str, Any]:
     """Of the installed TRL (pip install '.[peers]'), else as `python -m tests.unit.PROGRAM > tests/unit/PROGRAM.json` wrote."""
     if importlib.util.find_spec("trl") is None:
-        written: Mapping[str, Any] = json.loads(Path(__file__).with_name(f"{program}.json").read_text())
+        written: Mapping[str, Any] = json.loads(
+            Path(__file__).with_name(f"{program}.json").read_text()
+        )
         return written
     command = [sys.executable, "-m", f"tests.unit.{program}"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)

@@ -71,13 +71,22 @@ class Engines:
                 self.waiting = [sampled for sampled in self.waiting if sampled not in done]
             for each in done:
                 each.future.set_result(
-                    Completion(0, each.sample, each.ids, (-0.5,) * each.length, "stop", versions=each.versions)
+                    Completion(
+                        0,
+                        each.sample,
+                        each.ids,
+                        (-0.5,) * each.length,
+                        "stop",
+                        versions=each.versions,
+                    )
                 )
 
     def _decode(self, each: Running) -> bool:
         start = len(each.ids)
         stop = min(each.length, start + self.luck.randrange(4))
-        each.ids += tuple(token(self.policy, each.group, each.sample, at) for at in range(start, stop))
+        each.ids += tuple(
+            token(self.policy, each.group, each.sample, at) for at in range(start, stop)
+        )
         each.versions += ((self.version, start, stop),) if stop > start else ()
         return stop == each.length
 
@@ -92,7 +101,9 @@ class Checkpoint:
     @classmethod
     def load(cls, run: Path) -> "Checkpoint":
         path = run / "checkpoint.json"
-        return cls(**json.loads(path.read_text())) if path.exists() else cls([digest("initial")], [])
+        return (
+            cls(**json.loads(path.read_text())) if path.exists() else cls([digest("initial")], [])
+        )
 
     def save(self, run: Path) -> None:
         replace_file(run / "checkpoint.json", json.dumps(vars(self)).encode())
@@ -109,11 +120,21 @@ def train(run: Path, life: int) -> None:
         groups = feed.take()
         for group in groups:
             for answer in group.answers:
-                at = [state.policies[version] for version, start, stop in answer.versions for _ in range(start, stop)]
-                made = tuple(token(policy, group.id, answer.sample, i) for i, policy in enumerate(at))
-                assert made == answer.ids, f"group {group.id} was sampled by policies that this run does not have"
+                at = [
+                    state.policies[version]
+                    for version, start, stop in answer.versions
+                    for _ in range(start, stop)
+                ]
+                made = tuple(
+                    token(policy, group.id, answer.sample, i) for i, policy in enumerate(at)
+                )
+                assert made == answer.ids, (
+                    f"group {group.id} was sampled by policies that this run does not have"
+                )
         time.sleep(0.001)  # engines go on while the trainer trains
-        state.policies.append(digest(state.policies[-1], [answer.ids for group in groups for answer in group.answers]))
+        state.policies.append(
+            digest(state.policies[-1], [answer.ids for group in groups for answer in group.answers])
+        )
         state.trained.append([group.id for group in groups])
         if len(state.trained) % SAVE_EVERY == 0:
             state.save(run)

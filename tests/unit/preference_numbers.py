@@ -29,9 +29,21 @@ TRL_PREFERENCES: Mapping[str, tuple[str, Settings, Settings]] = {
         {"beta": 0.4, "desirable_weight": 1.5, "undesirable_weight": 0.75},
     ),
     "cpo": ("cpo", {"beta": 0.2, "cpo_alpha": 0.6}, {"beta": 0.2, "alpha": 0.6}),
-    "cpo_smooth": ("cpo", {"beta": 0.2, "label_smoothing": 0.1}, {"beta": 0.2, "label_smoothing": 0.1, "alpha": 1.0}),
-    "cpo_hinge": ("cpo", {"loss_type": "hinge", "beta": 0.2}, {"kind": "hinge", "beta": 0.2, "alpha": 1.0}),
-    "cpo_ipo": ("cpo", {"loss_type": "ipo", "beta": 0.2}, {"kind": "ipo", "beta": 0.2, "alpha": 1.0}),
+    "cpo_smooth": (
+        "cpo",
+        {"beta": 0.2, "label_smoothing": 0.1},
+        {"beta": 0.2, "label_smoothing": 0.1, "alpha": 1.0},
+    ),
+    "cpo_hinge": (
+        "cpo",
+        {"loss_type": "hinge", "beta": 0.2},
+        {"kind": "hinge", "beta": 0.2, "alpha": 1.0},
+    ),
+    "cpo_ipo": (
+        "cpo",
+        {"loss_type": "ipo", "beta": 0.2},
+        {"kind": "ipo", "beta": 0.2, "alpha": 1.0},
+    ),
     "simpo": (
         "cpo",
         {"loss_type": "simpo", "beta": 2.0, "simpo_gamma": 0.7, "cpo_alpha": 0.0},

@@ -42,10 +42,14 @@ class StandIn(ModuleType):
     ) -> tuple[Tensor | None, Tensor]:
         self.calls["gate_up" if store_preact else "gated"] += 1
         assert not any(grouped.values())
-        assert activation == "swiglu" and concat_layout == ("B",) and dynamic_scheduler and not tuned
+        assert (
+            activation == "swiglu" and concat_layout == ("B",) and dynamic_scheduler and not tuned
+        )
         both = A @ in_pairs(B)
         gated = F.silu(both[:, ::2]) * both[:, 1::2]
-        return both if store_preact else None, gated if postact_out is None else postact_out.copy_(gated)
+        return both if store_preact else None, gated if postact_out is None else postact_out.copy_(
+            gated
+        )
 
     def gemm_dact(
         self,
@@ -101,7 +105,9 @@ class StandIn(ModuleType):
     ) -> None:
         assert not tuned and concat_layout in (None, ("C", "out"))
         concat = concat_layout and ("out",)
-        self._write(A, B, out, concat_layout=concat, add_to_output=True, dynamic_scheduler=dynamic_scheduler)
+        self._write(
+            A, B, out, concat_layout=concat, add_to_output=True, dynamic_scheduler=dynamic_scheduler
+        )
 
 
 def in_pairs(x: Tensor) -> Tensor:

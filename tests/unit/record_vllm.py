@@ -32,17 +32,35 @@ def recorded(package: Path) -> dict[str, Any]:
         for name in names:
             body: Any = tree.body
             for part in name.split("."):
-                node = next(n for n in body if isinstance(n, ast.ClassDef | ast.FunctionDef) and n.name == part)
+                node = next(
+                    n
+                    for n in body
+                    if isinstance(n, ast.ClassDef | ast.FunctionDef) and n.name == part
+                )
                 body = node.body
             assert isinstance(node, ast.FunctionDef)
             arguments = [a.arg for a in node.args.args]
             functions[name] = arguments + [a.arg for a in (node.args.vararg, node.args.kwarg) if a]
-    calls = [n for n in ast.walk(ast.parse((package / ROUTER).read_text())) if isinstance(n, ast.Call) and n.args]
-    made = [n.args[0] for n in calls if isinstance(n.func, ast.Attribute) and n.func.attr in ("get", "post")]
+    calls = [
+        n
+        for n in ast.walk(ast.parse((package / ROUTER).read_text()))
+        if isinstance(n, ast.Call) and n.args
+    ]
+    made = [
+        n.args[0]
+        for n in calls
+        if isinstance(n.func, ast.Attribute) and n.func.attr in ("get", "post")
+    ]
     routes = [n.value for n in made if isinstance(n, ast.Constant)]
-    return {"functions": functions, "routes": sorted(r for r in routes if isinstance(r, str) and r.startswith("/"))}
+    return {
+        "functions": functions,
+        "routes": sorted(r for r in routes if isinstance(r, str) and r.startswith("/")),
+    }
 
 
 if __name__ == "__main__":
-    found = {version: recorded(Path(place)) for version, _, place in (text.partition("=") for text in sys.argv[1:])}
+    found = {
+        version: recorded(Path(place))
+        for version, _, place in (text.partition("=") for text in sys.argv[1:])
+    }
     Path(__file__).with_name("vllm_signatures.json").write_text(json.dumps(found, indent=1) + "\n")

@@ -25,7 +25,10 @@ def make_run(path: Path, steps: int, *, prompts: int = 16) -> Path:
     (path / "rollouts").mkdir(parents=True)
     (path / "config.yaml").write_text(yaml.safe_dump(dict(CONFIG)))
     write_lines(path / "metrics.jsonl", [metrics(step, steps) for step in range(1, steps + 1)])
-    write_lines(path / "events.jsonl", [{"time": "2026-11-22T10:00", "kind": "death", "step": 2, "cause": HOSTILE}])
+    write_lines(
+        path / "events.jsonl",
+        [{"time": "2026-11-22T10:00", "kind": "death", "step": 2, "cause": HOSTILE}],
+    )
     for step in range(1, steps + 1):
         samples = [sample((4 * step + i) % prompts, j, step) for i in range(4) for j in range(2)]
         write_lines(path / "rollouts" / f"step_{step:06}.jsonl", samples)
@@ -34,18 +37,38 @@ def make_run(path: Path, steps: int, *, prompts: int = 16) -> Path:
 
 def metrics(step: int, steps: int) -> dict[str, Any]:
     reward = 1 / (1 + math.exp(4 - 8 * step / steps))
-    phases = {"seconds/rollout": 2.0 - reward, "seconds/update": 1.0 + 0.1 * (step % 3), "seconds/push": 0.2}
-    row: dict[str, Any] = {"step": step, **phases, "loss": 0.1 / step, "tokens": 1000, "peak_memory_gib": 12.5}
+    phases = {
+        "seconds/rollout": 2.0 - reward,
+        "seconds/update": 1.0 + 0.1 * (step % 3),
+        "seconds/push": 0.2,
+    }
+    row: dict[str, Any] = {
+        "step": step,
+        **phases,
+        "loss": 0.1 / step,
+        "tokens": 1000,
+        "peak_memory_gib": 12.5,
+    }
     row |= {"reward_mean": reward, "reward_min": 0.0, "reward_max": 1.0, "reward/format": reward**2}
-    row |= {"step_seconds": 4.0, "tokens_per_second": 250.0, "grad_norm": 50.0 if step == 7 else 1.0}
+    row |= {
+        "step_seconds": 4.0,
+        "tokens_per_second": 250.0,
+        "grad_norm": 50.0 if step == 7 else 1.0,
+    }
     row |= {"eval_reward_mean_before": 0.25} if step == 1 else {}
     row |= {"eval_reward_mean": reward} if step % 10 == 0 else {}
-    row |= {"skipped": True, "fault": "rank 1: advantage", "kl_mean": math.nan} if step == 3 else {"kl_mean": 0.01}
+    row |= (
+        {"skipped": True, "fault": "rank 1: advantage", "kl_mean": math.nan}
+        if step == 3
+        else {"kl_mean": 0.01}
+    )
     return row
 
 
 def sample(prompt: int, number: int, step: int) -> dict[str, Any]:
-    text = f"step {step} says {prompt + number} " + (HOSTILE if prompt == 4 else "and explains it at length. " * 20)
+    text = f"step {step} says {prompt + number} " + (
+        HOSTILE if prompt == 4 else "and explains it at length. " * 20
+    )
     facts = {"answer": str(prompt), "reward": float(number), "reward/format": 0.5, "finish": "stop"}
     message = [{"role": "user", "content": f"What is {prompt}?"}]
     return {

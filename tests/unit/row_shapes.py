@@ -56,24 +56,39 @@ ASSISTANT, END = "<|im_start|>assistant\n", "<|im_end|>"
 QUESTION, BLUE, GREEN = "What color is the sky?", "It is blue.", "It is green."
 TURNS = [user(QUESTION), assistant(BLUE)]
 TRAINED = f"{asked(QUESTION)}[[{BLUE}{END}]]\n"
-WHOLE = f"{asked(QUESTION)}[[{BLUE}{END}\n]]"  # TRL trains what the template writes behind the prompt
-TRL, OPENAI = "huggingface.co/docs/trl/dataset_formats", "platform.openai.com/docs/guides/supervised-fine-tuning"
+WHOLE = (
+    f"{asked(QUESTION)}[[{BLUE}{END}\n]]"  # TRL trains what the template writes behind the prompt
+)
+TRL, OPENAI = (
+    "huggingface.co/docs/trl/dataset_formats",
+    "platform.openai.com/docs/guides/supervised-fine-tuning",
+)
 VERL, VERL_SFT = (
     "verl.readthedocs.io/en/latest/preparation/prepare_data.html",
     "verl docs, sft_trainer and multiturn_sft_dataset",
 )
 ALPACA, FACTORY = "github.com/tatsu-lab/stanford_alpaca", "LLaMA-Factory data/README.md"
-SLIME, OPENRLHF = "slime docs, quick start and slime/utils/data.py", "OpenRLHF docs, prepare datasets"
+SLIME, OPENRLHF = (
+    "slime docs, quick start and slime/utils/data.py",
+    "OpenRLHF docs, prepare datasets",
+)
 GSM8K = "github.com/openai/grade-school-math"
 WEATHER = {
     "type": "function",
-    "function": {"name": "get_weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
+    "function": {
+        "name": "get_weather",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
 }
 TOOLS = said("tools", json.dumps([WEATHER]))
 CALL = {
     "role": "assistant",
     "tool_calls": [
-        {"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city":"Rome"}'}}
+        {
+            "id": "call_1",
+            "type": "function",
+            "function": {"name": "get_weather", "arguments": '{"city":"Rome"}'},
+        }
     ],
 }
 CALLED = f'[[get_weather({{"city": "Rome"}}){END}]]\n'
@@ -87,7 +102,8 @@ PREAMBLE = (
     "### Instruction:\nAdd the numbers.\n\n"
 )
 PAIRED = (
-    PREAMBLE.format(", paired with an input that provides further context") + "### Input:\n2 and 2\n\n### Response:"
+    PREAMBLE.format(", paired with an input that provides further context")
+    + "### Input:\n2 and 2\n\n### Response:"
 )
 VERL_ROW = {
     "data_source": "openai/gsm8k",

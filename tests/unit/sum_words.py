@@ -11,7 +11,9 @@ from dovetail.rollout.remote import sums
 def pairs(device: str) -> list[tuple[int, int]]:
     found = []
     for count, first in ((1, 0), (7, 5), (2048, 0), (2049, 1), (5 * 2048 + 3, 1 << 33)):
-        words = torch.randint(-(2**63), 2**63 - 1, (count,), generator=torch.Generator().manual_seed(count))
+        words = torch.randint(
+            -(2**63), 2**63 - 1, (count,), generator=torch.Generator().manual_seed(count)
+        )
         expected = torch.tensor(count)
         sums.add_words(words, expected, first)
         got = torch.tensor(count, device=device)

@@ -23,11 +23,15 @@ def packed(prompts: Seq[int], masks: Seq[Seq[int]]) -> tuple[Tensor, Tensor]:
     return batch.mask, batch.sequence_ids
 
 
-def gae_loop(rewards: list[float], values: list[float], gamma: float, lam: float) -> tuple[list[float], list[float]]:
+def gae_loop(
+    rewards: list[float], values: list[float], gamma: float, lam: float
+) -> tuple[list[float], list[float]]:
     """Equation 16 as the double sum it is: A_t = sum_l (gamma lam)^l delta_{t+l}."""
     following = [*values[1:], 0.0]
     delta = [r + gamma * v2 - v for r, v, v2 in zip(rewards, values, following, strict=True)]
-    advantages = [sum((gamma * lam) ** k * d for k, d in enumerate(delta[t:])) for t in range(len(delta))]
+    advantages = [
+        sum((gamma * lam) ** k * d for k, d in enumerate(delta[t:])) for t in range(len(delta))
+    ]
     return advantages, [a + v for a, v in zip(advantages, values, strict=True)]
 
 
@@ -38,13 +42,19 @@ def test_gae_equals_the_double_sum(gamma: float, lam: float) -> None:
     rewards = torch.randn(len(mask), generator=generator, dtype=F64) * mask
     values = torch.randn(len(mask), generator=generator, dtype=F64)
     advantages, returns = gae(rewards, values, mask, owner, gamma=gamma, lam=lam)
-    expected, expected_returns = torch.zeros(len(mask), dtype=F64), torch.zeros(len(mask), dtype=F64)
+    expected, expected_returns = (
+        torch.zeros(len(mask), dtype=F64),
+        torch.zeros(len(mask), dtype=F64),
+    )
     for sequence in range(4):
         where = ((owner == sequence) & mask).nonzero().flatten()
         if not len(where):
             continue
         a, r = gae_loop(rewards[where].tolist(), values[where].tolist(), gamma, lam)
-        expected[where], expected_returns[where] = torch.tensor(a, dtype=F64), torch.tensor(r, dtype=F64)
+        expected[where], expected_returns[where] = (
+            torch.tensor(a, dtype=F64),
+            torch.tensor(r, dtype=F64),
+        )
     assert_close(advantages, expected, SUM_ORDER)
     assert_close(returns, expected_returns, SUM_ORDER)
     assert float(advantages[~mask].abs().max()) == EXACT
@@ -127,7 +137,9 @@ def test_equal_rewards_give_exactly_zero(reward: float, size: int) -> None:
 def test_leave_one_out_equals_the_mean_of_the_others() -> None:
     actual = leave_one_out(REWARDS, GROUPS)
     for i in range(len(REWARDS)):
-        others = [float(REWARDS[j]) for j in range(len(REWARDS)) if j != i and GROUPS[j] == GROUPS[i]]
+        others = [
+            float(REWARDS[j]) for j in range(len(REWARDS)) if j != i and GROUPS[j] == GROUPS[i]
+        ]
         if GROUPS[i] != 7:  # of one, or of equal rewards
             assert float(actual[i]) == EXACT
             continue
@@ -167,7 +179,15 @@ def test_whiten_masked_entries() -> None:
 
 def test_types_are_kept_or_widened() -> None:
     groups = torch.zeros(2, dtype=torch.int64)
-    for given, expected in [(torch.bfloat16, torch.float32), (torch.float32, torch.float32), (F64, F64)]:
+    for given, expected in [
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.float32),
+        (F64, F64),
+    ]:
         rewards = torch.tensor([0.0, 1.0], dtype=given)
-        assert group_relative(rewards, groups).dtype == leave_one_out(rewards, groups).dtype == expected
+        assert (
+            group_relative(rewards, groups).dtype
+            == leave_one_out(rewards, groups).dtype
+            == expected
+        )
         assert whiten(rewards, torch.tensor([True, True])).dtype == expected

@@ -50,13 +50,23 @@ def test_defaults_are_those_of_transformers(family: str) -> None:
     kind, needed = CONFIGS[family]
     config = kind(**needed)
     spec, c = read(family), config.to_dict()
-    assert spec == spec_from_config(raw(config)) == spec_from_config(raw(config, only_differences=True))
-    assert (spec.width, spec.depth, spec.vocab_size) == (c["hidden_size"], c["num_hidden_layers"], c["vocab_size"])
+    assert (
+        spec
+        == spec_from_config(raw(config))
+        == spec_from_config(raw(config, only_differences=True))
+    )
+    assert (spec.width, spec.depth, spec.vocab_size) == (
+        c["hidden_size"],
+        c["num_hidden_layers"],
+        c["vocab_size"],
+    )
     assert (spec.norm_eps, spec.tie_embeddings) == (c["rms_norm_eps"], c["tie_word_embeddings"])
     assert spec.rope.theta == config.rope_parameters["rope_theta"]
     moe = spec.moe
     assert moe is not None
-    assert moe.num_experts == next(c[k] for k in ("num_local_experts", "num_experts", "n_routed_experts") if k in c)
+    assert moe.num_experts == next(
+        c[k] for k in ("num_local_experts", "num_experts", "n_routed_experts") if k in c
+    )
     assert (moe.top_k, moe.ffn_width) == (
         c["num_experts_per_tok"],
         c.get("moe_intermediate_size", c["intermediate_size"]),
@@ -68,7 +78,10 @@ def test_defaults_are_those_of_transformers(family: str) -> None:
 def test_both_names_of_the_number_of_experts_are_those_of_transformers(family: str) -> None:
     kind, needed = CONFIGS[family]
     for name in ("num_experts", "num_local_experts", "n_routed_experts"):
-        for options in ({name: 64}, {"num_experts": 48, "num_local_experts": 48, "n_routed_experts": 48, name: 64}):
+        for options in (
+            {name: 64},
+            {"num_experts": 48, "num_local_experts": 48, "n_routed_experts": 48, name: 64},
+        ):
             saved = raw(kind.from_dict({**needed, **options}))
             moe, normal = read(family, **options).moe, spec_from_config(saved).moe
             held = getattr(kind.from_dict({**needed, **options}), HELD[family])
@@ -86,7 +99,12 @@ def test_a_head_dim_that_says_what_is_known_is_read() -> None:
 def test_modules_that_predict_further_tokens_are_left_aside() -> None:
     """As many as the config says: transformers leaves whatever it does not know."""
     one, two = (f"model.layers.{61 + at}.*" for at in range(2))
-    for options in ({}, {"num_nextn_predict_layers": 1}, {"num_nextn_predict_layers": 0}, {"num_mtp_layers": None}):
+    for options in (
+        {},
+        {"num_nextn_predict_layers": 1},
+        {"num_nextn_predict_layers": 0},
+        {"num_mtp_layers": None},
+    ):
         assert read("deepseek_v3", **options).ignored == (one,)
     for name in ("num_nextn_predict_layers", "num_mtp_layers"):
         assert read("deepseek_v3", **{name: 2}).ignored == (one, two)
@@ -102,7 +120,10 @@ def test_which_layers_route() -> None:
 
 
 def test_windows_of_qwen2_moe_are_those_of_transformers() -> None:
-    for options in ({"use_sliding_window": True, "max_window_layers": 3}, {"use_sliding_window": False}):
+    for options in (
+        {"use_sliding_window": True, "max_window_layers": 3},
+        {"use_sliding_window": False},
+    ):
         config = Qwen2MoeConfig(num_hidden_layers=6, sliding_window=7, **options)
         expected = tuple(7 if kind == "sliding_attention" else None for kind in config.layer_types)
         spec = read("qwen2_moe", num_hidden_layers=6, sliding_window=7, **options)
@@ -131,35 +152,73 @@ YARN = {"type": "yarn", "factor": 4.0, "mscale_all_dim": 1.0}
 @pytest.mark.parametrize(
     ("family", "options", "message"),
     [
-        ("qwen3_moe", {"num_experts_per_tok": 129}, "num_experts_per_tok is 129; supported: at most 128"),
+        (
+            "qwen3_moe",
+            {"num_experts_per_tok": 129},
+            "num_experts_per_tok is 129; supported: at most 128",
+        ),
         ("qwen3_moe", {"mlp_only_layers": ["0"]}, "mlp_only_layers"),
         ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise is 0.1"),
         ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob is True"),
         ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method is 'noaux_tc'"),
         ("deepseek_v2", {"num_experts_per_tok": None}, "num_experts_per_tok is None"),
-        ("deepseek_v3", {"n_group": 3}, "n_group is 3; supported: a divisor of n_routed_experts=256"),
+        (
+            "deepseek_v3",
+            {"n_group": 3},
+            "n_group is 3; supported: a divisor of n_routed_experts=256",
+        ),
         ("deepseek_v3", {"topk_group": 9}, "topk_group is 9; supported: at most n_group=8"),
         ("deepseek_v3", {"n_group": 256}, "groups of two experts or more"),
         ("deepseek_v3", {"topk_group": 1, "num_experts_per_tok": 33}, "at most 32"),
-        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func is 'softmax'; supported: sigmoid only"),
+        (
+            "deepseek_v3",
+            {"scoring_func": "softmax"},
+            "scoring_func is 'softmax'; supported: sigmoid only",
+        ),
         ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq is 2"),
-        ("deepseek_v3", {"num_key_value_heads": 8}, "num_key_value_heads is 8; supported: num_attention_heads=128"),
+        (
+            "deepseek_v3",
+            {"num_key_value_heads": 8},
+            "num_key_value_heads is 8; supported: num_attention_heads=128",
+        ),
         ("deepseek_v3", {"qk_rope_head_dim": 63}, "an even number of rotated channels"),
         ("deepseek_v3", {"head_dim": 2}, "head_dim is 2; supported: qk_rope_head_dim=64"),
-        ("deepseek_v3", {"rope_scaling": {**YARN, "partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
-        ("deepseek_v2", {"rope_scaling": YARN, "partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; .* 1.0"),
+        (
+            "deepseek_v3",
+            {"rope_scaling": {**YARN, "partial_rotary_factor": 0.5}},
+            "partial_rotary_factor is 0.5",
+        ),
+        (
+            "deepseek_v2",
+            {"rope_scaling": YARN, "partial_rotary_factor": 0.5},
+            "partial_rotary_factor is 0.5; .* 1.0",
+        ),
         ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
-        ("deepseek_v3", {"rope_scaling": "yarn"}, "rope_scaling is 'yarn'; supported: one flat set for all layers"),
-        ("deepseek_v2", {"rope_parameters": [4.0]}, r"rope_parameters is \[4.0\]; supported: one flat set"),
+        (
+            "deepseek_v3",
+            {"rope_scaling": "yarn"},
+            "rope_scaling is 'yarn'; supported: one flat set for all layers",
+        ),
+        (
+            "deepseek_v2",
+            {"rope_parameters": [4.0]},
+            r"rope_parameters is \[4.0\]; supported: one flat set",
+        ),
         (
             "deepseek_v3",
             {"rope_scaling": {**YARN, "mscale_all_dim": "1"}},
             "mscale_all_dim is '1'; supported: a number",
         ),
-        ("deepseek_v2", {"rope_scaling": {**YARN, "factor": [4]}}, r"factor is \[4\]; supported: a number"),
+        (
+            "deepseek_v2",
+            {"rope_scaling": {**YARN, "factor": [4]}},
+            r"factor is \[4\]; supported: a number",
+        ),
     ],
 )
-def test_what_is_not_computed_is_refused_by_name(family: str, options: dict[str, Any], message: str) -> None:
+def test_what_is_not_computed_is_refused_by_name(
+    family: str, options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ModelError, match=message):
         read(family, **options)
 
@@ -167,7 +226,10 @@ def test_what_is_not_computed_is_refused_by_name(family: str, options: dict[str,
 @pytest.mark.parametrize(
     ("layout", "message"),
     [
-        (Layout(dp=3, ep=3), "ep=3 does not divide the 8 experts of this qwen3_moe model; use one of ep=1, 2, 4, 8"),
+        (
+            Layout(dp=3, ep=3),
+            "ep=3 does not divide the 8 experts of this qwen3_moe model; use one of ep=1, 2, 4, 8",
+        ),
         (Layout(tp=16), "attention heads are not a multiple of 16"),
     ],
 )

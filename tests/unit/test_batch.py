@@ -24,7 +24,9 @@ MULTIPLES = st.sampled_from([1, 2, 3, 8])
 
 @given(lengths=LENGTHS, replicas=st.integers(1, 5), room=st.integers(0, 60), multiple=MULTIPLES)
 @settings(max_examples=200, deadline=None)
-def test_plans_keep_the_budget_and_lose_nothing(lengths: list[int], replicas: int, room: int, multiple: int) -> None:
+def test_plans_keep_the_budget_and_lose_nothing(
+    lengths: list[int], replicas: int, room: int, multiple: int
+) -> None:
     budget = -(-max(lengths, default=1) // multiple) * multiple + room
     plan = plan_microbatches(lengths, replicas, budget, multiple)
     assert len(plan) == replicas
@@ -34,7 +36,9 @@ def test_plans_keep_the_budget_and_lose_nothing(lengths: list[int], replicas: in
     for mine in plan:
         for micro in mine:
             assert -(-sum(lengths[i] for i in micro) // multiple) * multiple <= budget
-    assert not lengths or any(plan[r][-1] for r in range(replicas)), "the last round is empty everywhere"
+    assert not lengths or any(plan[r][-1] for r in range(replicas)), (
+        "the last round is empty everywhere"
+    )
 
 
 @given(lengths=LENGTHS, replicas=st.integers(1, 4))
@@ -54,11 +58,16 @@ def test_attention_weighs_in_what_replicas_are_dealt() -> None:
 
 
 def test_a_sequence_above_the_budget_is_refused_by_number() -> None:
-    with pytest.raises(DataError, match=r"sequence 1 has 9 tokens \(12 with padding\), more than tokens_per_batch=10"):
+    with pytest.raises(
+        DataError,
+        match=r"sequence 1 has 9 tokens \(12 with padding\), more than tokens_per_batch=10",
+    ):
         plan_microbatches([4, 9], 2, 10, multiple=4)
 
 
-GROUPED = st.lists(st.tuples(st.integers(1, 40), st.sampled_from([None, 0, 3, 7, 2**40])), max_size=24)
+GROUPED = st.lists(
+    st.tuples(st.integers(1, 40), st.sampled_from([None, 0, 3, 7, 2**40])), max_size=24
+)
 
 
 @given(rows=GROUPED, replicas=st.integers(1, 5), room=st.integers(0, 60), multiple=MULTIPLES)
@@ -74,7 +83,9 @@ def test_plans_keep_groups_in_one_micro_batch_in_order(
     micros = [micro for mine in plan for micro in mine]
     assert sorted(i for micro in micros for i in micro) == list(range(len(rows)))
     assert len({len(mine) for mine in plan}) == 1
-    assert all(-(-sum(lengths[i] for i in micro) // multiple) * multiple <= budget for micro in micros)
+    assert all(
+        -(-sum(lengths[i] for i in micro) // multiple) * multiple <= budget for micro in micros
+    )
     for group in {*groups} - {None}:
         members = [i for i, other in enumerate(groups) if other == group]
         together = next(micro for micro in micros if members[0] in micro)
@@ -102,13 +113,15 @@ def test_a_group_above_the_budget_is_refused_by_name() -> None:
 @pytest.mark.parametrize("group", [-1, 2**63, 1.5, "a"])
 def test_groups_that_are_no_ids_are_refused(group: Any) -> None:
     with pytest.raises(
-        DataError, match=r"sequence 1 has the group .*; give a whole number from 0 to 2\*\*63 - 1, or None"
+        DataError,
+        match=r"sequence 1 has the group .*; give a whole number from 0 to 2\*\*63 - 1, or None",
     ):
         PackedBatch.pack([Sequence([1]), Sequence([2], group=group)])
 
 
 def test_groups_travel_with_their_sequences() -> None:
-    batch = PackedBatch.pack([[1, 2], Sequence([3], group=np.int64(5)), Sequence([4, 5, 6], group=0)])  # type: ignore[arg-type]
+    group: Any = np.int64(5)
+    batch = PackedBatch.pack([[1, 2], Sequence([3], group=group), Sequence([4, 5, 6], group=0)])
     assert batch.groups == (None, 5, 0) and batch.group_ids.tolist() == [-1, 5, 0]
     assert batch.select([2, 0]).groups == (0, None)
     micro = MicroBatch.of(batch, 4)
@@ -126,7 +139,9 @@ def test_groups_travel_with_their_sequences() -> None:
 def test_minibatches_keep_groups(groups: list[int | None], count: int) -> None:
     rows = [Sequence([i + 1, 50], group=group) for i, group in enumerate(groups)]
     parts = minibatches(PackedBatch.pack(rows), count, "seed")
-    assert sorted(token for part in parts for token in part.tokens.tolist()[::2]) == [i + 1 for i in range(len(rows))]
+    assert sorted(token for part in parts for token in part.tokens.tolist()[::2]) == [
+        i + 1 for i in range(len(rows))
+    ]
     for group in {*groups} - {None}:
         assert sum(group in part.groups for part in parts) == 1
 
@@ -134,7 +149,9 @@ def test_minibatches_keep_groups(groups: list[int | None], count: int) -> None:
 def test_packing_shifts_targets_masks_and_fields_inside_each_sequence() -> None:
     rows = [
         Sequence(
-            [3, 4, 5], mask=[True, False, True], fields={"advantage": [9.0, 1.0, 2.0], "temperature": [9.0, 0.5, 2.0]}
+            [3, 4, 5],
+            mask=[True, False, True],
+            fields={"advantage": [9.0, 1.0, 2.0], "temperature": [9.0, 0.5, 2.0]},
         ),
         Sequence([7], fields={"advantage": 8.0, "temperature": 3.0}),
         Sequence([1, 2], fields={"advantage": 4.0, "temperature": 1.0}),
@@ -153,12 +170,15 @@ def test_packing_shifts_targets_masks_and_fields_inside_each_sequence() -> None:
 
 @given(lengths=LENGTHS, multiple=MULTIPLES, seed=st.integers(0, 99))
 @settings(max_examples=100, deadline=None)
-def test_micro_batches_keep_counted_tokens_and_only_those(lengths: list[int], multiple: int, seed: int) -> None:
+def test_micro_batches_keep_counted_tokens_and_only_those(
+    lengths: list[int], multiple: int, seed: int
+) -> None:
     draw = torch.Generator().manual_seed(seed)
     batch = PackedBatch.pack([torch.randint(50, (n,), generator=draw) for n in lengths])
     batch = batch.with_mask(batch.mask & (torch.rand(len(batch), generator=draw) < 0.6))
     batch = batch.with_fields(
-        number=torch.arange(len(batch), dtype=torch.float32), temperature=torch.full((len(batch),), 2.0)
+        number=torch.arange(len(batch), dtype=torch.float32),
+        temperature=torch.full((len(batch),), 2.0),
     )
     micro = MicroBatch.of(batch, multiple)
     padded, counted = micro.batch, micro.counted
@@ -181,13 +201,18 @@ def test_micro_batches_keep_counted_tokens_and_only_those(lengths: list[int], mu
 def test_selecting_is_packing_again(lengths: list[int], data: st.DataObject) -> None:
     rows = [list(range(100 * i + 1, 100 * i + 1 + n)) for i, n in enumerate(lengths)]
     chosen = data.draw(st.lists(st.sampled_from(range(len(rows))), unique=True))
-    found, expected = PackedBatch.pack(rows).select(chosen), PackedBatch.pack([rows[i] for i in chosen])
+    found, expected = (
+        PackedBatch.pack(rows).select(chosen),
+        PackedBatch.pack([rows[i] for i in chosen]),
+    )
     assert found.lengths == expected.lengths
     for name in ("tokens", "targets", "mask", "positions", "cu_seqlens"):
         assert torch.equal(getattr(found, name), getattr(expected, name)), name
 
 
-@pytest.mark.parametrize(("found", "what"), [(None, "a NoneType"), ([0.0, "b"], "a list"), ("bc", "a str")])
+@pytest.mark.parametrize(
+    ("found", "what"), [(None, "a NoneType"), ([0.0, "b"], "a list"), ("bc", "a str")]
+)
 def test_fields_that_are_no_numbers_are_refused_by_name(found: Any, what: str) -> None:
     message = f"sequence 0: field 'a' is {what} .*; give a number, or one for each of 2 tokens"
     with pytest.raises(DataError, match=message):
@@ -199,7 +224,10 @@ def test_fields_that_are_no_numbers_are_refused_by_name(found: Any, what: str) -
     [
         (Sequence([]), "sequence 1 has no tokens"),
         (Sequence([1, 2], mask=[True]), "sequence 1 has 2 tokens but a mask of 1"),
-        (Sequence([1, 2], fields={"a": [1.0]}), "sequence 1 has 2 tokens but 1 entries in field 'a'"),
+        (
+            Sequence([1, 2], fields={"a": [1.0]}),
+            "sequence 1 has 2 tokens but 1 entries in field 'a'",
+        ),
         (Sequence([1, 2]), "sequence 1 has no field 'a'"),
     ],
 )
@@ -210,7 +238,10 @@ def test_rows_that_do_not_fit_are_named(row: Sequence, message: str) -> None:
 
 @pytest.mark.parametrize("number", [3, 3.0, np.float32(3), np.int64(3), torch.tensor(3.0)])
 def test_a_number_as_a_field_may_be_of_any_library(number: Any) -> None:
-    assert PackedBatch.pack([Sequence([1, 2], fields={"a": number})]).fields["a"].tolist() == [3.0, 3.0]
+    assert PackedBatch.pack([Sequence([1, 2], fields={"a": number})]).fields["a"].tolist() == [
+        3.0,
+        3.0,
+    ]
 
 
 def test_media_travel_with_their_sequences() -> None:
@@ -229,11 +260,15 @@ def test_media_travel_with_their_sequences() -> None:
 
 def test_ids_that_a_model_does_not_have_are_refused_before_anything_runs() -> None:
     """A table that is cut over tp would give zeros for them."""
-    spec = spec_from_config({"model_type": "llama", "vocab_size": 10, "hidden_size": 8, "num_attention_heads": 2})
+    spec = spec_from_config(
+        {"model_type": "llama", "vocab_size": 10, "hidden_size": 8, "num_attention_heads": 2}
+    )
     with torch.device("meta"):
         model = Decoder(spec, Mesh.solo(), KernelSet())
     for ids, told in (([1, 10], "1 to 10"), ([1, -1, 2], "-1 to 3"), ([2, 99], "2 to 99")):
-        with pytest.raises(DataError, match=f"has ids {told}, but this llama model has ids 0 to 9; tokenize with"):
+        with pytest.raises(
+            DataError, match=f"has ids {told}, but this llama model has ids 0 to 9; tokenize with"
+        ):
             model.check(PackedBatch.pack([[3], ids]))
     good = PackedBatch.pack([[0, 9, 4]])
     model.check(good)
@@ -244,9 +279,14 @@ def test_ids_that_a_model_does_not_have_are_refused_before_anything_runs() -> No
 
 def test_temperatures_that_divide_nothing_are_refused_where_tokens_count() -> None:
     """Log-probs would be no numbers, or those of another distribution. Nothing divides a critic's values."""
-    spec = spec_from_config({"model_type": "llama", "vocab_size": 10, "hidden_size": 8, "num_attention_heads": 2})
+    spec = spec_from_config(
+        {"model_type": "llama", "vocab_size": 10, "hidden_size": 8, "num_attention_heads": 2}
+    )
     with torch.device("meta"):
-        actor, critic = Decoder(spec, Mesh.solo(), KernelSet()), Decoder(spec, Mesh.solo(), KernelSet(), "value")
+        actor, critic = (
+            Decoder(spec, Mesh.solo(), KernelSet()),
+            Decoder(spec, Mesh.solo(), KernelSet(), "value"),
+        )
     for divisor, told in (
         (0.0, "0"),
         (1e-46, "0"),
@@ -265,10 +305,17 @@ def test_temperatures_that_divide_nothing_are_refused_where_tokens_count() -> No
 
 
 @pytest.mark.parametrize(
-    "ids", [torch.ones(2, 3, dtype=torch.int64), torch.ones(2, 3, dtype=torch.int64).numpy(), torch.ones(3)]
+    "ids",
+    [
+        torch.ones(2, 3, dtype=torch.int64),
+        torch.ones(2, 3, dtype=torch.int64).numpy(),
+        torch.ones(3),
+    ],
 )
 def test_pack_refuses_rows_that_may_have_padding(ids: Any) -> None:
-    with pytest.raises(DataError, match="takes a list with the ids of each sequence, without padding"):
+    with pytest.raises(
+        DataError, match="takes a list with the ids of each sequence, without padding"
+    ):
         PackedBatch.pack(ids)
 
 
@@ -280,7 +327,9 @@ LABELS = torch.tensor([[-100, -100, -100, 6, 7], [1, -100, 3, 4, 8], [-100, 8, -
 def test_padded_rows_are_packed_and_come_back() -> None:
     """Padded on either side. A value belongs to the prediction made at its token, or by_token to predicting it."""
     weights = torch.where(ATTENTION == 1, torch.arange(15.0).view(3, 5), torch.nan)
-    batch: Any = PackedBatch.from_padded(IDS, ATTENTION, LABELS, fields={"w": weights}, groups=[4, None, 4])
+    batch: Any = PackedBatch.from_padded(
+        IDS, ATTENTION, LABELS, fields={"w": weights}, groups=[4, None, 4]
+    )
     rows = [
         Sequence([5, 6, 7], [False, True, True], {"w": [2, 3, 4]}, group=4),
         Sequence([1, 2, 3, 4, 8], [True, False, True, True, True], {"w": [5, 6, 7, 8, 9]}),
@@ -296,7 +345,9 @@ def test_padded_rows_are_packed_and_come_back() -> None:
     back = batch.unpack(batch.fields["w"], by_token=True)
     assert torch.equal(back, weights.nan_to_num().masked_fill(first, 0.0))
     targets = batch.unpack(torch.where(batch.mask, batch.targets, -100))
-    assert torch.equal(targets[0], torch.tensor([0, 0, 6, 7, -100]))  # as HF's labels[1:] against logits[:-1]
+    assert torch.equal(
+        targets[0], torch.tensor([0, 0, 6, 7, -100])
+    )  # as HF's labels[1:] against logits[:-1]
     chosen = batch.select([2, 0])
     assert torch.equal(chosen.unpack(chosen.tokens), (IDS * ATTENTION)[[2, 0]])
     assert [x.tolist() for x in packed.unpack(packed.tokens)] == [list(row.ids) for row in rows]
@@ -310,13 +361,25 @@ HOLE = torch.tensor([[1, 0, 1, 1, 0]] * 3)
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ((IDS[0], ATTENTION[0]), r"input_ids is a tensor \[5\] .*; expected whole ids \[sequences, tokens\]"),
+        (
+            (IDS[0], ATTENTION[0]),
+            r"input_ids is a tensor \[5\] .*; expected whole ids \[sequences, tokens\]",
+        ),
         ((IDS.double(), ATTENTION), "expected whole ids"),
-        ((IDS, ATTENTION[:, 1:]), r"attention_mask is a tensor \[3, 4\] .*; expected a tensor \[3, 5\], as input_ids"),
-        ((IDS, HOLE), r"attention_mask\[0\] has a hole at 1; a sequence's tokens follow each other"),
+        (
+            (IDS, ATTENTION[:, 1:]),
+            r"attention_mask is a tensor \[3, 4\] .*; expected a tensor \[3, 5\], as input_ids",
+        ),
+        (
+            (IDS, HOLE),
+            r"attention_mask\[0\] has a hole at 1; a sequence's tokens follow each other",
+        ),
         ((IDS, ATTENTION * 2), r"attention_mask\[0\] has other values than 0 and 1"),
         ((IDS, ATTENTION * 0), r"attention_mask\[0\] is all 0; leave out rows"),
-        ((IDS, ATTENTION, LABELS.roll(-1, 1)), r"labels\[0\] differs from input_ids\[0\]; a label is the token itself"),
+        (
+            (IDS, ATTENTION, LABELS.roll(-1, 1)),
+            r"labels\[0\] differs from input_ids\[0\]; a label is the token itself",
+        ),
         ((IDS, ATTENTION, LABELS[:2]), r"labels is a tensor \[2, 5\]"),
     ],
 )
@@ -325,10 +388,13 @@ def test_padded_rows_of_a_wrong_form_are_refused(given: tuple[Any, ...], message
         PackedBatch.from_padded(*given)
 
 
-@pytest.mark.parametrize("given", [IDS, IDS.numpy(), {"input_ids": IDS, "attention_mask": ATTENTION}])
+@pytest.mark.parametrize(
+    "given", [IDS, IDS.numpy(), {"input_ids": IDS, "attention_mask": ATTENTION}]
+)
 def test_pack_says_which_call_takes_padded_rows(given: Any) -> None:
     with pytest.raises(
-        DataError, match=r"are for PackedBatch.from_padded\(input_ids, attention_mask\), and pack takes"
+        DataError,
+        match=r"are for PackedBatch.from_padded\(input_ids, attention_mask\), and pack takes",
     ):
         PackedBatch.pack(given)
 

@@ -70,17 +70,26 @@ def test_batches_are_made_as_pack_makes_them() -> None:
 
 
 def test_layouts_are_read_as_they_are_written() -> None:
-    for text in ("pp=4,dp=2,virtual_stages=2,schedule=interleaved", "cp=8,cp_mode=gather", "dp=8,ep=8", *PEER_LAYOUTS):
+    for text in (
+        "pp=4,dp=2,virtual_stages=2,schedule=interleaved",
+        "cp=8,cp_mode=gather",
+        "dp=8,ep=8",
+        *PEER_LAYOUTS,
+    ):
         layout = layout_of(text).resolve(8)
         assert layout_of(name_of(layout)).resolve(8) == layout
-        assert str(layout) in PEER_LAYOUTS or text not in PEER_LAYOUTS  # else a row would miss its peers
+        assert (
+            str(layout) in PEER_LAYOUTS or text not in PEER_LAYOUTS
+        )  # else a row would miss its peers
 
 
 def test_moments_of_a_7b_take_a_second_from_the_host() -> None:
     """7.6e9 parameters, vectors aside; a tied table is there once."""
     assert 1.21 < moments_seconds(spec_of("7b"), 1) < 1.22
     assert moments_seconds(spec_of("7b"), 8) == moments_seconds(spec_of("7b"), 1) / 8
-    tied, apart = (moments_seconds(spec_of("3b", tie_word_embeddings=tie), 1) for tie in (True, False))
+    tied, apart = (
+        moments_seconds(spec_of("3b", tie_word_embeddings=tie), 1) for tie in (True, False)
+    )
     assert apart - tied == pytest.approx(8 * 151936 * 2048 / 50e9)
 
 
@@ -123,7 +132,9 @@ def test_a_rank_that_fails_or_is_ended_tells_why_and_waits_for_nothing(
     )
     run = [sys.executable, "-c", program]
     ended = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
-    assert ended.returncode == status and told in ended.stderr.splitlines(keepends=True)[-1], ended.stderr
+    assert ended.returncode == status and told in ended.stderr.splitlines(keepends=True)[-1], (
+        ended.stderr
+    )
 
 
 SLOW = """
@@ -145,7 +156,9 @@ threading.Event().wait()
     ("seconds", "status", "why"),
     [(1.0, 1, r"not done within 1 s"), (300.0, ENDED, r"cut off by SIGTERM after \d+ s")],
 )
-def test_a_row_that_takes_too_long_is_named_once(seconds: float, status: int, why: str, tmp_path: Path) -> None:
+def test_a_row_that_takes_too_long_is_named_once(
+    seconds: float, status: int, why: str, tmp_path: Path
+) -> None:
     """Of two ranks that wait for ever, the first one says which row; where each was is in files."""
     with open(tmp_path / "terminal", "w") as terminal:
         ranks = [
@@ -164,11 +177,14 @@ def test_a_row_that_takes_too_long_is_named_once(seconds: float, status: int, wh
         assert [rank.wait(60) for rank in ranks] == [status] * 2
     told = (tmp_path / "terminal").read_text()
     assert re.fullmatch(
-        rf"layouts: 7b dp=8: the trace of a step: {why}; where it was: \S+/layouts.stacks.log.0\n", told
+        rf"layouts: 7b dp=8: the trace of a step: {why}; where it was: \S+/layouts.stacks.log.0\n",
+        told,
     )
     for number in range(2):
         stacks = (tmp_path / f"layouts.stacks.log.{number}").read_text()
-        assert re.search(r"line 1[12] in <module>", stacks), stacks  # after it has said that it begins
+        assert re.search(r"line 1[12] in <module>", stacks), (
+            stacks
+        )  # after it has said that it begins
 
 
 class Parsed(BaseException):
@@ -210,14 +226,22 @@ def runs(bench: Bench, folder: Path, *, smoke: bool) -> Iterator[tuple[int, argp
 
 
 @pytest.mark.parametrize("gpus", BENCHES)
-def test_benchmarks_of_gpus_get_what_they_take_and_layouts_that_fit(gpus: int, tmp_path: Path) -> None:
+def test_benchmarks_of_gpus_get_what_they_take_and_layouts_that_fit(
+    gpus: int, tmp_path: Path
+) -> None:
     """A wrong word would show on the machine alone, and cost the call."""
     for bench in BENCHES[gpus]:
         assert bench.gpus == gpus and bench.least <= bench.seconds
-        for smoke in (False, True)[: 1 + bool(bench.smoke)] if bench.module not in ("pytest", "bench.parity") else ():
+        for smoke in (
+            (False, True)[: 1 + bool(bench.smoke)]
+            if bench.module not in ("pytest", "bench.parity")
+            else ()
+        ):
             for ranks, given in runs(bench, tmp_path, smoke=smoke):
                 found = vars(given)
-                for text in found.get("layouts") or [found[key] for key in ("layout",) if key in found]:
+                for text in found.get("layouts") or [
+                    found[key] for key in ("layout",) if key in found
+                ]:
                     layout, spec = layout_of(text).resolve(ranks), spec_of(given.shape)
                     check_layout(spec, layout)
                     if bench.module == "bench.rl_step":
@@ -225,7 +249,14 @@ def test_benchmarks_of_gpus_get_what_they_take_and_layouts_that_fit(gpus: int, t
 
 
 def test_an_archive_has_results_first_and_an_end(tmp_path: Path) -> None:
-    sizes = {"b.json": 10, "a.log": 10, "a.log.1": 10, "a.trace.json.gz": 10, "long.log": 100, ".a.json": 10}
+    sizes = {
+        "b.json": 10,
+        "a.log": 10,
+        "a.log.1": 10,
+        "a.trace.json.gz": 10,
+        "long.log": 100,
+        ".a.json": 10,
+    }
     for name, size in sizes.items():
         (tmp_path / name).write_bytes(bytes(size))
     with mock.patch.object(all_gpus, "PACKED_BYTES", 40):
@@ -250,7 +281,11 @@ def test_an_archive_has_results_first_and_an_end(tmp_path: Path) -> None:
     ],
 )
 def test_what_a_benchmark_cannot_do_is_told_in_one_message(
-    module: str, arguments: str, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    module: str,
+    arguments: str,
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(sys, "argv", [module, *arguments.split()])
     with pytest.raises(SystemExit) as ended:
@@ -262,7 +297,16 @@ def test_what_a_benchmark_cannot_do_is_told_in_one_message(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a CUDA device")
 @pytest.mark.parametrize(
     "module",
-    ["all_gpus", "attention", "block", "block_sizes", "transformers_engine", "head", "long_context", "moe_layer"],
+    [
+        "all_gpus",
+        "attention",
+        "block",
+        "block_sizes",
+        "transformers_engine",
+        "head",
+        "long_context",
+        "moe_layer",
+    ],
 )
 def test_a_benchmark_for_gpus_says_that_there_are_none(
     module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

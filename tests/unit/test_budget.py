@@ -21,13 +21,20 @@ def test_a_time_budget_shortens_the_run_and_says_so(clock: Clock) -> None:
     assert len(run.rows) == 7 and run.rows[-1]["eval_reward_mean"] == 7.0
     first, last = run.said
     assert (
-        "the first step took 10.0 s, so 100 would take about 1000 s; trainer.time_budget_seconds=75 has room" in first
+        "the first step took 10.0 s, so 100 would take about 1000 s; trainer.time_budget_seconds=75 has room"
+        in first
     )
-    assert first.endswith("about 7") and last.startswith("stopping after 7 of 100 steps, which took 10.0 s each")
+    assert first.endswith("about 7") and last.startswith(
+        "stopping after 7 of 100 steps, which took 10.0 s each"
+    )
 
 
-@pytest.mark.parametrize(("seconds", "steps"), [(1.0, 1), (19.0, 1), (30.0, 3), (50.0, 5), (1e9, 5)])
-def test_a_time_budget_never_adds_steps_nor_undoes_one(clock: Clock, seconds: float, steps: int) -> None:
+@pytest.mark.parametrize(
+    ("seconds", "steps"), [(1.0, 1), (19.0, 1), (30.0, 3), (50.0, 5), (1e9, 5)]
+)
+def test_a_time_budget_never_adds_steps_nor_undoes_one(
+    clock: Clock, seconds: float, steps: int
+) -> None:
     run = PretendedRun()
     outcome = train(PretendedTask(clock, 10.0), run, loop(time_budget_seconds=seconds))
     assert bool(outcome.early) == (steps < LOOP.steps)

@@ -33,7 +33,15 @@ ALL = "{{ bos_token }}{{ eos_token }}{{ image_token }}{{ tools }}{{ messages }}{
 CHATS: tuple[list[dict[str, Any]], ...] = (
     [USER],
     [USER, ASSISTANT],
-    [USER, {**ASSISTANT, "content": None, "tool_calls": [{"f": {"x": 1.5, "y": [None, True]}}], "reasoning": "so"}],
+    [
+        USER,
+        {
+            **ASSISTANT,
+            "content": None,
+            "tool_calls": [{"f": {"x": 1.5, "y": [None, True]}}],
+            "reasoning": "so",
+        },
+    ],
     [
         {
             "role": "user",
@@ -65,8 +73,12 @@ def test_the_text_is_that_of_transformers(template: Any, renderer: Renderer) -> 
 
 
 HOSTILE = {
-    STRICT.replace("!= 'user'", "!= 'nobody'"): "refuses these messages: user first (line 1 of the template)",
-    "{{ raise_exception('x' * 10**6) }}": "refuses these messages: " + "x" * 200 + "... (1000000 characters)",
+    STRICT.replace(
+        "!= 'user'", "!= 'nobody'"
+    ): "refuses these messages: user first (line 1 of the template)",
+    "{{ raise_exception('x' * 10**6) }}": "refuses these messages: "
+    + "x" * 200
+    + "... (1000000 characters)",
     "{{ raise_exception('\\x1b[2J\\ud800') }}": "refuses these messages: \\x1b[2J\\ud800 (line 1",
     "\n{{ messages[9].content }}": "refuses these messages: list object has no element 9 (line 2 of the template)",
     "{% for m in messages %}": "refuses these messages: Unexpected end of template.",
@@ -86,9 +98,12 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize(
-    "template", [pytest.param(text, marks=[pytest.mark.soak] * ("9 ** 9" in text)) for text in HOSTILE]
+    "template",
+    [pytest.param(text, marks=[pytest.mark.soak] * ("9 ** 9" in text)) for text in HOSTILE],
 )
-def test_templates_that_fail_or_exceed_a_limit_are_refused(template: str, renderer: Renderer) -> None:
+def test_templates_that_fail_or_exceed_a_limit_are_refused(
+    template: str, renderer: Renderer
+) -> None:
     tokenizer = make_tokenizer(template=template)
     with pytest.raises(DataError) as caught:
         renderer.render(tokenizer, [USER])
@@ -100,7 +115,10 @@ def test_templates_that_fail_or_exceed_a_limit_are_refused(template: str, render
 def test_a_long_row_may_be_written_as_it_is(renderer: Renderer) -> None:
     """What bounds the output is what a template adds."""
     long = {"role": "user", "content": "x" * (5 << 20)}
-    assert renderer.render(make_tokenizer(), [long]) == f"<|im_start|>user\n{long['content']}<|im_end|>\n"
+    assert (
+        renderer.render(make_tokenizer(), [long])
+        == f"<|im_start|>user\n{long['content']}<|im_end|>\n"
+    )
 
 
 class Own(PreTrainedTokenizerFast):  # type: ignore[misc]
@@ -113,8 +131,13 @@ class Own(PreTrainedTokenizerFast):  # type: ignore[misc]
 def test_a_tokenizer_of_its_own_rendering_is_asked_here() -> None:
     tokenizer = Own(tokenizer_object=make_tokenizer().backend_tokenizer)
     with Renderer() as renderer:
-        assert renderer.render(tokenizer, [USER, USER], add_generation_prompt=True) == f"2 True {os.getpid()}"
-        with pytest.raises(DataError, match="the chat template fails on these messages: ZeroDivisionError"):
+        assert (
+            renderer.render(tokenizer, [USER, USER], add_generation_prompt=True)
+            == f"2 True {os.getpid()}"
+        )
+        with pytest.raises(
+            DataError, match="the chat template fails on these messages: ZeroDivisionError"
+        ):
             renderer.render(tokenizer, [USER], add_generation_prompt=True)
 
 
@@ -131,9 +154,15 @@ def test_the_process_ends_with_the_outermost_block() -> None:
 
 def test_turns_of_weight_0_are_not_trained(tmp_path: Path, renderer: Renderer) -> None:
     """As in OpenAI's format for fine-tuning."""
-    wrong, right = ({**ASSISTANT, "content": text, "weight": weight} for text, weight in (("It is 5", 0), ("4", 1)))
+    wrong, right = (
+        {**ASSISTANT, "content": text, "weight": weight}
+        for text, weight in (("It is 5", 0), ("4", 1))
+    )
     (row,) = load_sft(
-        write(tmp_path, {"messages": [USER, wrong, USER, right, USER, ASSISTANT]}), PLAIN, LIMITS, renderer=renderer
+        write(tmp_path, {"messages": [USER, wrong, USER, right, USER, ASSISTANT]}),
+        PLAIN,
+        LIMITS,
+        renderer=renderer,
     )
     assert spelled(row.ids, row.mask) == "4<|im_end|>It is 4<|im_end|>"
     for weights, words in (
@@ -148,18 +177,38 @@ def test_turns_of_weight_0_are_not_trained(tmp_path: Path, renderer: Renderer) -
 @pytest.mark.parametrize("form", [list, json.dumps])
 def test_tools_reach_the_chat_template(tmp_path: Path, form: Any, renderer: Renderer) -> None:
     tokenizer = make_tokenizer(template="{% if tools %}{{ tools | tojson }}{% endif %}" + CHATML)
-    tools = [{"type": "function", "function": {"name": "add", "parameters": {"x": {"type": "integer"}, "y": None}}}]
+    tools = [
+        {
+            "type": "function",
+            "function": {"name": "add", "parameters": {"x": {"type": "integer"}, "y": None}},
+        }
+    ]
     path = write(tmp_path, {"prompt": [USER], "completion": "4", "answer": 4, "tools": form(tools)})
-    asked = tokenizer.apply_chat_template([USER], tools=tools, tokenize=False, add_generation_prompt=True)
+    asked = tokenizer.apply_chat_template(
+        [USER], tools=tools, tokenize=False, add_generation_prompt=True
+    )
     assert "integer" in asked
     for answers in (True, False):
-        assert spelled(load_prompts(path, tokenizer, LIMITS, answers=answers, renderer=renderer)[0].ids) == asked
+        assert (
+            spelled(
+                load_prompts(path, tokenizer, LIMITS, answers=answers, renderer=renderer)[0].ids
+            )
+            == asked
+        )
     assert spelled(load_score(path, tokenizer, LIMITS, renderer=renderer)[0].ids) == asked + "4"
-    assert spelled(load_sft(path, tokenizer, LIMITS, renderer=renderer)[0].ids) == asked + "4<|im_end|>"
-    (row,) = load_sft(
-        write(tmp_path, {"messages": [USER, ASSISTANT], "tools": form(tools)}), tokenizer, LIMITS, renderer=renderer
+    assert (
+        spelled(load_sft(path, tokenizer, LIMITS, renderer=renderer)[0].ids)
+        == asked + "4<|im_end|>"
     )
-    assert spelled(row.ids) == tokenizer.apply_chat_template([USER, ASSISTANT], tools=tools, tokenize=False)
+    (row,) = load_sft(
+        write(tmp_path, {"messages": [USER, ASSISTANT], "tools": form(tools)}),
+        tokenizer,
+        LIMITS,
+        renderer=renderer,
+    )
+    assert spelled(row.ids) == tokenizer.apply_chat_template(
+        [USER, ASSISTANT], tools=tools, tokenize=False
+    )
     assert spelled(row.ids, row.mask) == "It is 4<|im_end|>"
 
 
@@ -177,7 +226,9 @@ def test_tools_that_no_template_takes_are_refused(
     tmp_path: Path, tools: object, words: str, renderer: Renderer
 ) -> None:
     path = write(
-        tmp_path, {"prompt": "a", "answer": 4, "tools": tools}, {"prompt": [USER], "answer": 4, "tools": tools}
+        tmp_path,
+        {"prompt": "a", "answer": 4, "tools": tools},
+        {"prompt": [USER], "answer": 4, "tools": tools},
     )
     with pytest.raises(DataError, match=f"^{path}:2: {words}"):
         load_prompts(path, PLAIN, LIMITS, renderer=renderer)

@@ -31,15 +31,40 @@ def recipe(tmp_path: Path) -> str:
 
 
 def test_train_takes_overrides_anywhere_and_in_all_spellings(recipe: str) -> None:
-    argv = ["train", "optim.lr=1e-5", "--trainer.steps", "7", recipe, "--dry-run", "data.eval=E", "--trainer.seed=3"]
+    argv = [
+        "train",
+        "optim.lr=1e-5",
+        "--trainer.steps",
+        "7",
+        recipe,
+        "--dry-run",
+        "data.eval=E",
+        "--trainer.seed=3",
+    ]
     args = parse([argv[0], recipe, *argv[1:4], *argv[5:]])
     made = recipe_of(args)
     assert args.dry_run
-    assert (made.optim.lr, made.trainer.steps, made.trainer.seed, made.data.eval) == (1e-5, 7, 3, "E")
+    assert (made.optim.lr, made.trainer.steps, made.trainer.seed, made.data.eval) == (
+        1e-5,
+        7,
+        3,
+        "E",
+    )
 
 
 def test_flags_beat_overrides_and_the_layout_flag_replaces_the_degrees(recipe: str) -> None:
-    args = parse(["train", recipe, "--layout", "tp=2", "--dtype", "bfloat16", "model.dtype=float32", "layout.tp=8"])
+    args = parse(
+        [
+            "train",
+            recipe,
+            "--layout",
+            "tp=2",
+            "--dtype",
+            "bfloat16",
+            "model.dtype=float32",
+            "layout.tp=8",
+        ]
+    )
     assert layout_of(args) == Layout(tp=2, dp=None)
     assert recipe_of(args).model.dtype == "bfloat16"
     assert not recipe_of(args).model.trust_remote_code
@@ -48,7 +73,11 @@ def test_flags_beat_overrides_and_the_layout_flag_replaces_the_degrees(recipe: s
 
 
 def test_copy_engines_is_accepted_without_effect(recipe: str) -> None:
-    for flag, key in (("tp=2,copy_engines=false", "true"), ("tp=2,copy_engines=true", "false"), ("tp=2", "false")):
+    for flag, key in (
+        ("tp=2,copy_engines=false", "true"),
+        ("tp=2,copy_engines=true", "false"),
+        ("tp=2", "false"),
+    ):
         args = parse(["train", recipe, "--layout", flag, f"layout.copy_engines={key}"])
         assert layout_of(args) == Layout(tp=2, dp=None), flag
 
@@ -73,10 +102,22 @@ def test_whole_numbers_may_be_larger_than_any_float() -> None:
 
 def test_defaults_of_score_and_generate() -> None:
     args = parse(SCORE)
-    assert (args.head, args.temperature, args.device, args.dtype, args.engine) == ("lm", 1.0, "auto", "float32", "auto")
+    assert (args.head, args.temperature, args.device, args.dtype, args.engine) == (
+        "lm",
+        1.0,
+        "auto",
+        "float32",
+        "auto",
+    )
     assert layout_of(args) == Layout(dp=None)
     args = parse(["generate", *SCORE[1:], "--samples", "3", "--top-k", "5"])
-    assert (args.samples, args.max_new_tokens, args.top_p, args.top_k, args.seed) == (3, 64, 1.0, 5, 0)
+    assert (args.samples, args.max_new_tokens, args.top_p, args.top_k, args.seed) == (
+        3,
+        64,
+        1.0,
+        5,
+        0,
+    )
 
 
 OF_A_MODEL = [
@@ -112,29 +153,50 @@ def test_every_command_takes_its_model_by_place_or_by_name_once(
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["train"], "dovetail: the following arguments are required: RECIPE.yaml; see dovetail train --help"),
+        (
+            ["train"],
+            "dovetail: the following arguments are required: RECIPE.yaml; see dovetail train --help",
+        ),
         (["trian"], "argument command: invalid choice: 'trian'"),
         (
             ["score", "--model", "M"],
             "dovetail: the following arguments are required: --data, --out; see dovetail score --help",
         ),
-        (["train", "r.yaml", "--model", "M"], "unrecognized arguments: --model M; model: here model.path; see"),
-        ([*SCORE, "--layout", "tp=two"], "layout 'tp=two': tp must be a whole number of 1 or more, not 'two'"),
+        (
+            ["train", "r.yaml", "--model", "M"],
+            "unrecognized arguments: --model M; model: here model.path; see",
+        ),
+        (
+            [*SCORE, "--layout", "tp=two"],
+            "layout 'tp=two': tp must be a whole number of 1 or more, not 'two'",
+        ),
         ([*SCORE, "--layout", "tp=\u00b2"], "tp must be a whole number of 1 or more, not '\u00b2'"),
-        ([*SCORE, "--layout", "tp=2,dp=2,tp=4"], "layout 'tp=2,dp=2,tp=4': tp is given twice; leave one out"),
+        (
+            [*SCORE, "--layout", "tp=2,dp=2,tp=4"],
+            "layout 'tp=2,dp=2,tp=4': tp is given twice; leave one out",
+        ),
         ([*SCORE, "--layout", "tp=2,ep=3"], "ep=3 does not divide dp x cp = 1"),
         ([*SCORE, "--temperature", "0"], "argument --temperature: 0 is not more than 0"),
         ([*SCORE, "--temperature", "inf"], "argument --temperature: inf is not finite"),
         ([*SCORE, "--temperature", "nan"], "argument --temperature: nan is not finite"),
-        ([*SCORE, "--tokens-per-batch", "x"], "argument --tokens-per-batch: invalid whole number value: 'x'"),
+        (
+            [*SCORE, "--tokens-per-batch", "x"],
+            "argument --tokens-per-batch: invalid whole number value: 'x'",
+        ),
         (["train", "none.yaml"], "recipe 'none.yaml' cannot be read"),
         (["train", "r.yaml", "--optim.lr"], "--optim.lr has no value; expected --optim.lr=value"),
         (["train", "r.yaml", "--resume", "step"], "'step'; expected auto, never or step=N"),
-        (["train", "r.yaml", "--resume", "step=\u00b2"], "'step=\u00b2'; expected auto, never or step=N"),
+        (
+            ["train", "r.yaml", "--resume", "step=\u00b2"],
+            "'step=\u00b2'; expected auto, never or step=N",
+        ),
     ],
 )
 def test_mistakes_end_with_2_and_one_message(
-    argv: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    argv: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
@@ -197,11 +259,19 @@ HEADS = "tp=3 does not fit this llama model: 4 attention heads are not a multipl
         ),
         ("llama", ["train", "r.yaml", "layout.tp=3"], HEADS),
         ("llama", ["train", "r.yaml", "layout.dp=2", "--restarts", "1"], None),
-        ("llama", [*SCORE, "--layout", "pp=3"], "makes 3 stages, but the model has 2 layers; use pp=2"),
+        (
+            "llama",
+            [*SCORE, "--layout", "pp=3"],
+            "makes 3 stages, but the model has 2 layers; use pp=2",
+        ),
         ("llama", ["generate", *SCORE[1:], "--layout", "tp=3"], HEADS),
         ("llama", [*CONVERT, "sharded"], HEADS),
         ("llama", [*CONVERT, "hf"], None),
-        ("other", [*SCORE, "--layout", "tp=2"], "are cut by cp and dp alone; set tp=1, pp=1 and ep=1"),
+        (
+            "other",
+            [*SCORE, "--layout", "tp=2"],
+            "are cut by cp and dp alone; set tp=1, pp=1 and ep=1",
+        ),
         ("other", ["generate", *SCORE[1:], "--layout", "tp=2"], None),
         ("llama", [*SCORE, "--layout", "tp=8"], "4 attention heads are not a multiple of 8"),
         ("llama", [*SCORE, "--layout", "dp=8"], None),
@@ -219,14 +289,18 @@ def test_a_layout_that_cannot_run_is_refused_before_a_rank_starts(
     """By its memory, or by the model's config; more ranks than cores are a note."""
     folder = Path(recipe).parent
     monkeypatch.chdir(folder)
-    (folder / "r.yaml").write_text(yaml.safe_dump({"model": {"path": "M"}, "data": {"train": "D"}, "run_dir": "R"}))
+    (folder / "r.yaml").write_text(
+        yaml.safe_dump({"model": {"path": "M"}, "data": {"train": "D"}, "run_dir": "R"})
+    )
     sizes = {"vocab_size": 8, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
     (folder / "M").mkdir()
     (folder / "M/model.safetensors").touch()
     (folder / "M/tokenizer.json").touch()
     (folder / "D").write_text('{"prompt": "a", "completion": "b", "answer": "b"}')
     if family is not None:
-        (folder / "M/config.json").write_text(json.dumps({"model_type": family, "intermediate_size": 24, **sizes}))
+        (folder / "M/config.json").write_text(
+            json.dumps({"model_type": family, "intermediate_size": 24, **sizes})
+        )
     started: list[int] = []
 
     def start(_command: object, ranks: int, _supervision: object) -> int:

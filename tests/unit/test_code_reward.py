@@ -40,7 +40,9 @@ def block(program: str) -> str:
         ("with open('f', 'w') as f:\n    f.write('x')\nassert open('f').read() == 'x'", ONE, 1.0),
     ],
 )  # fmt: skip
-def test_programs_are_worth_what_their_tests_say(program: str, answer: object, expected: float) -> None:
+def test_programs_are_worth_what_their_tests_say(
+    program: str, answer: object, expected: float
+) -> None:
     assert code(block(program), answer, "stop") == expected
 
 
@@ -111,7 +113,18 @@ def test_a_program_does_not_decide_what_a_built_in_means() -> None:
 
 @pytest.mark.parametrize(
     "answer",
-    ["42", "Paris", "x = 1", "the sum (1", 42, None, [], [1, 2], {"a": 1}, "def test(): assert f()"],
+    [
+        "42",
+        "Paris",
+        "x = 1",
+        "the sum (1",
+        42,
+        None,
+        [],
+        [1, 2],
+        {"a": 1},
+        "def test(): assert f()",
+    ],
 )
 def test_an_answer_without_tests_is_refused(answer: object) -> None:
     with pytest.raises(ValueError, match=r"the answer holds no tests: .*; expected .*inputs"):
@@ -143,7 +156,9 @@ def test_a_machine_that_cannot_isolate_is_refused_when_the_reward_is_loaded(
 
 
 def test_a_part_of_the_tests_counts_only_where_asked() -> None:
-    assert code("print(3)", SUM_TESTS, "stop", partial=True) == 0.5, "text without a block is the program"
+    assert code("print(3)", SUM_TESTS, "stop", partial=True) == 0.5, (
+        "text without a block is the program"
+    )
 
 
 HARM = {
@@ -189,9 +204,7 @@ def test_a_harmful_program_fails_alone(harm: str) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits are Linux's")
 def test_a_daemon_ends_with_its_program() -> None:
-    program = (
-        "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0: time.sleep(1000)\n    os._exit(0)"
-    )
+    program = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0: time.sleep(1000)\n    os._exit(0)"
     before = children_of([os.getpid()])
     assert code(block(program), ONE, "stop") == 1.0
     assert children_of([os.getpid()]) <= before

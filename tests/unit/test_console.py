@@ -35,7 +35,9 @@ def test_what_has_no_shape_has_no_chart() -> None:
 
 
 def test_a_critic_shows_its_loss(capsys: pytest.CaptureFixture[str]) -> None:
-    Console(speaks=True, steps=2).step({"step": 1, "tokens": 9, "loss": 0.5, "critic_loss": 0.25, "lr": 1e-6})
+    Console(speaks=True, steps=2).step(
+        {"step": 1, "tokens": 9, "loss": 0.5, "critic_loss": 0.25, "lr": 1e-6}
+    )
     assert capsys.readouterr().out.strip() == "step 1/2  loss 0.5000  critic 0.2500  lr 1.00e-06"
 
 
@@ -45,13 +47,22 @@ def test_an_evaluation_shows_in_its_step(capsys: pytest.CaptureFixture[str]) -> 
         assert capsys.readouterr().out.strip() == f"step 1/2  loss 0.5000  eval {shown}"
 
 
-NOTHING = {**EMPTY_UPDATE, "step": 1, "response_length_mean": 4.0, "reward_mean": 0.5, "tokens_per_second": 0.0}
+NOTHING = {
+    **EMPTY_UPDATE,
+    "step": 1,
+    "response_length_mean": 4.0,
+    "reward_mean": 0.5,
+    "tokens_per_second": 0.0,
+}
 
 
 @pytest.mark.parametrize(
     ("row", "line"),
     [
-        ({"equal_groups": 1.0}, "no update: all samples of every prompt have equal rewards  reward 0.500  length 4.0"),
+        (
+            {"equal_groups": 1.0},
+            "no update: all samples of every prompt have equal rewards  reward 0.500  length 4.0",
+        ),
         (
             {"reward_mean": math.nan, "response_length_mean": math.nan, "equal_groups": math.nan},
             "no update: no sample has a reward, it returned None for all of them",
@@ -89,7 +100,9 @@ def test_a_step_without_an_update_says_so_and_shows_no_numbers_of_it(
 
 def test_nobody_has_to_listen() -> None:
     """A pipe that nobody reads any more, and a disk that is full: neither ends a run."""
-    code = "import sys; from dovetail.run.console import Console; c = Console(speaks=True, steps=1)\n"
+    code = (
+        "import sys; from dovetail.run.console import Console; c = Console(speaks=True, steps=1)\n"
+    )
     code += "for _ in range(9): c.say('x' * 9999)\nsys.stderr.write('through')"
     command = [sys.executable, "-c", code]
     pipe = subprocess.PIPE
@@ -98,7 +111,9 @@ def test_nobody_has_to_listen() -> None:
     process.stdout.close()
     assert process.communicate()[1].startswith("through")
     with open("/dev/full", "w") as full:
-        assert subprocess.run(command, stdout=full, stderr=pipe, text=True).stderr.startswith("through")
+        assert subprocess.run(command, stdout=full, stderr=pipe, text=True).stderr.startswith(
+            "through"
+        )
 
 
 def test_a_phase_that_lasts_gets_a_line_a_minute_without_a_terminal(
@@ -117,7 +132,9 @@ def test_a_phase_that_lasts_gets_a_line_a_minute_without_a_terminal(
     ]
 
 
-def test_a_rank_has_a_log_of_every_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_rank_has_a_log_of_every_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = log_path(tmp_path, 1)
     with rank_log(path, "rank 1 of 2", quiet=True):
         sys.stdout.write("printed\n")
@@ -128,11 +145,15 @@ def test_a_rank_has_a_log_of_every_start(tmp_path: Path, capsys: pytest.CaptureF
     note_failure(path, ValueError("broken"))
     text = path.read_text()
     assert re.match(
-        r"\S+: rank 1 of 2 on \S+, pid \d+\nprinted\ncareful\n.*\nboth\nValueError: broken\n$", text, re.DOTALL
+        r"\S+: rank 1 of 2 on \S+, pid \d+\nprinted\ncareful\n.*\nboth\nValueError: broken\n$",
+        text,
+        re.DOTALL,
     )
     assert text.count("rank 1 of 2 on") == 2
     assert capsys.readouterr() == ("shown\n", "both\n")
-    with rank_log(tmp_path / "logs/rank-1.log/no", "rank 1 of 2", quiet=False):  # a run goes on without it
+    with rank_log(
+        tmp_path / "logs/rank-1.log/no", "rank 1 of 2", quiet=False
+    ):  # a run goes on without it
         sys.stdout.write("shown\n")
     assert capsys.readouterr() == ("shown\n", "")
 
@@ -191,7 +212,10 @@ class Terminal(io.StringIO):
 @pytest.mark.parametrize("columns", [80, 100])
 def test_the_header_is_cut_between_words(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
-    header = "memory   about 3.1 GiB a rank for weights, gradients, moments, sampler's weights; more\n" * 2
+    header = (
+        "memory   about 3.1 GiB a rank for weights, gradients, moments, sampler's weights; more\n"
+        * 2
+    )
     header = header.replace("more", "activations come on top")
     rows = for_terminal(header, Terminal()).split("\n")
     assert all(len(row) <= columns for row in rows)

@@ -21,12 +21,24 @@ from dovetail.rl.experience import pack_samples, sample_row
 from dovetail.rl.losses import Aggregation, PolicyLoss, weight_fields
 from dovetail.rl.tasks import RLTask
 from tests.tolerances import OP_FP32, SUM_ORDER, assert_close, assert_sum_close
-from tests.unit.test_losses import F64, LENGTHS, MASKS, clip_formula, counted, full_batch, random_stats
+from tests.unit.test_losses import (
+    F64,
+    LENGTHS,
+    MASKS,
+    clip_formula,
+    counted,
+    full_batch,
+    random_stats,
+)
 from tests.unit.test_tasks import SAMPLES, dynamic, pretended_ppo, recipe_of
 
 Ratio = Literal["token", "sequence", "geometric"]
 Outside = Literal["clamp", "mask", "drop"]
-BOUNDS: Mapping[str, tuple[float, float]] = {"token": (0.6, 1.8), "sequence": (0.6, 1.8), "geometric": (0.9, 1.2)}
+BOUNDS: Mapping[str, tuple[float, float]] = {
+    "token": (0.6, 1.8),
+    "sequence": (0.6, 1.8),
+    "geometric": (0.9, 1.2),
+}
 
 
 def sampled_batch() -> PackedBatch:
@@ -43,7 +55,10 @@ def transcribed(batch: PackedBatch, ratio: Ratio, outside: Outside) -> tuple[lis
     low, high = BOUNDS[ratio]
     for number, (n, mask) in enumerate(zip(LENGTHS, MASKS, strict=True)):
         where = [at + i - 1 for i, counts in enumerate(mask) if counts and i]
-        ratios = [math.exp(float(batch.fields["old_logprob"][i] - batch.fields["rollout_logprob"][i])) for i in where]
+        ratios = [
+            math.exp(float(batch.fields["old_logprob"][i] - batch.fields["rollout_logprob"][i]))
+            for i in where
+        ]
         if ratio == "sequence":
             ratios = [math.prod(ratios)] * len(ratios)
         elif ratio == "geometric":
@@ -67,7 +82,10 @@ def test_value_and_gradient_equal_a_transcription(ratio: Ratio, outside: Outside
     assert found.dropped == (beyond if outside == "drop" else set())
     stats = random_stats(len(weights))
     owners = batch.sequence_ids[batch.mask].tolist()
-    columns = [counted(batch).fields[name].tolist() for name in ("old_logprob", "advantage", "reference_logprob")]
+    columns = [
+        counted(batch).fields[name].tolist()
+        for name in ("old_logprob", "advantage", "reference_logprob")
+    ]
     aggregations: tuple[Aggregation, ...] = ("token", "sequence")
     for aggregation in aggregations:
         kept = [i for i in range(batch.num_sequences) if i not in found.dropped]
@@ -104,7 +122,9 @@ def test_weights_of_the_update_itself_are_those_of_a_pass_before(outside: Any) -
     scored = torch.zeros(len(batch), dtype=F64)
     scored[batch.mask] = stats.logprob.detach()
     lag = torch.arange(len(batch), dtype=F64) % 3
-    batch = batch.with_fields(rollout_logprob=scored + torch.linspace(-1, 1, len(batch), dtype=F64), lag=lag)
+    batch = batch.with_fields(
+        rollout_logprob=scored + torch.linspace(-1, 1, len(batch), dtype=F64), lag=lag
+    )
     before = batch.with_fields(old_logprob=scored)
     weights = importance_weights(before, bounds=BOUNDS["token"], outside=outside)
     weighted = counted(before.with_fields(rollout_weight=weights.token))
@@ -115,11 +135,15 @@ def test_weights_of_the_update_itself_are_those_of_a_pass_before(outside: Any) -
     found = PolicyLoss(kl_coef=0.3, sampler_bounds=BOUNDS["token"], outside=outside)(
         stats, counted(replace(batch, fields=fields))
     )
-    for mine, theirs in zip(*(torch.autograd.grad(x.total, stats.logprob) for x in (found, expected)), strict=True):
+    for mine, theirs in zip(
+        *(torch.autograd.grad(x.total, stats.logprob) for x in (found, expected)), strict=True
+    ):
         assert_close(mine, theirs, SUM_ORDER)
     assert_sum_close(found.total, expected.total, expected_terms, SUM_ORDER)
     means = {name: float(total / count) for name, (total, count) in found.metrics.items()}
-    apart = {name: x for name, x in mismatch(before, scored).items() if not name.endswith(("p99", "max"))}
+    apart = {
+        name: x for name, x in mismatch(before, scored).items() if not name.endswith(("p99", "max"))
+    }
     for name, value in {**weights.metrics, **apart}.items():
         if name != "correction_sample_size":
             assert means.pop(name) == pytest.approx(value), name
@@ -131,7 +155,9 @@ def test_shares_are_of_tokens_or_responses() -> None:
     batch = sampled_batch()
     for ratio, units in (("token", 10), ("sequence", 3)):
         level: Any = ratio
-        metrics = importance_weights(batch, ratio=level, bounds=BOUNDS[level], outside="mask").metrics
+        metrics = importance_weights(
+            batch, ratio=level, bounds=BOUNDS[level], outside="mask"
+        ).metrics
         weights, beyond = transcribed(batch, level, "mask")
         if ratio == "sequence":
             weights = [weights[0], weights[2], weights[6]]
@@ -168,19 +194,36 @@ def test_a_tokens_lag_is_the_update_minus_its_version() -> None:
     scored = batch.fields["rollout_logprob"] - torch.where(stale, 0.5, 0.25)
     found, expected = mismatch(batch, scored, "replayed_"), dict[str, Any]()
     for age, distance in (("", 0.25), ("stale_", 0.5)):
-        numbers = {"mean": distance, "p99": distance, "max": distance, "k3": math.exp(-distance) - 1 + distance}
-        expected |= {f"replayed_{age}mismatch_{name}": x for name, x in numbers.items()}  # k3 of KL(sampler || policy)
+        numbers = {
+            "mean": distance,
+            "p99": distance,
+            "max": distance,
+            "k3": math.exp(-distance) - 1 + distance,
+        }
+        expected |= {
+            f"replayed_{age}mismatch_{name}": x for name, x in numbers.items()
+        }  # k3 of KL(sampler || policy)
     assert found == {name: pytest.approx(x, rel=OP_FP32) for name, x in expected.items()}
     plain = pack_samples(SAMPLES, 1.0)
     assert "lag" not in plain.fields and lag_metrics(plain) == {}
     assert [*mismatch(plain, plain.fields["rollout_logprob"])] == [
         f"mismatch_{x}" for x in ("mean", "p99", "max", "k3")
     ]
-    assert sample_row(samples[0])["versions"] == [[3, 0, 2], [5, 2, 3]] and "versions" not in sample_row(SAMPLES[0])
+    assert sample_row(samples[0])["versions"] == [
+        [3, 0, 2],
+        [5, 2, 3],
+    ] and "versions" not in sample_row(SAMPLES[0])
     torn = replace(samples[0], completion=replace(samples[0].completion, versions=((4, 0, 2),)))
-    assert pack_samples([torn, samples[2]], 1.0).fields["lag"].tolist() == [0, 1, 1, 0, 0, 0, 0, 0], (
-        "the newest here is 5"
-    )
+    assert pack_samples([torn, samples[2]], 1.0).fields["lag"].tolist() == [
+        0,
+        1,
+        1,
+        0,
+        0,
+        0,
+        0,
+        0,
+    ], "the newest here is 5"
     for versions, newest in ((((5, 0, 4),), None), (((5, 0, 3),), 4)):
         torn = replace(torn, completion=replace(torn.completion, versions=versions))
         with pytest.raises(DataError, match=r"versions .* are not those of 3 tokens up to version"):
@@ -192,7 +235,11 @@ def corrected_task(correction: Any, old: float = -1.25) -> tuple[RLTask, Any]:
     task, _ = dynamic({0: [0.0, 1.0], 1: [1.0, 0.0]}, correction=correction)
     report = StepReport(1.0, 1.0, 0.1, 5, 1.0, skipped=False, metrics={})
     policy: Any = mock.Mock(
-        score=mock.Mock(side_effect=lambda batch: TokenStats(torch.full((len(batch),), old), torch.zeros(len(batch)))),
+        score=mock.Mock(
+            side_effect=lambda batch: TokenStats(
+                torch.full((len(batch),), old), torch.zeros(len(batch))
+            )
+        ),
         train_step=mock.Mock(return_value=report),
     )
     task.policy = policy
@@ -204,14 +251,20 @@ def test_a_step_weighs_masks_drops_or_believes_the_sampler() -> None:
     task, policy = corrected_task(None)
     row = task.step(0)
     assert (
-        row is not None and policy.score.call_count == 0 and not [n for n in row if "mismatch" in n or "correct" in n]
+        row is not None
+        and policy.score.call_count == 0
+        and not [n for n in row if "mismatch" in n or "correct" in n]
     )
     trained = policy.train_step.call_args.args[0]
     assert "old_logprob" not in trained.fields and "rollout_weight" not in trained.fields
 
     task, policy = corrected_task({"ratio": "sequence", "bounds": [0.5, 2]})
     row, trained = task.step(0), policy.train_step.call_args.args[0]
-    assert row is not None and policy.score.call_count == 1 and row["work"]["score"] == (len(trained), 4)
+    assert (
+        row is not None
+        and policy.score.call_count == 1
+        and row["work"]["score"] == (len(trained), 4)
+    )
     weights = [trained.fields["rollout_weight"][mine & trained.mask] for mine in own(trained)]
     for weight, expected in zip(weights, [math.exp(-0.5), 0.5, math.exp(-0.5), 0.5], strict=True):
         assert_close(weight, torch.full_like(weight, expected), OP_FP32)
@@ -226,17 +279,31 @@ def test_a_step_weighs_masks_drops_or_believes_the_sampler() -> None:
         "the update weighs its tokens"
     )
     assert "old_logprob" not in trained.fields and "rollout_weight" not in trained.fields
-    assert row["mismatch_mean"] == 0.25 and row["correction_weight"] == 0.9 and "stale_mismatch_mean" not in row
+    assert (
+        row["mismatch_mean"] == 0.25
+        and row["correction_weight"] == 0.9
+        and "stale_mismatch_mean" not in row
+    )
     task, policy = corrected_task({"ratio": "token"})
-    task.recipe = task.recipe.model_copy(update={"algorithm": task.recipe.algorithm.model_copy(update={"epochs": 2})})
-    assert task.step(0) is not None and policy.score.call_count == 1, "of two updates the second has moved"
+    task.recipe = task.recipe.model_copy(
+        update={"algorithm": task.recipe.algorithm.model_copy(update={"epochs": 2})}
+    )
+    assert task.step(0) is not None and policy.score.call_count == 1, (
+        "of two updates the second has moved"
+    )
     assert "rollout_weight" in policy.train_step.call_args.args[0].fields
 
     task, policy = corrected_task({"ratio": "sequence", "bounds": [0.5, 2], "outside": "drop"})
     row, trained = task.step(0), policy.train_step.call_args.args[0]
-    assert row is not None and row["correction_dropped"] == 0.5 and row["tokens"] == len(trained) == 2 * 4
+    assert (
+        row is not None
+        and row["correction_dropped"] == 0.5
+        and row["tokens"] == len(trained) == 2 * 4
+    )
     assert float(trained.fields["count"].sum()) == 4 and float(row["reward_mean"]) == 0.5
-    assert sorted(trained.fields["advantage"][trained.mask].sign().tolist()) == [-1, -1, 1, 1], "of the whole group"
+    assert sorted(trained.fields["advantage"][trained.mask].sign().tolist()) == [-1, -1, 1, 1], (
+        "of the whole group"
+    )
 
     task, policy = corrected_task({"ratio": "token", "bounds": [0.9, 1.1], "outside": "drop"})
     row = task.step(0)
@@ -267,33 +334,55 @@ def test_the_default_is_of_the_backend() -> None:
     """`vllm` stands for any sampler out of process."""
 
     def remote(recipe: Recipe, **keys: Any) -> Recipe:
-        return recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update={"backend": "vllm", **keys})})
+        return recipe.model_copy(
+            update={"rollout": recipe.rollout.model_copy(update={"backend": "vllm", **keys})}
+        )
 
     assert recipe_of().correction is recipe_of("sft").correction is None
-    assert remote(recipe_of()).correction == CorrectionSection(ratio="token", bounds=(0.0, 2.0), outside="clamp")
+    assert remote(recipe_of()).correction == CorrectionSection(
+        ratio="token", bounds=(0.0, 2.0), outside="clamp"
+    )
     assert remote(recipe_of(correction={"ratio": "none"})).correction is None
     believed = CorrectionSection(ratio="none", old="sampler")
     assert recipe_of(correction={"ratio": "none", "old": "sampler"}).correction == believed
     with pytest.raises(
-        ValueError, match=r"rollout.backend=vllm samples from the distribution as changed by rollout.top_p=0.9"
+        ValueError,
+        match=r"rollout.backend=vllm samples from the distribution as changed by rollout.top_p=0.9",
     ):
         check_correction(CorrectionSection(), remote(recipe_of(), top_p=0.9).rollout)
     for given, message in (
-        ({"bounds": [2, 3]}, r"algorithm.correction: bounds is \[2, 3\]; expected a range around 1"),
+        (
+            {"bounds": [2, 3]},
+            r"algorithm.correction: bounds is \[2, 3\]; expected a range around 1",
+        ),
         ({"bounds": [0.5]}, r"algorithm.correction.bounds is .*; expected 2 values"),
         (
             {"old": "sampler", "ratio": "sequence"},
             "algorithm.correction: with old: sampler .*; leave out ratio, or set old",
         ),
-        ({"outside": "drp"}, "algorithm.correction.outside is 'drp'; expected 'clamp', 'mask' or 'drop'"),
-        ({"ration": "token"}, "unknown key algorithm.correction.ration; did you mean algorithm.correction.ratio"),
+        (
+            {"outside": "drp"},
+            "algorithm.correction.outside is 'drp'; expected 'clamp', 'mask' or 'drop'",
+        ),
+        (
+            {"ration": "token"},
+            "unknown key algorithm.correction.ration; did you mean algorithm.correction.ratio",
+        ),
         ("none", "algorithm.correction is 'none'; expected a mapping"),
     ):
         with pytest.raises(ConfigError, match=message):
             recipe_of(correction=given)
     nested = recipe_of(correction={"old": "sampler"}).model_dump(by_alias=True, mode="json")
-    assert make_recipe(nested).correction == CorrectionSection(old="sampler"), "a run resumes from all its keys"
-    with pytest.raises(ConfigError, match=r"correction.old is sampler, but rollout.router_replay=trainer takes"):
+    assert make_recipe(nested).correction == CorrectionSection(old="sampler"), (
+        "a run resumes from all its keys"
+    )
+    with pytest.raises(
+        ConfigError, match=r"correction.old is sampler, but rollout.router_replay=trainer takes"
+    ):
         make_recipe(
-            {**nested, "algorithm": {"correction": {"old": "sampler"}}, "rollout": {"router_replay": "trainer"}}
+            {
+                **nested,
+                "algorithm": {"correction": {"old": "sampler"}},
+                "rollout": {"router_replay": "trainer"},
+            }
         )

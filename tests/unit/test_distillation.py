@@ -34,7 +34,9 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder
 
 
-def recipe_of(inputs: Path, run_dir: Path, rows: str = SFT_ROWS, **algorithm: Any) -> dict[str, Any]:
+def recipe_of(
+    inputs: Path, run_dir: Path, rows: str = SFT_ROWS, **algorithm: Any
+) -> dict[str, Any]:
     return sft(
         inputs, run_dir,
         algorithm={"name": "distillation", **algorithm},
@@ -49,26 +51,37 @@ def recipe_of(inputs: Path, run_dir: Path, rows: str = SFT_ROWS, **algorithm: An
     ("rows", "algorithm"),
     [
         (SFT_ROWS, {"divergence": "forward_kl", "lmbda": 0.0}),
-        (SFT_ROWS, {"lmbda": 0.5, "beta": 0.3, "loss_top_k": 4, "temperature": 1.5, "num_mini_batches": 2}),
+        (
+            SFT_ROWS,
+            {"lmbda": 0.5, "beta": 0.3, "loss_top_k": 4, "temperature": 1.5, "num_mini_batches": 2},
+        ),
         (RL_ROWS, {"divergence": "reverse_kl", "lmbda": 1.0}),
         (RL_ROWS, {"divergence": "sampled_reverse_kl"}),
     ],
     ids=["forward", "gkd", "reverse", "sampled"],
 )
-def test_a_student_nears_its_teacher(inputs: Path, tmp_path: Path, rows: str, algorithm: dict[str, Any]) -> None:
+def test_a_student_nears_its_teacher(
+    inputs: Path, tmp_path: Path, rows: str, algorithm: dict[str, Any]
+) -> None:
     done = play(recipe_of(inputs, tmp_path, rows, **algorithm))
     name = "eval_sampled_reverse_kl" if "sampled" in str(algorithm) else "eval_divergence"
     assert 0 < done.after[name] < 0.7 * done.before[name]
     shares = {row["on_policy"] for row in done.rows}
     assert shares == ({0.0, 1.0} if algorithm.get("lmbda") == 0.5 else {float(rows == RL_ROWS)})
     names = {"sampled_reverse_kl", "entropy_mean", "response_length_mean"}
-    names |= {"divergence", "teacher_entropy_mean"} if "sampled" not in str(algorithm) else {"ratio_mean"}
+    names |= (
+        {"divergence", "teacher_entropy_mean"}
+        if "sampled" not in str(algorithm)
+        else {"ratio_mean"}
+    )
     assert all(names <= row.keys() for row in done.rows)
     assert sum(bool(ids) for ids in done.ids) == sum(row["on_policy"] for row in done.rows)
 
 
 def test_the_example(inputs: Path, tmp_path: Path) -> None:
-    reports = distillation.main(str(inputs / MODEL), str(inputs / "taught/hf"), str(tmp_path / "out"), dt.Layout())
+    reports = distillation.main(
+        str(inputs / MODEL), str(inputs / "taught/hf"), str(tmp_path / "out"), dt.Layout()
+    )
     assert reports[-1].metrics["divergence"] < reports[0].metrics["divergence"]
     assert len((ROOT / "examples/distillation.py").read_text().splitlines()) < 60
 
@@ -76,14 +89,21 @@ def test_the_example(inputs: Path, tmp_path: Path) -> None:
 def test_a_model_that_is_its_own_teacher_has_nothing_to_learn(inputs: Path) -> None:
     """Where the teacher's states were of other tokens, their distributions would differ."""
     engine = dt.from_pretrained(inputs / MODEL, device="cpu", dtype=torch.float64)
-    rows = [dt.Sequence([3, 5, 7, 4, 6], [False, False, True, True, True]), dt.Sequence([4, 8, 3], [False, True, True])]
+    rows = [
+        dt.Sequence([3, 5, 7, 4, 6], [False, False, True, True, True]),
+        dt.Sequence([4, 8, 3], [False, True, True]),
+    ]
     batch, states = Teacher.of(engine, engine).read(dt.PackedBatch.pack(rows))
     report = evaluate(engine, batch, DistillationLoss(teacher=states))
     assert abs(report.loss) < SUM_ORDER and abs(report.metrics["sampled_reverse_kl"]) < SUM_ORDER
 
 
-@pytest.mark.parametrize(("epochs", "mini_batches", "scored"), [(1, 1, 0), (2, 1, 1), (1, 2, 1), (2, 2, 1)])
-def test_samples_are_scored_before_several_updates(epochs: int, mini_batches: int, scored: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("epochs", "mini_batches", "scored"), [(1, 1, 0), (2, 1, 1), (1, 2, 1), (2, 2, 1)]
+)
+def test_samples_are_scored_before_several_updates(
+    epochs: int, mini_batches: int, scored: int, tmp_path: Path
+) -> None:
     """From the second update on the policy is another one than the samples were scored with."""
     algorithm = {
         "name": "distillation",
@@ -113,20 +133,33 @@ def test_a_teacher_with_fewer_tokens_is_refused(inputs: Path) -> None:
     small = dt.from_pretrained(inputs / MODEL, device="cpu", dtype=torch.float64)
     large = dt.from_pretrained(inputs / MODEL, device="cpu", dtype=torch.float64)
     large.model.spec = replace(large.model.spec, vocab_size=1 << 20)
-    with pytest.raises(ModelError, match=r"the teacher has a vocabulary of .*, the student one of 1048576"):
+    with pytest.raises(
+        ModelError, match=r"the teacher has a vocabulary of .*, the student one of 1048576"
+    ):
         Teacher.of(small, large)
 
 
 @pytest.mark.parametrize(
     ("algorithm", "words"),
     [
-        ({"divergence": "forward_kl", "beta": 0.1}, "beta has no meaning for the divergence forward_kl"),
-        ({"divergence": "sampled_reverse_kl", "lmbda": 0.5}, "learns from the student's own samples"),
-        ({"divergence": "sampled_reverse_kl", "loss_top_k": 5}, "loss_top_k and temperature have no meaning"),
+        (
+            {"divergence": "forward_kl", "beta": 0.1},
+            "beta has no meaning for the divergence forward_kl",
+        ),
+        (
+            {"divergence": "sampled_reverse_kl", "lmbda": 0.5},
+            "learns from the student's own samples",
+        ),
+        (
+            {"divergence": "sampled_reverse_kl", "loss_top_k": 5},
+            "loss_top_k and temperature have no meaning",
+        ),
         ({"lmbda": 1.5}, "lmbda"),
     ],
 )
-def test_mistakes_in_a_recipe(inputs: Path, tmp_path: Path, algorithm: dict[str, Any], words: str) -> None:
+def test_mistakes_in_a_recipe(
+    inputs: Path, tmp_path: Path, algorithm: dict[str, Any], words: str
+) -> None:
     with pytest.raises(ConfigError, match=words):
         make_recipe(recipe_of(inputs, tmp_path, **algorithm))
     with pytest.raises(ConfigError, match=r"teacher\.path is missing"):

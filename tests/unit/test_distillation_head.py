@@ -15,6 +15,7 @@ from dovetail.kernels.divergence import Divergence, Kind
 from dovetail.kernels.registry import KernelSet
 from dovetail.nn.distillation import ROW, DistillStats, TeacherStates
 from dovetail.nn.heads import VocabShard
+from dovetail.nn.products import Products
 from dovetail.parallel.mesh import Axis
 from dovetail.rl.distillation import DistillationLoss, SampledReverseKL
 from tests.forked import output_of
@@ -24,7 +25,13 @@ from tests.unit.distillation_numbers import GKD_CASES, gkd_labels, gkd_logits
 from tests.unit.divergence_terms import terms_of
 
 WIDTH, TEACHER_WIDTH, VOCAB = 6, 4, 17
-KINDS: list[tuple[Kind, float]] = [("forward_kl", 0.5), ("reverse_kl", 0.5), ("jsd", 0.5), ("jsd", 0.1), ("jsd", 0.0)]
+KINDS: list[tuple[Kind, float]] = [
+    ("forward_kl", 0.5),
+    ("reverse_kl", 0.5),
+    ("jsd", 0.5),
+    ("jsd", 0.1),
+    ("jsd", 0.0),
+]
 
 
 class Mixed(DistillationLoss):
@@ -34,12 +41,18 @@ class Mixed(DistillationLoss):
         assert isinstance(stats, DistillStats)
         weight = batch.fields["weight"]
         rest = (weight * stats.logprob.exp() - 0.3 * stats.entropy.square()).sum()
-        return Loss(rest + (weight * (stats.divergence + stats.divergence.square())).sum(), batch.mask.sum())
+        return Loss(
+            rest + (weight * (stats.divergence + stats.divergence.square())).sum(), batch.mask.sum()
+        )
 
 
-def made(chunk: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, VocabShard, PackedBatch, TeacherStates]:
+def made(
+    chunk: int, dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, VocabShard, PackedBatch, TeacherStates]:
     draw = torch.Generator().manual_seed(0)
-    batch = PackedBatch.pack([torch.randint(VOCAB, (n,), generator=draw) for n in (5, 1, 9, 3)], dtype=torch.float64)
+    batch = PackedBatch.pack(
+        [torch.randint(VOCAB, (n,), generator=draw) for n in (5, 1, 9, 3)], dtype=torch.float64
+    )
     batch = batch.with_fields(
         weight=torch.randn(len(batch), generator=draw, dtype=torch.float64),
         temperature=torch.linspace(0.5, 2.0, len(batch), dtype=torch.float64),
@@ -52,7 +65,8 @@ def made(chunk: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, VocabS
 
     x, weight = normal(len(counted), WIDTH).requires_grad_(), normal(VOCAB, WIDTH).requires_grad_()
     teacher = TeacherStates(normal(len(batch), TEACHER_WIDTH), normal(VOCAB, TEACHER_WIDTH), VOCAB)
-    return x, VocabShard(weight, 0, Axis("tp"), KernelSet(head_chunk=chunk)), counted, teacher
+    shard = VocabShard(weight, 0, Axis("tp"), Products(KernelSet(head_chunk=chunk)))
+    return x, shard, counted, teacher
 
 
 def whole(x: Tensor, weight: Tensor, batch: PackedBatch, loss: DistillationLoss) -> Loss:
@@ -69,7 +83,9 @@ def whole(x: Tensor, weight: Tensor, batch: PackedBatch, loss: DistillationLoss)
         a, b = (closed(v.gather(1, ids), loss.tail) for v in (a, b))
     p, q, beta = a.exp(), b.exp(), loss.beta
     kind = (
-        loss.divergence if loss.divergence != "jsd" or beta not in (0, 1) else ("forward_kl", "reverse_kl")[int(beta)]
+        loss.divergence
+        if loss.divergence != "jsd" or beta not in (0, 1)
+        else ("forward_kl", "reverse_kl")[int(beta)]
     )
     if kind == "forward_kl":
         divergence = (q * (b - a)).sum(-1)
@@ -90,7 +106,9 @@ def closed(logprob: Tensor, tail: bool) -> Tensor:
     "top", [(0, True), (3, True), (3, False), (1, True)], ids=["all", "tail", "renormalized", "one"]
 )
 @pytest.mark.parametrize(("kind", "beta"), KINDS)
-def test_equals_autograd_through_whole_logits(kind: Kind, beta: float, top: tuple[int, bool]) -> None:
+def test_equals_autograd_through_whole_logits(
+    kind: Kind, beta: float, top: tuple[int, bool]
+) -> None:
     """Of the mean divergence with its metrics, and of a loss that mixes all statistics; an upstream factor reaches both."""
     for chunk, make in ((1, DistillationLoss), (4, Mixed), (64, Mixed)):
         x, shard, batch, teacher = made(chunk)
@@ -105,7 +123,9 @@ def test_equals_autograd_through_whole_logits(kind: Kind, beta: float, top: tupl
             assert_sum_close(found.metrics[name].total, total, terms, SUM_ORDER, name)
             assert int(found.metrics[name].count) == int(count) == len(batch)
         want = torch.autograd.grad(3.0 * expected.total, (x, shard.weight))
-        for a, b in zip(torch.autograd.grad(3.0 * found.total, (x, shard.weight)), want, strict=True):
+        for a, b in zip(
+            torch.autograd.grad(3.0 * found.total, (x, shard.weight)), want, strict=True
+        ):
             assert_close(a, b, SUM_ORDER)
 
 
@@ -113,15 +133,21 @@ def test_equals_autograd_through_whole_logits(kind: Kind, beta: float, top: tupl
 def trl() -> dict[str, Any]:
     """Of the installed TRL, or as written."""
     if importlib.util.find_spec("trl") is None:
-        written: dict[str, Any] = json.loads(Path(__file__).with_name("trl_distillation.json").read_text())
+        written: dict[str, Any] = json.loads(
+            Path(__file__).with_name("trl_distillation.json").read_text()
+        )
         return written
-    found: dict[str, Any] = json.loads(output_of(template, "tests.unit.distillation_numbers").splitlines()[-1])
+    found: dict[str, Any] = json.loads(
+        output_of(template, "tests.unit.distillation_numbers").splitlines()[-1]
+    )
     return found
 
 
 @pytest.mark.parametrize("name", GKD_CASES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-def test_values_and_gradients_are_those_of_trl(name: str, dtype: torch.dtype, trl: dict[str, Any]) -> None:
+def test_values_and_gradients_are_those_of_trl(
+    name: str, dtype: torch.dtype, trl: dict[str, Any]
+) -> None:
     """Logits as the head's rows times an identity, so that gradients of hidden states are those of logits."""
     keys: dict[str, Any] = dict(GKD_CASES[name])
     labels = gkd_labels().flatten()
@@ -138,7 +164,12 @@ def test_values_and_gradients_are_those_of_trl(name: str, dtype: torch.dtype, tr
     kinds: dict[float, Kind] = {0.0: "forward_kl", 1.0: "reverse_kl"}
     divergence = Divergence(kinds.get(loss.beta, "jsd"), loss.beta)
     rows = terms_of(student, teachers, heat[:-1], divergence)[:, labels >= 0]
-    found = loss.in_head(x[labels >= 0], VocabShard(eye, 0, Axis("tp"), KernelSet(head_chunk=3)), counted, loss)
+    found = loss.in_head(
+        x[labels >= 0],
+        VocabShard(eye, 0, Axis("tp"), Products(KernelSet(head_chunk=3))),
+        counted,
+        loss,
+    )
     mean = found.total / found.count
     tolerance = SUM_ORDER if dtype == torch.float64 else OP_FP32
     expected = torch.tensor(trl[name]["loss"], dtype=torch.float64)
@@ -167,7 +198,9 @@ def test_without_a_gradient_and_of_nothing() -> None:
     for top_k in (0, 3):
         loss = DistillationLoss(teacher=teacher, top_k=top_k)
         with torch.no_grad():
-            assert torch.equal(loss.in_head(x, shard, batch, loss).total, loss.in_head(x, shard, batch, loss).total)
+            assert torch.equal(
+                loss.in_head(x, shard, batch, loss).total, loss.in_head(x, shard, batch, loss).total
+            )
         none = batch.compact(torch.empty(0, dtype=torch.int64))
         found = loss.in_head(x[:0], shard, none, loss)
         dx, dw = torch.autograd.grad(found.total, (x, shard.weight), materialize_grads=True)
@@ -196,12 +229,17 @@ def test_sampled_tokens_follow_the_reverse_kl() -> None:
     (want,) = torch.autograd.grad((a.exp() * (a - b)).sum(), z, retain_graph=True)
     batch = PackedBatch.pack([[*range(VOCAB), 0]], dtype=torch.float64)
     p = a.detach().exp()[0]
-    batch = batch.compact(batch.mask.nonzero()[:, 0]).with_fields(teacher_logprob=b[0], weight=p, count=p)
+    batch = batch.compact(batch.mask.nonzero()[:, 0]).with_fields(
+        teacher_logprob=b[0], weight=p, count=p
+    )
     for fields in ({}, {"old_logprob": a.detach()[0]}):
-        loss = SampledReverseKL()(DistillStats(a[0], *[torch.zeros_like(p)] * 4), batch.with_fields(**fields))  # type: ignore[arg-type]
+        stats: Any = DistillStats(a[0], *[torch.zeros_like(p)] * 4)
+        loss = SampledReverseKL()(stats, batch.with_fields(**fields))
         (found,) = torch.autograd.grad(loss.total, z, retain_graph=True)
         assert_close(found, want, SUM_ORDER)
-        assert float(loss.metrics["sampled_reverse_kl"].total) == pytest.approx(float((a[0] - b[0]).detach().sum()))
+        assert float(loss.metrics["sampled_reverse_kl"].total) == pytest.approx(
+            float((a[0] - b[0]).detach().sum())
+        )
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")

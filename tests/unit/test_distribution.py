@@ -45,9 +45,9 @@ for argv in {commands}:
 """
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [sys.executable, "-P", "-c", start]
-    return subprocess.run(command, cwd=site, env=environment, capture_output=True, text=True, check=True).stdout.split(
-        "\0"
-    )
+    return subprocess.run(
+        command, cwd=site, env=environment, capture_output=True, text=True, check=True
+    ).stdout.split("\0")
 
 
 def test_the_installed_program_shows_version_help_and_pages(site: Path) -> None:
@@ -58,14 +58,18 @@ def test_the_installed_program_shows_version_help_and_pages(site: Path) -> None:
     assert {path.name for path in site.iterdir()} == {"dovetail", info.name}
     assert (site / "dovetail" / "report" / "report.js").is_file()
     pages = ("recipe", "contract")
-    version, text, *shown, _ = installed(site, ["--version"], ["train", "--help"], *(["docs", name] for name in pages))
+    version, text, *shown, _ = installed(
+        site, ["--version"], ["train", "--help"], *(["docs", name] for name in pages)
+    )
     assert version == f"dovetail {dovetail.__version__}\n"
     assert tuple(PAGE.findall(text)) == pages
     assert shown == [(ROOT / "docs" / f"{name}.md").read_text() for name in pages]
 
 
 def test_pages_that_messages_name_exist() -> None:
-    named = {name for path in (ROOT / "src").rglob("*.py") for name in PAGE.findall(path.read_text())}
+    named = {
+        name for path in (ROOT / "src").rglob("*.py") for name in PAGE.findall(path.read_text())
+    }
     assert named >= {"contract", "data", "recipe"}
     assert named <= {path.stem for path in (ROOT / "docs").glob("*.md")}
 

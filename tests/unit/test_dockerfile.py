@@ -24,7 +24,9 @@ class Instruction(NamedTuple):
 
 
 def instructions() -> list[Instruction]:
-    lines = [line for line in (ROOT / "Dockerfile").read_text().splitlines() if not line.startswith("#")]
+    lines = [
+        line for line in (ROOT / "Dockerfile").read_text().splitlines() if not line.startswith("#")
+    ]
     joined = re.sub(r"\\\n\s*", " ", "\n".join(lines))
     return [Instruction(*line.split(maxsplit=1)) for line in joined.splitlines() if line]
 
@@ -35,11 +37,15 @@ def test_instructions_are_known_and_files_exist() -> None:
     assert {each.name for each in found} == {"FROM", "ARG", "WORKDIR", "COPY", "RUN", "ENTRYPOINT"}
     copied = [source for each in found if each.name == "COPY" for source in each.text.split()[:-1]]
     ignored = (ROOT / ".dockerignore").read_text().splitlines()
-    assert {"pyproject.toml", "README.md", "LICENSE", "docs", "src"} == set(copied), "what the wheel is built from"
+    assert {"pyproject.toml", "README.md", "LICENSE", "docs", "src"} == set(copied), (
+        "what the wheel is built from"
+    )
     assert all((ROOT / source).exists() and f"!{source}" in ignored for source in copied)
     defaults = dict(each.text.split("=") for each in found if each.name == "ARG")
     pyproject = (ROOT / "pyproject.toml").read_text()
-    assert all(re.search(rf"^{extra} = \[", pyproject, re.M) for extra in defaults["EXTRAS"].split(","))
+    assert all(
+        re.search(rf"^{extra} = \[", pyproject, re.M) for extra in defaults["EXTRAS"].split(",")
+    )
 
 
 @pytest.mark.soak
@@ -68,8 +74,15 @@ def test_its_commands_make_a_working_program(tmp_path: Path) -> None:
                 else:
                     shutil.copy(ROOT / source, here / target)
         elif each.name == "RUN":
-            subprocess.run(["sh", "-ec", each.text], cwd=here, env=environment, check=True, timeout=SECONDS)
+            subprocess.run(
+                ["sh", "-ec", each.text], cwd=here, env=environment, check=True, timeout=SECONDS
+            )
     (entry,) = json.loads(instructions()[-1].text)
-    for argv, words in ((["--version"], dovetail.__version__), (["doctor", "--device", "cpu"], "all well")):
-        done = subprocess.run([entry, *argv], cwd=here, env=environment, capture_output=True, text=True, check=True)
+    for argv, words in (
+        (["--version"], dovetail.__version__),
+        (["doctor", "--device", "cpu"], "all well"),
+    ):
+        done = subprocess.run(
+            [entry, *argv], cwd=here, env=environment, capture_output=True, text=True, check=True
+        )
         assert words in done.stdout

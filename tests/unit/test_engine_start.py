@@ -58,7 +58,9 @@ while Path("stay").exists():
 """
 
 
-def start_of(folder: Path, *words: str, count: int = 1, gpus_each: int = 0, timeout: float = 20.0) -> EngineStart:
+def start_of(
+    folder: Path, *words: str, count: int = 1, gpus_each: int = 0, timeout: float = 20.0
+) -> EngineStart:
     (folder / "server.py").write_text(SERVER)
     return EngineStart(
         commands=[[sys.executable, str(folder / "server.py"), *words]] * count,
@@ -84,11 +86,17 @@ def test_engines_answer_before_the_ranks_start_and_end_with_them(
         urls = engines.start_ended()[URLS].split(",")
         assert len(set(urls)) == 3 and all(Client(url).get("/health") == {} for url in urls)
     assert not any(map(is_open, urls))
-    with running(start_of(tmp_path, "PORT", count=1, gpus_each=2), 2, free_port, lambda: False) as engines:
+    with running(
+        start_of(tmp_path, "PORT", count=1, gpus_each=2), 2, free_port, lambda: False
+    ) as engines:
         engines.start_ended()
         assert (tmp_path / "logs" / "engine-0.log").read_text().startswith("GPUs 6,7 m\n")
-    with pytest.raises(ConfigError, match="2 engines of 2 GPUs and 1 ranks need 5 GPUs, there are 4"):
-        with running(start_of(tmp_path, "PORT", count=2, gpus_each=2), 1, free_port, lambda: False) as engines:
+    with pytest.raises(
+        ConfigError, match="2 engines of 2 GPUs and 1 ranks need 5 GPUs, there are 4"
+    ):
+        with running(
+            start_of(tmp_path, "PORT", count=2, gpus_each=2), 1, free_port, lambda: False
+        ) as engines:
             engines.start_ended()
 
 
@@ -96,17 +104,27 @@ def test_an_engine_that_does_not_start_is_reported_with_its_last_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SOME_API_KEY", "sk-quite-secret")
-    with pytest.raises(ConfigError, match=r"engine 0 ended with code 1; its log:\n  unknown flag, and a key \*\*\*"):
+    with pytest.raises(
+        ConfigError, match=r"engine 0 ended with code 1; its log:\n  unknown flag, and a key \*\*\*"
+    ):
         with running(start_of(tmp_path, "wrong"), 1, free_port, lambda: False) as engines:
             engines.start_ended()
     busy, begun = free_port(), time.monotonic()
     with pytest.raises(ConfigError, match=r"did not answer within rollout.start.timeout=0.3 s"):
-        with running(start_of(tmp_path, str(busy), timeout=0.3), 1, free_port, lambda: False) as engines:
+        with running(
+            start_of(tmp_path, str(busy), timeout=0.3), 1, free_port, lambda: False
+        ) as engines:
             engines.start_ended()
     missing = EngineStart(
-        commands=[["no-such-vllm"]], gpus_each=0, ranks_on_gpus=False, logs=tmp_path / "logs", timeout=1.0
+        commands=[["no-such-vllm"]],
+        gpus_each=0,
+        ranks_on_gpus=False,
+        logs=tmp_path / "logs",
+        timeout=1.0,
     )
-    with pytest.raises(ConfigError, match=r"no-such-vllm is no program here; name .* rollout.start.command"):
+    with pytest.raises(
+        ConfigError, match=r"no-such-vllm is no program here; name .* rollout.start.command"
+    ):
         with running(missing, 1, free_port, lambda: False) as engines:
             engines.start_ended()
     stops = itertools.chain([False], itertools.repeat(True))
@@ -117,16 +135,24 @@ def test_an_engine_that_does_not_start_is_reported_with_its_last_lines(
 
 
 @pytest.mark.parametrize("killed", [False, True])
-def test_engines_outlive_a_restart_of_the_ranks_but_not_the_supervisor(tmp_path: Path, killed: bool) -> None:
+def test_engines_outlive_a_restart_of_the_ranks_but_not_the_supervisor(
+    tmp_path: Path, killed: bool
+) -> None:
     for name, text in {"server": SERVER, "job": JOB, "rank": RANK}.items():
         (tmp_path / f"{name}.py").write_text(text)
     if killed:
         (tmp_path / "stay").touch()
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
-    process = subprocess.Popen([sys.executable, "job.py"], cwd=tmp_path, env=env, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [sys.executable, "job.py"], cwd=tmp_path, env=env, stderr=subprocess.DEVNULL
+    )
     urls = tmp_path / "urls"
     until = time.monotonic() + 60
-    while killed and time.monotonic() < until and not (urls.exists() and urls.read_text().count("\n") == 2):
+    while (
+        killed
+        and time.monotonic() < until
+        and not (urls.exists() and urls.read_text().count("\n") == 2)
+    ):
         time.sleep(0.02)
     if killed:
         process.kill()
@@ -174,7 +200,12 @@ def test_restarts_count_for_engines_that_are_killed_at_their_start(tmp_path: Pat
         (tmp_path / f"{name}.py").write_text(text)
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
     ended = subprocess.run(
-        [sys.executable, "job.py"], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
+        [sys.executable, "job.py"],
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert (ended.returncode, ended.stdout) == (0, "trained\n"), ended
     assert "engine 0 was killed by SIGKILL" in ended.stderr
@@ -187,11 +218,22 @@ def is_open(url: str) -> bool:
 
 
 def recipe(rollout: Mapping[str, Any], **more: Any) -> Recipe:
-    return make_recipe({"model": {"path": "."}, "data": {"train": "t"}, "run_dir": "run", "rollout": rollout, **more})
+    return make_recipe(
+        {
+            "model": {"path": "."},
+            "data": {"train": "t"},
+            "run_dir": "run",
+            "rollout": rollout,
+            **more,
+        }
+    )
 
 
 def test_the_command_of_an_engine(tmp_path: Path) -> None:
-    rollout = {"start": {"count": 2, "gpus_each": 4, "args": ["--max-model-len", "4096"]}, "temperature": 0.7}
+    rollout = {
+        "start": {"count": 2, "gpus_each": 4, "args": ["--max-model-len", "4096"]},
+        "temperature": 0.7,
+    }
     start = engine_start(recipe(rollout), ranks_on_gpus=True)
     assert start is not None and len(start.commands) == 2 and start.logs == Path("run/logs")
     assert start.commands[0] == [
@@ -203,23 +245,46 @@ def test_the_command_of_an_engine(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"vision_config": {}}')
     start = engine_start(recipe(rollout, model={"path": str(tmp_path)}), ranks_on_gpus=True)
     assert start is not None and "--no-mm-device-do-normalize" in start.commands[0]
-    rollout = {"start": {"command": ["env/bin/vllm", "serve"]}, "top_p": 0.9, "push": {"transport": "file"}}
-    start = engine_start(recipe(rollout, algorithm={"correction": {"ratio": "none"}}), ranks_on_gpus=True)
+    rollout = {
+        "start": {"command": ["env/bin/vllm", "serve"]},
+        "top_p": 0.9,
+        "push": {"transport": "file"},
+    }
+    start = engine_start(
+        recipe(rollout, algorithm={"correction": {"ratio": "none"}}), ranks_on_gpus=True
+    )
     assert (
-        start is not None and start.commands[0][:2] == ["env/bin/vllm", "serve"] and "raw_logprobs" in start.commands[0]
+        start is not None
+        and start.commands[0][:2] == ["env/bin/vllm", "serve"]
+        and "raw_logprobs" in start.commands[0]
     )
     assert json.dumps({"backend": "dovetail_file"}) in start.commands[0]
     start = engine_start(recipe({"start": {"gpus_each": 1}, "sleep": True}), ranks_on_gpus=True)
-    assert start is not None and "--enable-sleep-mode" in start.commands[0] and not start.ranks_on_gpus
+    assert (
+        start is not None and "--enable-sleep-mode" in start.commands[0] and not start.ranks_on_gpus
+    )
     rollout = {"start": {"args": ["--last"]}, "router_replay": "rollout"}
     for backend in ("vllm", "sglang"):
         start = engine_start(recipe({"backend": backend, **rollout}), ranks_on_gpus=True)
-        assert start is not None and start.commands[0][-2:] == ["--enable-return-routed-experts", "--last"]
+        assert start is not None and start.commands[0][-2:] == [
+            "--enable-return-routed-experts",
+            "--last",
+        ]
     start = engine_start(recipe({"backend": "sglang", "start": {}}), ranks_on_gpus=True)
-    assert start is not None and start.commands[0][:5] == ["python", "-m", "sglang.launch_server", "--model-path", "."]
+    assert start is not None and start.commands[0][:5] == [
+        "python",
+        "-m",
+        "sglang.launch_server",
+        "--model-path",
+        ".",
+    ]
     for gpus, flags in ((0, ["--device", "cpu"]), (1, [])):
-        start = engine_start(recipe({"backend": "native", "start": {"gpus_each": gpus}}), ranks_on_gpus=True)
-        assert start is not None and not start.environment and start.commands[0][0] == sys.executable
+        start = engine_start(
+            recipe({"backend": "native", "start": {"gpus_each": gpus}}), ranks_on_gpus=True
+        )
+        assert (
+            start is not None and not start.environment and start.commands[0][0] == sys.executable
+        )
         assert start.commands[0][start.commands[0].index("-m") :] == [
             "-m", "dovetail", "serve", ".", "--dtype", "float32", *flags,
             "--push-dir", "/dev/shm/dovetail", "--host", "127.0.0.1", "--port", "PORT",
@@ -229,48 +294,85 @@ def test_the_command_of_an_engine(tmp_path: Path) -> None:
 
 def test_weights_go_as_the_engine_was_started_for() -> None:
     def settings(transfer: str, push: Mapping[str, Any], backend: str = "vllm") -> tuple[str, str]:
-        server = Abilities(kind="vllm", model="m", version="1", max_length=None, log_probs="raw", transfer=transfer)
+        server = Abilities(
+            kind="vllm", model="m", version="1", max_length=None, log_probs="raw", transfer=transfer
+        )
         chosen = recipe({"engines": "http://h:1", "backend": backend, "push": push}).rollout
         found = push_settings(chosen, [Replica(Client("http://h:1"), server)])
         return found.transport, found.proof
 
     assert settings("dovetail_nccl", {}) == ("nccl", "plugin")
-    assert settings("dovetail_file", {}) == ("file", "plugin") == settings("dovetail_file", {"transport": "file"})
+    assert (
+        settings("dovetail_file", {})
+        == ("file", "plugin")
+        == settings("dovetail_file", {"transport": "file"})
+    )
     assert settings("nccl", {"timeout": 3.0}) == ("nccl", "checker")
     assert settings("", {}, "sglang") == ("file", "plugin")
     assert (
-        settings("any", {}, "native") == ("nccl", "plugin") and settings("", {"transport": "ipc"}, "native")[0] == "ipc"
+        settings("any", {}, "native") == ("nccl", "plugin")
+        and settings("", {"transport": "ipc"}, "native")[0] == "ipc"
     )
     with pytest.raises(
-        ConfigError, match=r"by its back end 'nccl', but rollout.push has transport=nccl and proof=plugin"
+        ConfigError,
+        match=r"by its back end 'nccl', but rollout.push has transport=nccl and proof=plugin",
     ):
         settings("nccl", {"proof": "plugin"})
 
 
 def test_what_a_recipe_may_say_of_engines() -> None:
-    assert recipe({"engines": "http://h:1"}).rollout.backend == "vllm" == recipe({"start": {}}).rollout.backend
+    assert (
+        recipe({"engines": "http://h:1"}).rollout.backend
+        == "vllm"
+        == recipe({"start": {}}).rollout.backend
+    )
     wrong: Mapping[str, Mapping[str, Any]] = {
-        "runs inside the trainer; with engines or start set another": {"backend": "transformers", "start": {}},
+        "runs inside the trainer; with engines or start set another": {
+            "backend": "transformers",
+            "start": {},
+        },
         "is native: give engines .*, or start .*, one of the two": {
             "backend": "native",
             "engines": ["h:1"],
             "start": {},
         },
         "runs on one GPU; raise start.count": {"backend": "native", "start": {"gpus_each": 2}},
-        "push.proof=checker is of vLLM": {"backend": "native", "start": {}, "push": {"proof": "checker"}},
+        "push.proof=checker is of vLLM": {
+            "backend": "native",
+            "start": {},
+            "push": {"proof": "checker"},
+        },
         "from engines; set vllm or sglang, native without engines": {
             "backend": "native",
             "start": {},
             "router_replay": "rollout",
         },
         "give engines .*, or start": {"backend": "vllm"},
-        "or start .*, one of the two": {"backend": "sglang", "engines": ["http://h:1"], "start": {}},
-        "layout is of the sampler inside the trainer": {"engines": ["http://h:1"], "layout": {"tp": 2}},
+        "or start .*, one of the two": {
+            "backend": "sglang",
+            "engines": ["http://h:1"],
+            "start": {},
+        },
+        "layout is of the sampler inside the trainer": {
+            "engines": ["http://h:1"],
+            "layout": {"tp": 2},
+        },
         "repetition_penalty: the sampler native has none": {"repetition_penalty": 1.1},
         "stop: the sampler transformers has none": {"backend": "transformers", "stop": "END"},
-        "ignore_eos samples max_new_tokens": {"engines": ["http://h:1"], "stop": "END", "ignore_eos": True},
-        "sleep is of vLLM's servers": {"backend": "sglang", "engines": ["http://h:1"], "sleep": True},
-        "backend=transformers returns no routes": {"backend": "transformers", "router_replay": "rollout"},
+        "ignore_eos samples max_new_tokens": {
+            "engines": ["http://h:1"],
+            "stop": "END",
+            "ignore_eos": True,
+        },
+        "sleep is of vLLM's servers": {
+            "backend": "sglang",
+            "engines": ["http://h:1"],
+            "sleep": True,
+        },
+        "backend=transformers returns no routes": {
+            "backend": "transformers",
+            "router_replay": "rollout",
+        },
     }
     for message, rollout in wrong.items():
         with pytest.raises(ConfigError, match=message):

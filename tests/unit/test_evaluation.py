@@ -43,7 +43,9 @@ def test_pass_at_k_is_the_mean_over_all_subsets(n: int) -> None:
 
 def test_pass_at_k_of_many_samples_is_exact() -> None:
     assert pass_at(solved([1] + [0] * 9999), 5000) == 0.5
-    assert pass_at([sample("", 0.999), sample("", 2.0)], 1) == 0.5, "solved is a reward of 1 or more"
+    assert pass_at([sample("", 0.999), sample("", 2.0)], 1) == 0.5, (
+        "solved is a reward of 1 or more"
+    )
 
 
 def test_avg_at_k_is_of_the_first_samples() -> None:
@@ -55,12 +57,20 @@ def test_avg_at_k_is_of_the_first_samples() -> None:
     ("given", "expected"),
     [
         ([("7", 1), ("8", 0), ("so \\boxed{7}", 1)], [1, 1, 1]),  # 8 comes once, 7 twice
-        ([("8", 0), ("7", 1), ("7.0", 1), ("8", 0), ("#### 8", 0)], [0, 0, 1, 0, 0]),  # of a tie the first
+        (
+            [("8", 0), ("7", 1), ("7.0", 1), ("8", 0), ("#### 8", 0)],
+            [0, 0, 1, 0, 0],
+        ),  # of a tie the first
         ([("a", 0), (" b ", 1), ("b", 1)], [0, 0, 1]),  # texts without a number
-        ([("7", 0), ("7 ", 1), ("1", 1)], [0, 0, 0]),  # the reward of the first sample with the answer
+        (
+            [("7", 0), ("7 ", 1), ("1", 1)],
+            [0, 0, 0],
+        ),  # the reward of the first sample with the answer
     ],
 )
-def test_maj_at_k_takes_the_most_frequent_answer(given: list[tuple[str, float]], expected: list[int]) -> None:
+def test_maj_at_k_takes_the_most_frequent_answer(
+    given: list[tuple[str, float]], expected: list[int]
+) -> None:
     group = [sample(text, reward) for text, reward in given]
     assert [majority(group, k) for k in range(1, len(group) + 1)] == expected
 
@@ -72,7 +82,11 @@ def test_prompts_with_too_few_rewarded_samples_are_left_out() -> None:
     assert list(row) == list(metrics)
     assert (row["avg@1"], row["avg@2"], row["pass@2"]) == (0.5, 0.5, 1.0)
     assert math.isnan(row["maj@3"])
-    assert default_metrics(1) == ("avg@1", "pass@1") and default_metrics(4) == ("avg@4", "pass@4", "maj@4")
+    assert default_metrics(1) == ("avg@1", "pass@1") and default_metrics(4) == (
+        "avg@4",
+        "pass@4",
+        "maj@4",
+    )
 
 
 MODULE = """
@@ -100,7 +114,12 @@ def ends(completions):
     os.unlink(__file__)
     os._exit(3)
 """
-SAMPLES = [sample("a", 1.0, 0, 0), sample("a", 0.0, 0, 1), sample("a", 0.5, 1, 0), sample("bcd", 1.0, 1, 1)]
+SAMPLES = [
+    sample("a", 1.0, 0, 0),
+    sample("a", 0.0, 0, 1),
+    sample("a", 0.5, 1, 0),
+    sample("bcd", 1.0, 1, 1),
+]
 
 
 @pytest.fixture
@@ -128,12 +147,18 @@ def test_own_metrics_give_one_number_or_one_a_sample(own: Any) -> None:
 
 def test_a_bad_metric_ends_nothing(own: Any) -> None:
     """It raises, hangs, or ends its process and cannot be started again; the next evaluation asks it again."""
-    (breaks, hangs, spread, ends), said = own("mine:breaks", "mine:hangs", "mine:spread", "gone:ends")
+    (breaks, hangs, spread, ends), said = own(
+        "mine:breaks", "mine:hangs", "mine:spread", "gone:ends"
+    )
     for _ in range(2):
         assert all(math.isnan(metric(SAMPLES)) for metric in (breaks, hangs, ends))
     assert len(said) == 6
-    for line, words in zip(said, ["on purpose", "no answer within 1 s", "cannot be loaded: "] * 2, strict=True):
-        assert line.startswith("the metric ") and "failed, the run goes on: " in line and words in line
+    for line, words in zip(
+        said, ["on purpose", "no answer within 1 s", "cannot be loaded: "] * 2, strict=True
+    ):
+        assert (
+            line.startswith("the metric ") and "failed, the run goes on: " in line and words in line
+        )
     assert spread(SAMPLES) == 0.75
 
 
@@ -156,32 +181,63 @@ def test_a_metric_that_cannot_be_loaded_is_refused(own: Any) -> None:
             {"name": "a", "data": "d", "samples": 4},
             "samples is 4 and temperature 0, at which all samples of a prompt are",
         ),
-        ({"name": "a", "data": "d", "samples": 0}, "eval.sets.samples is 0; expected greater than or equal to 1"),
-        ({"name": "a", "data": "d", "temperature": -1}, "eval.sets.temperature is -1; expected greater than or"),
-        ({"name": "a", "data": "d", "metrics": ["pass@2"]}, "metrics has pass@2, but samples is 1; raise samples"),
+        (
+            {"name": "a", "data": "d", "samples": 0},
+            "eval.sets.samples is 0; expected greater than or equal to 1",
+        ),
+        (
+            {"name": "a", "data": "d", "temperature": -1},
+            "eval.sets.temperature is -1; expected greater than or",
+        ),
+        (
+            {"name": "a", "data": "d", "metrics": ["pass@2"]},
+            "metrics has pass@2, but samples is 1; raise samples",
+        ),
         (
             {"name": "a", "data": "d", "metrics": ["pass"]},
             "metrics has 'pass'; expected avg@K, pass@K, maj@K, or module",
         ),
         ({"name": "a", "data": "d", "metrics": "avg@0"}, "metrics has 'avg@0'; expected avg@K"),
-        ({"name": "a", "data": "d", "metrics": ["m:f", "n:f"]}, "metrics has f twice; leave one out"),
-        ({"name": "a", "data": "d", "sample": 2}, "unknown key eval.sets.sample; did you mean eval.sets.samples?"),
-        ([{"name": "a", "data": "d"}, {"name": "A", "data": "e"}], "two sets are named 'a', in upper or lower case"),
+        (
+            {"name": "a", "data": "d", "metrics": ["m:f", "n:f"]},
+            "metrics has f twice; leave one out",
+        ),
+        (
+            {"name": "a", "data": "d", "sample": 2},
+            "unknown key eval.sets.sample; did you mean eval.sets.samples?",
+        ),
+        (
+            [{"name": "a", "data": "d"}, {"name": "A", "data": "e"}],
+            "two sets are named 'a', in upper or lower case",
+        ),
         ({"name": "eval", "data": "d"}, "data.eval is the set named eval; give another name"),
         ("d", "eval.sets is 'd'; expected a list"),
     ],
 )
 def test_sets_that_cannot_be_evaluated_are_refused(sets: Any, words: str) -> None:
-    given = {"model": {"path": "M"}, "data": {"train": "D", "eval": "E"}, "run_dir": "R", "eval": {"sets": sets}}
+    given = {
+        "model": {"path": "M"},
+        "data": {"train": "D", "eval": "E"},
+        "run_dir": "R",
+        "eval": {"sets": sets},
+    }
     with pytest.raises(ConfigError) as refused:
         make_recipe(given)
     assert words in str(refused.value)
 
 
 def test_supervised_runs_take_the_loss_of_a_set_alone() -> None:
-    given = {"model": {"path": "M"}, "data": {"train": "D"}, "run_dir": "R", "algorithm": {"name": "sft"}}
+    given = {
+        "model": {"path": "M"},
+        "data": {"train": "D"},
+        "run_dir": "R",
+        "algorithm": {"name": "sft"},
+    }
     make_recipe({**given, "eval": {"sets": [{"name": "a", "data": "d"}]}})
-    with pytest.raises(ConfigError, match=r"the set a has samples, temperature or metrics, but algorithm sft samples"):
+    with pytest.raises(
+        ConfigError,
+        match=r"the set a has samples, temperature or metrics, but algorithm sft samples",
+    ):
         make_recipe({**given, "eval": {"sets": [{"name": "a", "data": "d", "metrics": ["avg@1"]}]}})
 
 
@@ -195,7 +251,9 @@ def test_supervised_runs_take_the_loss_of_a_set_alone() -> None:
         (["--samples", "x"], "argument --samples: invalid whole number value: 'x'"),
     ],
 )
-def test_wrong_flags_of_the_command_are_refused_before_ranks_start(flags: list[str], words: str) -> None:
+def test_wrong_flags_of_the_command_are_refused_before_ranks_start(
+    flags: list[str], words: str
+) -> None:
     with pytest.raises(ConfigError) as refused:
         parse(["eval", "M", "--data", "D", *flags])
     assert words in str(refused.value)

@@ -55,7 +55,9 @@ def _read_in_small_calls(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("way", ["near", "in parts", "apart"])
 @pytest.mark.parametrize("room", [64, 1 << 12])  # rows longer than the buffer, and many rows in it
-def test_any_rectangle_goes_anywhere(room: int, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_rectangle_goes_anywhere(
+    room: int, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _read_in_small_calls(way, monkeypatch)
     rng = random.Random(room)
     floats = [torch.float64, torch.float32, torch.bfloat16]
@@ -74,7 +76,13 @@ def test_any_rectangle_goes_anywhere(room: int, way: str, tmp_path: Path, monkey
         out = _placed(list(wanted.shape), rng.choice(floats) if dtype in floats else dtype, rng)
         file, buffer = TensorFile(path), torch.empty(room, dtype=torch.uint8)
         crc = file.fill("x", slices, out, buffer, checksum=whole)
-        assert torch.equal(out, wanted.to(out.dtype)), (shape, slices, dtype, out.dtype, out.stride())
+        assert torch.equal(out, wanted.to(out.dtype)), (
+            shape,
+            slices,
+            dtype,
+            out.dtype,
+            out.stride(),
+        )
         assert crc == (writer.crc32["x"] if whole else 0)
         raw = path.read_bytes()[file.entries["x"].start :]
         assert file.checksum("x", buffer) == zlib.crc32(raw) == writer.crc32["x"]
@@ -108,7 +116,9 @@ def wide(written: tuple[Path, Tensor]) -> tuple[TensorFile, Tensor]:
     return TensorFile(written[0]), written[1]
 
 
-@pytest.mark.parametrize("columns", [16, 3072, 12200])  # 32 bytes, a quarter and nearly all of a row
+@pytest.mark.parametrize(
+    "columns", [16, 3072, 12200]
+)  # 32 bytes, a quarter and nearly all of a row
 def test_columns_are_read_and_copied_many_at_once(
     columns: int, wide: tuple[TensorFile, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,7 +133,10 @@ def test_columns_are_read_and_copied_many_at_once(
     reads = Count(os.preadv)
     monkeypatch.setattr(os, "preadv", reads)
     monkeypatch.setattr(safetensors, "copy_out", note)
-    out, buffer = torch.empty(len(matrix), columns), torch.empty(parallel_read.BUFFER_BYTES, dtype=torch.uint8)
+    out, buffer = (
+        torch.empty(len(matrix), columns),
+        torch.empty(parallel_read.BUFFER_BYTES, dtype=torch.uint8),
+    )
     bits = torch.empty(len(matrix), columns, dtype=matrix.dtype)
     file.fill("x", ((0, len(matrix)), (12288 - columns, 12288)), out, buffer)
     wanted = matrix[:, 12288 - columns :]
@@ -136,7 +149,9 @@ def test_columns_are_read_and_copied_many_at_once(
     assert torch.equal(bits.view(torch.int16), wanted.view(torch.int16))
 
 
-def test_columns_of_a_file_that_is_cut_are_reported(written: tuple[Path, Tensor], tmp_path: Path) -> None:
+def test_columns_of_a_file_that_is_cut_are_reported(
+    written: tuple[Path, Tensor], tmp_path: Path
+) -> None:
     file, matrix = TensorFile(Path(shutil.copy(written[0], tmp_path))), written[1]
     os.truncate(file.path, file.path.stat().st_size // 2)
     buffer = torch.empty(1 << 20, dtype=torch.uint8)
@@ -153,7 +168,10 @@ def test_blocks_tile_a_rectangle_in_its_order() -> None:
         found = list(blocks(((0, 3), (0, 4), (0, 5)), numbers, most))
         assert torch.cat([part.reshape(-1) for _, part in found]).tolist() == list(range(60))
         assert all(part.numel() <= most for _, part in found)
-        assert all(torch.equal(numbers[as_index(slices)].reshape(-1), part.reshape(-1)) for slices, part in found)
+        assert all(
+            torch.equal(numbers[as_index(slices)].reshape(-1), part.reshape(-1))
+            for slices, part in found
+        )
 
 
 def test_every_job_is_done_once_and_an_error_is_told() -> None:
@@ -187,7 +205,9 @@ def _read(reader: ShardedReader, share: str) -> None:
     """Nothing, a slice of each tensor, or all of each."""
     for name in reader.names if share != "nothing" else ():
         shape = reader.shape(name)
-        slices = tuple((0, n // 2 if share == "slices" and i == 0 else n) for i, n in enumerate(shape))
+        slices = tuple(
+            (0, n // 2 if share == "slices" and i == 0 else n) for i, n in enumerate(shape)
+        )
         out = torch.empty([b - a for a, b in slices], dtype=reader.dtype(name))
         run_jobs(list(reader.jobs(name, slices, out)), CPU)
         assert torch.equal(out, reader.read(name, slices))
@@ -201,7 +221,11 @@ def test_damage_is_told_however_much_was_read(share: str, cut: Path) -> None:
     before = sound.bytes_read
     sound.verify_checksums(Mesh.solo())
     summed = sound.bytes_read - before
-    assert summed == 0 if share == "all" else summed > (0.9 * size if share == "nothing" else 0.3 * size)
+    assert (
+        summed == 0
+        if share == "all"
+        else summed > (0.9 * size if share == "nothing" else 0.3 * size)
+    )
     sound.verify_checksums(Mesh.solo())
     assert sound.bytes_read == before + summed, "once is enough"
     for piece in sorted(cut.glob("pieces-*")):
@@ -224,7 +248,12 @@ def test_a_file_that_is_cut_while_it_is_read_is_damage(cut: Path) -> None:
         file.truncate(piece.stat().st_size - 1)
     for name in reader.names:
         run_jobs(
-            list(reader.jobs(name, tuple((0, n) for n in reader.shape(name)), torch.empty(reader.shape(name)))), CPU
+            list(
+                reader.jobs(
+                    name, tuple((0, n) for n in reader.shape(name)), torch.empty(reader.shape(name))
+                )
+            ),
+            CPU,
         )
     with pytest.raises(DamagedError, match="it was cut while being read"):
         reader.verify_checksums(Mesh.solo())

@@ -30,7 +30,7 @@ def test_a_bit_anywhere_in_the_weights_makes_another_fingerprint(tmp_path: Path)
 
 def test_samples_of_weights_are_of_the_whole_file(tmp_path: Path) -> None:
     """All of a small one; of a larger one its ends and blocks between."""
-    source: Any = SimpleNamespace(config={}, sides={}, path=tmp_path)
+    source: Any = SimpleNamespace(config={}, auxiliary={}, path=tmp_path)
     found, size = [], 64 * 5 << 12
     (tmp_path / "a.safetensors").write_bytes(bytes(5000))
     (tmp_path / "b.safetensors").write_bytes(bytes(size))

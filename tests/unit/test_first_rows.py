@@ -67,9 +67,18 @@ def write(*rows: Mapping[str, Any] | str, name: str = "D.jsonl") -> None:
         ([{"prompt": "2+2?"}], "D.jsonl:1: the row lacks 'answer'"),
         ([GOOD, {"prompt": "2+2?", "answer": None}], "D.jsonl:2: answer is null"),
         ([{"prompt": [], "answer": 1}], "D.jsonl:1: prompt must be a string or messages"),
-        ([GSM8K, GOOD], "D.jsonl:2: the row is written as TRL's are, but the first one (D.jsonl:1) as GSM8K's; put"),
-        ([GOOD, GSM8K], "D.jsonl:2: the row is written as GSM8K's are, but the first one (D.jsonl:1) as TRL's; put"),
-        ([CHAT], "D.jsonl:1: messages need a chat template, and the tokenizer has none; name a Jinja file with data."),
+        (
+            [GSM8K, GOOD],
+            "D.jsonl:2: the row is written as TRL's are, but the first one (D.jsonl:1) as GSM8K's; put",
+        ),
+        (
+            [GOOD, GSM8K],
+            "D.jsonl:2: the row is written as GSM8K's are, but the first one (D.jsonl:1) as TRL's; put",
+        ),
+        (
+            [CHAT],
+            "D.jsonl:1: messages need a chat template, and the tokenizer has none; name a Jinja file with data.",
+        ),
     ],
 )
 def test_rows_are_refused_before_the_header(
@@ -82,7 +91,9 @@ def test_rows_are_refused_before_the_header(
     assert (told.out, started) == ("", [])
 
 
-def test_the_first_row_of_each_file_is_read(started: list[object], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_first_row_of_each_file_is_read(
+    started: list[object], capsys: pytest.CaptureFixture[str]
+) -> None:
     write(GOOD, name="rows/a.jsonl")
     write({"prompt": "2+2?"}, name="rows/b.jsonl")
     write({"question": "2+2?"}, name="held.jsonl")
@@ -108,7 +119,12 @@ def test_the_first_row_of_each_file_is_read(started: list[object], capsys: pytes
 )
 @pytest.mark.parametrize("place", ["file", "settings", "given"])
 def test_tools_and_messages_need_a_template_that_writes_them(
-    place: str, template: str, row: Any, words: str, started: list[object], capsys: pytest.CaptureFixture[str]
+    place: str,
+    template: str,
+    row: Any,
+    words: str,
+    started: list[object],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     write(row)
     argv = ["train", "R.yaml"]
@@ -124,14 +140,20 @@ def test_tools_and_messages_need_a_template_that_writes_them(
     assert bool(started) is not bool(words)
 
 
-def test_a_template_that_only_the_tokenizers_code_knows_is_not_missed(started: list[object]) -> None:
+def test_a_template_that_only_the_tokenizers_code_knows_is_not_missed(
+    started: list[object],
+) -> None:
     write(TOOLS)
-    Path("M/tokenizer_config.json").write_text(json.dumps({"auto_map": {"AutoTokenizer": "own.Tokenizer"}}))
+    Path("M/tokenizer_config.json").write_text(
+        json.dumps({"auto_map": {"AutoTokenizer": "own.Tokenizer"}})
+    )
     assert run_command(["train", "R.yaml"]) == 0
     assert started
 
 
-def test_a_model_without_tokenizer_trains_nothing(started: list[object], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_without_tokenizer_trains_nothing(
+    started: list[object], capsys: pytest.CaptureFixture[str]
+) -> None:
     write(GOOD)
     Path("M/tokenizer.json").unlink()
     assert run_command(["train", "R.yaml"]) == 2
@@ -139,9 +161,16 @@ def test_a_model_without_tokenizer_trains_nothing(started: list[object], capsys:
     assert not started
 
 
-def test_unusual_prompts_are_noted_once(started: list[object], capsys: pytest.CaptureFixture[str]) -> None:
+def test_unusual_prompts_are_noted_once(
+    started: list[object], capsys: pytest.CaptureFixture[str]
+) -> None:
     Path("M/chat_template.jinja").write_text(TEMPLATE)
-    write(CHAT, {**CHAT, "prompt": [HUMAN]}, {**CHAT, "prompt": [HUMAN]}, {**CHAT, "prompt": [USER, ASSISTANT]})
+    write(
+        CHAT,
+        {**CHAT, "prompt": [HUMAN]},
+        {**CHAT, "prompt": [HUMAN]},
+        {**CHAT, "prompt": [USER, ASSISTANT]},
+    )
     assert run_command(["train", "R.yaml"]) == 0
     notes = [line for line in capsys.readouterr().err.splitlines() if "the prompt" in line]
     assert [line.partition(", which")[0] for line in notes] == [
@@ -149,7 +178,9 @@ def test_unusual_prompts_are_noted_once(started: list[object], capsys: pytest.Ca
         "dovetail: note: D.jsonl:4: the prompt ends with a turn of the assistant",
     ]
     assert started
-    Path("M/chat_template.jinja").write_text("{% if m.role == 'human' %}")  # one that knows the role
+    Path("M/chat_template.jinja").write_text(
+        "{% if m.role == 'human' %}"
+    )  # one that knows the role
     write({**CHAT, "prompt": [HUMAN]})
     assert run_command(["train", "R.yaml"]) == 0
     assert "the prompt" not in capsys.readouterr().err
@@ -158,7 +189,11 @@ def test_unusual_prompts_are_noted_once(started: list[object], capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("argv", "row", "words"),
     [
-        (["score", "--out", "O"], {"prompt": "a", "answer": "b"}, "(it has 'prompt', 'answer'); score takes rows of"),
+        (
+            ["score", "--out", "O"],
+            {"prompt": "a", "answer": "b"},
+            "(it has 'prompt', 'answer'); score takes rows of",
+        ),
         (["score", "--out", "O"], {"prompt": "a", "completion": "b"}, ""),
         (["generate", "--out", "O"], {"prompt": "a"}, ""),
         (["generate", "--out", "O"], {"text": "a"}, "the row lacks 'prompt'"),

@@ -12,6 +12,7 @@ from dovetail.batch.loss import Loss, Sum, TokenStats
 from dovetail.batch.packed import PackedBatch
 from dovetail.kernels.registry import KernelSet
 from dovetail.nn.heads import VocabShard, fused_loss, fused_token_stats
+from dovetail.nn.products import Products
 from dovetail.parallel.mesh import Axis
 from tests.tolerances import OP_BF16, SUM_ORDER, assert_close, assert_sum_close, tensor_error
 
@@ -28,7 +29,9 @@ class Tokenwise:
     def __call__(self, stats: TokenStats, batch: PackedBatch) -> Loss:
         weight = batch.fields["weight"]
         total = (weight * stats.logprob.exp() - 0.3 * stats.entropy.square()).sum()
-        return Loss(total, batch.mask.sum(), {"entropy": Sum(stats.entropy.sum(), batch.mask.sum())})
+        return Loss(
+            total, batch.mask.sum(), {"entropy": Sum(stats.entropy.sum(), batch.mask.sum())}
+        )
 
 
 def sequencewise(stats: TokenStats, batch: PackedBatch) -> Loss:
@@ -50,16 +53,20 @@ def only_logprob(stats: TokenStats, batch: PackedBatch) -> Loss:
 def made(head_chunk: int, *, temperature: bool = True) -> tuple[Tensor, VocabShard, PackedBatch]:
     """Hidden states, the whole head as one shard, and the counted tokens of a batch, in float64."""
     draw = torch.Generator().manual_seed(0)
-    batch = PackedBatch.pack([torch.randint(VOCAB, (n,), generator=draw) for n in LENGTHS], dtype=torch.float64)
+    batch = PackedBatch.pack(
+        [torch.randint(VOCAB, (n,), generator=draw) for n in LENGTHS], dtype=torch.float64
+    )
     count = len(batch)
-    fields = {name: torch.randn(count, generator=draw, dtype=torch.float64) for name in ("weight", "old")}
+    fields = {
+        name: torch.randn(count, generator=draw, dtype=torch.float64) for name in ("weight", "old")
+    }
     if temperature:
         fields["temperature"] = torch.linspace(0.5, 2.0, count, dtype=torch.float64)
     counted = batch.with_fields(**fields)
     counted = counted.compact(counted.mask.nonzero()[:, 0])
     x = torch.randn(len(counted), WIDTH, generator=draw, dtype=torch.float64).requires_grad_()
     weight = torch.randn(VOCAB, WIDTH, generator=draw, dtype=torch.float64).requires_grad_()
-    return x, VocabShard(weight, 0, Axis("tp"), KernelSet(head_chunk=head_chunk)), counted
+    return x, VocabShard(weight, 0, Axis("tp"), Products(KernelSet(head_chunk=head_chunk))), counted
 
 
 def whole(x: Tensor, shard: VocabShard, batch: PackedBatch, loss: Callable[..., Loss]) -> Loss:
@@ -70,7 +77,9 @@ def whole(x: Tensor, shard: VocabShard, batch: PackedBatch, loss: Callable[..., 
 def whole_stats(x: Tensor, shard: VocabShard, batch: PackedBatch) -> TokenStats:
     temperature = batch.fields.get("temperature", torch.ones(len(batch)))
     logprobs = (x @ shard.weight.T / temperature[:, None]).log_softmax(-1)
-    return TokenStats(logprobs.gather(1, batch.targets[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1))
+    return TokenStats(
+        logprobs.gather(1, batch.targets[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1)
+    )
 
 
 def sizes(loss: Any, x: Tensor, shard: VocabShard, batch: PackedBatch) -> list[Tensor]:
@@ -84,7 +93,9 @@ def sizes(loss: Any, x: Tensor, shard: VocabShard, batch: PackedBatch) -> list[T
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 4, 64])
-@pytest.mark.parametrize("loss", [Tokenwise(), sequencewise, only_logprob], ids=["tokens", "sequences", "logprob"])
+@pytest.mark.parametrize(
+    "loss", [Tokenwise(), sequencewise, only_logprob], ids=["tokens", "sequences", "logprob"]
+)
 @pytest.mark.parametrize("temperature", [True, False], ids=["temperature", "plain"])
 def test_equals_autograd_through_whole_logits(chunk: int, loss: Any, temperature: bool) -> None:
     """Sequences of the middle lie over several chunks; an upstream factor reaches both gradients."""
@@ -113,7 +124,10 @@ def test_a_sequence_loss_that_lies_about_being_separable_is_wrong() -> None:
 
     x, shard, batch = made(3)
     assert (
-        tensor_error(fused_loss(x, shard, batch, Liar()).total, whole(x, shard, batch, sequencewise).total) > SUM_ORDER
+        tensor_error(
+            fused_loss(x, shard, batch, Liar()).total, whole(x, shard, batch, sequencewise).total
+        )
+        > SUM_ORDER
     )
 
 
@@ -137,7 +151,7 @@ def test_scoring_equals_whole_logits_and_keeps_no_graph() -> None:
         assert not a.requires_grad
 
 
-class Products(TorchDispatchMode):
+class CountedProducts(TorchDispatchMode):
     """Counts matrix products."""
 
     def __init__(self) -> None:
@@ -164,7 +178,7 @@ def test_products_per_chunk(loss: Any, forward_only: bool, a_chunk: int) -> None
     chunk = 4
     x, shard, batch = made(chunk)
     chunks = -(-len(batch) // chunk)
-    with Products() as seen:
+    with CountedProducts() as seen:
         if loss is None:
             fused_token_stats(x, shard, batch)
         elif forward_only:
@@ -188,10 +202,14 @@ def test_half_precision_weights_sum_their_gradient_in_float32() -> None:
         seen.update([stats.logprob.dtype, stats.entropy.dtype, batch.fields["weight"].dtype])
         return only_logprob(stats, batch)
 
-    fused_loss(x, VocabShard(weight, 0, Axis("tp"), KernelSet(head_chunk=1)), batch, loss).total.backward()
+    fused_loss(
+        x, VocabShard(weight, 0, Axis("tp"), Products(KernelSet(head_chunk=1))), batch, loss
+    ).total.backward()
     assert seen == {torch.float32}
     assert weight.grad is not None
-    assert_close(weight.grad[0].to(torch.float32), torch.full((WIDTH,), -n * 0.5 * (1 - 1 / VOCAB)), OP_BF16)
+    assert_close(
+        weight.grad[0].to(torch.float32), torch.full((WIDTH,), -n * 0.5 * (1 - 1 / VOCAB)), OP_BF16
+    )
 
 
 class Named(Tokenwise):
@@ -199,7 +217,10 @@ class Named(Tokenwise):
 
     def __call__(self, stats: TokenStats, batch: PackedBatch) -> Loss:
         ones = torch.ones_like(stats.logprob)
-        metrics = {str(y): Sum(stats.logprob[batch.targets == y].sum(), ones.sum()) for y in batch.targets.tolist()}
+        metrics = {
+            str(y): Sum(stats.logprob[batch.targets == y].sum(), ones.sum())
+            for y in batch.targets.tolist()
+        }
         return super().__call__(stats, batch)._replace(metrics=metrics)
 
 

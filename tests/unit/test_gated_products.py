@@ -48,7 +48,9 @@ def accumulating(model: nn.Module) -> WgradQueue:
 
 def make(kernels: KernelSet, *, biased: bool = False, adds: bool = True) -> GatedMLP:
     spec = spec_from_config(tiny_configs()["llama_biases" if biased else "llama"].to_dict())
-    mlp = GatedMLP(replace(spec, width=WIDTH, ffn_width=FFN), Mesh.solo(), kernels).to(torch.float64)
+    mlp = GatedMLP(replace(spec, width=WIDTH, ffn_width=FFN), Mesh.solo(), kernels).to(
+        torch.float64
+    )
     draw = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for weight in mlp.parameters():
@@ -59,10 +61,14 @@ def make(kernels: KernelSet, *, biased: bool = False, adds: bool = True) -> Gate
 
 
 def drawn(tokens: int, seed: int) -> Tensor:
-    return torch.randn(tokens, WIDTH, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.randn(
+        tokens, WIDTH, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
 
 
-def played(run: nn.Module, mlp: GatedMLP, *, learns: bool = True, again: bool = False) -> dict[str, Tensor]:
+def played(
+    run: nn.Module, mlp: GatedMLP, *, learns: bool = True, again: bool = False
+) -> dict[str, Tensor]:
     """Outputs and gradients: all forward passes, then all backward passes, latest first."""
     alive = []
     for i, n in enumerate(MICROS):
@@ -92,7 +98,8 @@ def test_gradients_are_those_of_the_plain_one(package: StandIn, again: bool) -> 
 
 
 @pytest.mark.parametrize(
-    ("frozen", "learns"), [f for f in product([(), *((w,) for w in WEIGHTS), WEIGHTS], [True, False]) if any(f)]
+    ("frozen", "learns"),
+    [f for f in product([(), *((w,) for w in WEIGHTS), WEIGHTS], [True, False]) if any(f)],
 )
 def test_what_is_frozen_gets_none(package: StandIn, frozen: tuple[str, ...], learns: bool) -> None:
     plain, gating = make(KernelSet()), make(everywhere())
@@ -159,7 +166,7 @@ def test_a_pipeline_s_products_are_plain(monkeypatch: pytest.MonkeyPatch, stages
     mesh = replace(solo, layout=layout, axes={**solo.axes, "pp": Axis("pp", stages, 0)})
     decoder = make_decoder(spec_from_config(tiny_configs()["llama"].to_dict()), mesh, torch.float32)
     mlps = [part for part in decoder.modules() if isinstance(part, GatedMLP)]
-    assert mlps and all((mlp.kernels.gated is None) == (stages > 1) for mlp in mlps)
+    assert mlps and all((mlp.gate_up_proj.products.gated is None) == (stages > 1) for mlp in mlps)
 
 
 @pytest.mark.parametrize(
@@ -172,11 +179,15 @@ def test_a_pipeline_s_products_are_plain(monkeypatch: pytest.MonkeyPatch, stages
     ],
 )
 def test_what_the_package_takes(tokens: int, width: int, dtype: torch.dtype, taken: bool) -> None:
-    x, joint, down = (torch.zeros(*shape, dtype=dtype) for shape in ((tokens, width), (96, width), (width, 48)))
+    x, joint, down = (
+        torch.zeros(*shape, dtype=dtype) for shape in ((tokens, width), (96, width), (width, 48))
+    )
     assert quack.takes(x, joint, down) == taken
     assert not quack.takes(x, joint, down.to(torch.float32))
     assert not quack.takes(x, joint, down[:, :-4])
-    assert not quack.takes(x, joint.flatten()[4 : 4 + 8 * width].view(8, width), down), "no multiple of 16 bytes"
+    assert not quack.takes(x, joint.flatten()[4 : 4 + 8 * width].view(8, width), down), (
+        "no multiple of 16 bytes"
+    )
 
 
 def test_tiles_add_theirs(package: StandIn) -> None:
@@ -199,7 +210,9 @@ def test_what_runs_again(package: StandIn, recompute: Recompute, offload: bool) 
     (expected, _), (_, once), (grads, runs) = found
     assert_all_close(grads, expected, SUM_ORDER)
     again = recompute in ("selective", "full")
-    assert runs["product"] == once["product"] + (3 * gating.depth if again else 0)  # qkv, o, and gate and up
+    assert runs["product"] == once["product"] + (
+        3 * gating.depth if again else 0
+    )  # qkv, o, and gate and up
     assert package.calls["gate_up"] == 2 * gating.depth * (1 + again)
 
 
@@ -216,7 +229,7 @@ def test_a_sampler_s_products_are_plain() -> None:
     spec = spec_from_config(tiny_configs()["llama"].to_dict())
     sampler = NativeSampler(spec, Mesh.solo(), everywhere(), torch.float64)
     mlps = [part for part in sampler.model.modules() if isinstance(part, GatedMLP)]
-    assert mlps and all(mlp.kernels.gated is None for mlp in mlps)
+    assert mlps and all(mlp.gate_up_proj.products.gated is None for mlp in mlps)
 
 
 def test_who_gates(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,12 +18,12 @@ from dovetail.nn.layers import (
     ColumnLinear,
     GradAccumulator,
     Linear,
-    LinearProducts,
     ReplicatedLinear,
     RowLinear,
     VocabEmbedding,
     WgradQueue,
 )
+from dovetail.nn.products import Products
 from dovetail.nn.tiling import Tiled
 from dovetail.parallel.mesh import Axis, Mesh
 from tests.tolerances import OP_BF16, OP_FP32, SUM_ORDER, assert_close, tensor_error
@@ -31,7 +31,9 @@ from tests.unit.test_tiling import make, tokens
 
 MICROS = 3
 KINDS: dict[str, Callable[[Mesh], Linear]] = {
-    "column": lambda mesh: ColumnLinear(8, {"q": (2, 3), "k": (1, 3)}, mesh, KernelSet(), bias=True),
+    "column": lambda mesh: ColumnLinear(
+        8, {"q": (2, 3), "k": (1, 3)}, mesh, KernelSet(), bias=True
+    ),
     "row": lambda mesh: RowLinear(8, 9, mesh, KernelSet(), bias=True),
     "token": lambda _: ReplicatedLinear(8, 9, KernelSet(), bias=True),
     "without bias": lambda mesh: RowLinear(8, 9, mesh, KernelSet()),
@@ -50,12 +52,17 @@ def micros(dtype: torch.dtype = torch.float64, number: int = MICROS) -> list[tup
     """An input and a gradient of the output for each micro-batch, of different lengths."""
     draw = torch.Generator().manual_seed(1)
     return [
-        (torch.randn(5 + i, 8, generator=draw).to(dtype), torch.randn(5 + i, 9, generator=draw).to(dtype))
+        (
+            torch.randn(5 + i, 8, generator=draw).to(dtype),
+            torch.randn(5 + i, 9, generator=draw).to(dtype),
+        )
         for i in range(number)
     ]
 
 
-def played(made: Linear, run: Callable[[nn.Module, Tensor], Any], *, x_learns: bool = True) -> dict[str, Tensor]:
+def played(
+    made: Linear, run: Callable[[nn.Module, Tensor], Any], *, x_learns: bool = True
+) -> dict[str, Tensor]:
     """All gradients after forward passes of all micro-batches and then their backward passes, latest first."""
     alive = []
     for x, dy in micros(made.weight.dtype):
@@ -120,7 +127,8 @@ def test_deferred_ones_come_later_in_their_order(frozen: bool) -> None:
     queue.bucket = "later"
     found = played(deferring, plainly)
     assert "weight" not in found
-    assert [len(work.args[1]) for work in queue.deferred.get("later", ())] == ([] if frozen else [7, 6, 5])  # type: ignore[attr-defined]
+    works: Any = queue.deferred.get("later", ())
+    assert [len(work.args[1]) for work in works] == ([] if frozen else [7, 6, 5])
     queue.flush("earlier")
     assert deferring.weight.grad is None, "another bucket"
     queue.flush("later")
@@ -173,8 +181,14 @@ def head(table: VocabEmbedding, rows: int) -> tuple[Tensor, VocabShard, PackedBa
     """Hidden states, a head that has the first rows of a table, and what it is to predict, some tokens at a time."""
     batch = PackedBatch.pack([[3, 1, 4, 0, 2], [2, 2, 0]], dtype=torch.float64)
     counted = batch.compact(batch.mask.nonzero()[:, 0])
-    x = torch.randn(len(counted), 4, generator=torch.Generator().manual_seed(3), dtype=torch.float64).requires_grad_()
-    return x, VocabShard(table.weight[:rows], 0, Axis("tp"), KernelSet(head_chunk=4), table), counted
+    x = torch.randn(
+        len(counted), 4, generator=torch.Generator().manual_seed(3), dtype=torch.float64
+    ).requires_grad_()
+    return (
+        x,
+        VocabShard(table.weight[:rows], 0, Axis("tp"), Products(KernelSet(head_chunk=4)), table),
+        counted,
+    )
 
 
 def surprise(stats: TokenStats, batch: PackedBatch) -> Loss:
@@ -190,7 +204,9 @@ def test_a_table_s_and_a_head_s_are_added_too(tied: bool) -> None:
     want = torch.zeros_like(table.weight)
     x, shard, batch = head(table, 5)
     logprobs = (x @ table.weight[:5].T).log_softmax(-1)
-    from_x, by_head = torch.autograd.grad(-logprobs.gather(1, batch.targets[:, None]).sum(), (x, table.weight))
+    from_x, by_head = torch.autograd.grad(
+        -logprobs.gather(1, batch.targets[:, None]).sum(), (x, table.weight)
+    )
     for turn in range(3):
         x, shard, batch = head(table, 5)
         found = fused_loss(x, shard, batch, surprise)
@@ -212,7 +228,9 @@ def test_sums_of_a_bfloat16_table_and_head_are_float32() -> None:
     ids, dy = torch.tensor([3, 1, 3]), micros()[0][0][:3, :4].to(torch.bfloat16)
     table(ids).backward(dy)
     assert table.weight.grad is not None and table.weight.grad.dtype == torch.float32
-    assert_close(table.weight.grad, torch.zeros(7, 4).index_add_(0, ids, dy.to(torch.float32)), OP_FP32)
+    assert_close(
+        table.weight.grad, torch.zeros(7, 4).index_add_(0, ids, dy.to(torch.float32)), OP_FP32
+    )
     sums = []
     for _ in range(3):
         x, shard, batch = head(table, 5)
@@ -268,7 +286,7 @@ def test_tiles_add_theirs(family: str) -> None:
 
 def test_what_only_the_forward_pass_needs_is_freed() -> None:
     """A fused product writes a second output into memory that its closure holds."""
-    made, kernels = layer("without bias"), KernelSet()
+    made = layer("without bias")
     (x, dy), *_ = micros()
     second = torch.empty(3)
     held = ref(second)
@@ -276,8 +294,7 @@ def test_what_only_the_forward_pass_needs_is_freed() -> None:
     def forward(x: Tensor, weight: Tensor, _: Tensor | None, out: Tensor = second) -> Tensor:
         return x @ weight.T + 0 * len(out)
 
-    fused = LinearProducts(forward, torch.matmul, kernels.add_weight_grad_)
-    y = made.product(x.requires_grad_(), None, None, fused)
-    del second, fused, forward
+    y = made.fused_product(x.requires_grad_(), None, forward, made.products)
+    del second, forward
     assert held() is None
     y.backward(dy)

@@ -64,7 +64,9 @@ def test_workers_are_reused() -> None:
 def test_failing_rank_gives_its_traceback_and_discards_its_workers() -> None:
     run(2, sum_of_ranks, 0)
     before = worker_ids()
-    with pytest.raises(RankFailed, match=r"(?s)rank 1 of 2 failed.*in fail_on.*ValueError: planted on 1"):
+    with pytest.raises(
+        RankFailed, match=r"(?s)rank 1 of 2 failed.*in fail_on.*ValueError: planted on 1"
+    ):
         run(2, fail_on, 1)
     assert 0 not in worker_ids() and 1 not in worker_ids()
     after = [pid for _, pid, _ in run(2, sum_of_ranks, 0)]
@@ -72,8 +74,15 @@ def test_failing_rank_gives_its_traceback_and_discards_its_workers() -> None:
 
 
 def test_hung_rank_is_named_with_its_stack() -> None:
-    for seconds in (1, 4, 16, 64):  # until both have come so far: a fresh worker imports for a while
-        with pytest.raises(RankFailed, match=rf"ranks \[0, 1\] did not finish within {seconds} s") as caught:
+    for seconds in (
+        1,
+        4,
+        16,
+        64,
+    ):  # until both have come so far: a fresh worker imports for a while
+        with pytest.raises(
+            RankFailed, match=rf"ranks \[0, 1\] did not finish within {seconds} s"
+        ) as caught:
             run(2, hang_on, 0, timeout=seconds)
         if "in hang_on" in str(caught.value):
             return
@@ -107,7 +116,9 @@ def test_tolerances_measure_what_they_say() -> None:
     assert tensor_error(one, 0 * one) == float("inf")
     big, small = torch.full((2,), 100.0), torch.full((2,), 0.001)
     with pytest.raises(AssertionError, match="small: off by a factor"):
-        assert_all_close({"big": big, "small": 2 * small}, {"big": big, "small": small}, tolerance=1e-2)
+        assert_all_close(
+            {"big": big, "small": 2 * small}, {"big": big, "small": small}, tolerance=1e-2
+        )
     assert worst_ratio({"x": 2 * one}, {"x": one}) == (1.0, "x")
     difference = torch.tensor([1e-3, 0.5])
     terms = (torch.tensor([100.0, 1.0]), torch.tensor([-99.999, -0.5]))

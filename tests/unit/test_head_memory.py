@@ -15,7 +15,9 @@ def measured(tokens: int, vocab: int) -> dict[str, int]:
     return found
 
 
-@pytest.mark.parametrize(("tokens", "vocab"), [(3072, 38016), pytest.param(8192, 152064, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    ("tokens", "vocab"), [(3072, 38016), pytest.param(8192, 152064, marks=pytest.mark.soak)]
+)
 def test_peak_is_that_of_one_chunk(tokens: int, vocab: int) -> None:
     few, many = measured(2048, vocab), measured(tokens, vocab)
     limit = 3 * 1024 * vocab * 4 // 2  # 1.5 chunks of 1024 tokens in float32

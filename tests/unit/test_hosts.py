@@ -29,7 +29,15 @@ from dovetail.parallel.consensus import refuse_different
 from dovetail.parallel.layout import Layout
 from dovetail.parallel.mesh import Mesh
 from dovetail.run import lock
-from tests.commands.program import Ended, _as_rank, here, make_model, refusal, write_recipe, write_rows
+from tests.commands.program import (
+    Ended,
+    _as_rank,
+    here,
+    make_model,
+    refusal,
+    write_recipe,
+    write_rows,
+)
 from tests.fault.processes import SECONDS, all_gone, waited
 from tests.harness import run
 
@@ -62,9 +70,13 @@ def test_a_monitor_that_ends_while_a_host_connects_is_silent() -> None:
     reported: list[Any] = []
 
     async def connect(turns: int) -> None:
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
+        asyncio.get_running_loop().set_exception_handler(
+            lambda _, context: reported.append(context)
+        )
         listener = socket.create_server(("127.0.0.1", 0))
-        await asyncio.start_server(_Monitor({"limit": 9.0, "gone": 9.0, "token": "t"})._welcome, sock=listener)
+        await asyncio.start_server(
+            _Monitor({"limit": 9.0, "gone": 9.0, "token": "t"})._welcome, sock=listener
+        )
         with socket.create_connection(listener.getsockname()):
             for _ in range(turns):
                 await asyncio.sleep(0)
@@ -78,7 +90,15 @@ def test_a_monitor_ends_with_a_rank_that_ends_at_once() -> None:
     """Before it has reached the first rank's monitor, which is gone as well."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         hub = {"address": "127.0.0.1", "port": listener.getsockname()[1], "token": "t", "host": "h"}
-    setup = {"rank": 1, "host": "h", "parent": os.getpid(), "beat": 9.0, "limit": 3600.0, "gone": 9.0, "hub": hub}
+    setup = {
+        "rank": 1,
+        "host": "h",
+        "parent": os.getpid(),
+        "beat": 9.0,
+        "limit": 3600.0,
+        "gone": 9.0,
+        "hub": hub,
+    }
     with start_worker("dovetail.launch.hosts") as monitor:
         said, _ = monitor.communicate(f"{json.dumps(setup)}\n".encode(), timeout=SECONDS)
     assert said == b""
@@ -114,7 +134,9 @@ def begin(tmp_path: Path) -> Iterator[Begin]:
     def begin(rank: int, body: str) -> subprocess.Popen[str]:
         env = {**os.environ, "PYTHONPATH": str(Path(hosts.__file__).parents[2])}
         argv = [sys.executable, "-c", RANK, str(rank), body]
-        started.append(subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, cwd=tmp_path, env=env))
+        started.append(
+            subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, cwd=tmp_path, env=env)
+        )
         return started[-1]
 
     yield begin
@@ -125,8 +147,12 @@ def begin(tmp_path: Path) -> Iterator[Begin]:
             process.stdout.close()
 
 
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="a stopped process is found by /proc")
-def test_all_ranks_end_when_one_is_stopped_and_none_for_being_busy(begin: Begin, tmp_path: Path) -> None:
+@pytest.mark.skipif(
+    not Path("/proc/self/stat").exists(), reason="a stopped process is found by /proc"
+)
+def test_all_ranks_end_when_one_is_stopped_and_none_for_being_busy(
+    begin: Begin, tmp_path: Path
+) -> None:
     """Rank 2 holds Python's lock for longer than a rank may be silent; rank 1 does not end by itself."""
     ranks = [begin(0, ""), begin(1, ""), begin(2, "ctypes.PyDLL(None).sleep(3)")]
     assert waited(lambda: all((tmp_path / f"begun{rank}").exists() for rank in range(3)))
@@ -141,7 +167,8 @@ def test_all_ranks_end_when_one_is_stopped_and_none_for_being_busy(begin: Begin,
 
 
 @pytest.mark.parametrize(
-    ("ends", "told"), [("watch.leave()", ""), ("os._exit(1)", "gave no sign for 1 s: the process ended")]
+    ("ends", "told"),
+    [("watch.leave()", ""), ("os._exit(1)", "gave no sign for 1 s: the process ended")],
 )
 def test_a_rank_may_leave_and_must_not_vanish(ends: str, told: str, begin: Begin) -> None:
     waits = "time.sleep(2.5) or watch.leave()" if not told else ""
@@ -152,7 +179,9 @@ def test_a_rank_may_leave_and_must_not_vanish(ends: str, told: str, begin: Begin
     assert all_gone({rank.pid for rank in ranks}, 1.0)
 
 
-def test_differences_of_what_ranks_were_given_are_told_by_key_host_and_value(tmp_path: Path) -> None:
+def test_differences_of_what_ranks_were_given_are_told_by_key_host_and_value(
+    tmp_path: Path,
+) -> None:
     recipe = write_recipe(tmp_path / "r.yaml", tmp_path / "m", tmp_path / "d")
     other = ["optim.lr=0.5", "optim.clip_norm=null", f"reward.options.text={'x' * 999}"]
     command = ["train", str(recipe), "run_dir=elsewhere"]
@@ -171,7 +200,9 @@ def test_differences_of_what_ranks_were_given_are_told_by_key_host_and_value(tmp
     ]
     with mock.patch("dovetail.__version__", "9"):
         newer = job_inputs(parse(score))
-    assert _compared([job_inputs(parse(score)), newer])[0].startswith("version of dovetail: 0.1.0 (source ")
+    assert _compared([job_inputs(parse(score)), newer])[0].startswith(
+        "version of dovetail: 0.1.0 (source "
+    )
 
 
 def _told(*commands: list[str]) -> list[str]:
@@ -205,10 +236,14 @@ def test_a_command_compares_what_it_was_given_before_ranks_do_anything_together(
     store, theirs = HashStore(), job_inputs(parse([*score, "--temperature", "2"]))
     store.set(f"{KEY}/1", json.dumps(["other", theirs]))
     monkeypatch.setattr("dovetail.parallel.process_group._meet", lambda *_: (store, 0, 2))
-    monkeypatch.setattr("dovetail.parallel.process_group._initialize", lambda *_: pytest.fail("it began"))
+    monkeypatch.setattr(
+        "dovetail.parallel.process_group._initialize", lambda *_: pytest.fail("it began")
+    )
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    assert refusal(here(*score)).endswith(f"temperature: 1.0 on {HOST} (rank 0); 2.0 on other (rank 1)\n")
+    assert refusal(here(*score)).endswith(
+        f"temperature: 1.0 on {HOST} (rank 0); 2.0 on other (rank 1)\n"
+    )
 
 
 def test_the_code_of_the_package_is_part_of_what_is_given(tmp_path: Path) -> None:
@@ -245,7 +280,9 @@ def test_other_files_behind_one_name_are_told() -> None:
     assert run(2, contents, ["a" * 64, "a" * 64]) == ["", ""]
     told = run(2, contents, ["a" * 64, "b" * 64])
     assert told[0] == told[1]
-    assert told[0].endswith(f"\n  - data.train: {'a' * 12} on {HOST} (rank 0); {'b' * 12} on {HOST} (rank 1)")
+    assert told[0].endswith(
+        f"\n  - data.train: {'a' * 12} on {HOST} (rank 0); {'b' * 12} on {HOST} (rank 1)"
+    )
 
 
 def test_a_run_directory_that_hosts_do_not_share_is_refused(tmp_path: Path) -> None:
@@ -270,7 +307,9 @@ def one_of(commands: list[list[str]]) -> Ended:
     return _as_rank(commands[dist.get_rank()])
 
 
-@pytest.mark.parametrize("differs", ["run_dir", "data.train", "data.eval", "model.path", "reference.path", "--model"])
+@pytest.mark.parametrize(
+    "differs", ["run_dir", "data.train", "data.eval", "model.path", "reference.path", "--model"]
+)
 def test_ranks_with_other_files_are_refused(differs: str, model: Path, tmp_path: Path) -> None:
     """By the command itself: what stands behind a path may differ where the paths do not."""
     other = tmp_path / "other"
@@ -278,14 +317,28 @@ def test_ranks_with_other_files_are_refused(differs: str, model: Path, tmp_path:
     with (other / "model.safetensors").open("r+b") as file:
         file.seek((other / "model.safetensors").stat().st_size // 2)
         file.write(b"\0" * 64)
-    rows = [write_rows(tmp_path / f"{word}.jsonl", [{"prompt": "ab", "answer": word}]) for word in ("one", "two")]
+    rows = [
+        write_rows(tmp_path / f"{word}.jsonl", [{"prompt": "ab", "answer": word}])
+        for word in ("one", "two")
+    ]
     paths = {"run_dir": (tmp_path / "a", tmp_path / "b"), "data.train": rows, "data.eval": rows}
     this, that = paths.get(differs, (model, other))
     if differs == "--model":
-        ids, out = write_rows(tmp_path / "ids.jsonl", [{"input_ids": [5, 6]}]), str(tmp_path / "out")
-        told = run(2, one_of, [["score", "--data", str(ids), "--out", out, "--model", str(m)] for m in (this, that)])
+        ids, out = (
+            write_rows(tmp_path / "ids.jsonl", [{"input_ids": [5, 6]}]),
+            str(tmp_path / "out"),
+        )
+        told = run(
+            2,
+            one_of,
+            [["score", "--data", str(ids), "--out", out, "--model", str(m)] for m in (this, that)],
+        )
     else:
         recipe = write_recipe(tmp_path / "r.yaml", model, rows[0], algorithm={"name": "grpo"})
-        told = run(2, one_of, [["train", str(recipe), "--dry-run", f"{differs}={path}"] for path in (this, that)])
+        told = run(
+            2,
+            one_of,
+            [["train", str(recipe), "--dry-run", f"{differs}={path}"] for path in (this, that)],
+        )
     words = "is not the same directory on all hosts" if differs == "run_dir" else f"\n  - {differs}"
     assert all(each.code == 2 and words in each.err for each in told), told

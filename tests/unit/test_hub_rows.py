@@ -30,7 +30,9 @@ def lines(rows: list[dict[str, str]]) -> bytes:
 def endpoint() -> Iterator[str]:
     card = b"---\nconfigs:\n- config_name: main\n  data_files:\n  - split: train\n    path: data/train.jsonl\n"
     card += b"  - split: test\n    path: data/test.jsonl\n---\n"
-    server = serve({"README.md": card, "data/train.jsonl": lines(ROWS), "data/test.jsonl": lines(ROWS[:1])})
+    server = serve(
+        {"README.md": card, "data/train.jsonl": lines(ROWS), "data/test.jsonl": lines(ROWS[:1])}
+    )
     thread = threading.Thread(target=server.serve_forever, args=(0.02,))
     thread.start()
     yield f"http://127.0.0.1:{server.server_address[1]}"
@@ -41,9 +43,16 @@ def endpoint() -> Iterator[str]:
 
 def fetched(endpoint: str, folder: Path, **source: str) -> subprocess.CompletedProcess[str]:
     """In a process of its own: the hub's address is read when the library is imported."""
-    own = {"HF_ENDPOINT": endpoint, "HF_HOME": str(folder), "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
+    own = {
+        "HF_ENDPOINT": endpoint,
+        "HF_HOME": str(folder),
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_HUB_OFFLINE": "0",
+    }
     command = [sys.executable, "-c", READ, json.dumps(source)]
-    return subprocess.run(command, env={**os.environ, **own}, capture_output=True, text=True, check=False, timeout=300)
+    return subprocess.run(
+        command, env={**os.environ, **own}, capture_output=True, text=True, check=False, timeout=300
+    )
 
 
 def test_files_of_a_dataset(endpoint: str, tmp_path: Path) -> None:

@@ -176,7 +176,10 @@ def test_a_config_becomes_a_recipe_that_means_the_same(tmp_path: Path, name: str
     expected, words = CASES[name]
     written = {**flat(read_mapping(out)), **read_mapping(out)["data"], **read_mapping(out)}
     written["algorithm.correction"] = read_mapping(out)["algorithm"].get("correction")
-    got = {key: read_mapping(out)["data"]["columns"] if key == "data.columns" else written.get(key) for key in expected}
+    got = {
+        key: read_mapping(out)["data"]["columns"] if key == "data.columns" else written.get(key)
+        for key in expected
+    }
     assert got == expected
     for word in words:
         assert word in told
@@ -186,7 +189,9 @@ def test_a_config_becomes_a_recipe_that_means_the_same(tmp_path: Path, name: str
 def test_a_recipe_says_where_its_values_are_from(tmp_path: Path) -> None:
     assert imported(str(FOLDER / "verl_grpo.sh"), "-o", str(tmp_path / "recipe.yaml"))[0] == 0
     lines = (tmp_path / "recipe.yaml").read_text().splitlines()
-    assert {"  name: grpo", "  num_mini_batches: 4 # train_batch_size / ppo_mini_batch_size"} <= {*lines}
+    assert {"  name: grpo", "  num_mini_batches: 4 # train_batch_size / ppo_mini_batch_size"} <= {
+        *lines
+    }
 
 
 def test_what_cannot_be_imported_is_refused(tmp_path: Path) -> None:
@@ -199,7 +204,9 @@ def test_what_cannot_be_imported_is_refused(tmp_path: Path) -> None:
         code, told = imported(str(tmp_path / "c.yaml"))
         assert (code, message in told) == (2, True), told
     assert imported(str(tmp_path / "c.yaml"), "--from", "trl-sft")[0] == 0
-    assert "--from trl-x: no such trainer" in imported(str(tmp_path / "c.yaml"), "--from", "trl-x")[1]
+    assert (
+        "--from trl-x: no such trainer" in imported(str(tmp_path / "c.yaml"), "--from", "trl-x")[1]
+    )
     assert "--from megatron" in imported(str(tmp_path / "c.yaml"), "--from", "megatron")[1]
     (tmp_path / "c.sh").write_text("trl kto --beta 0.1 --model_name_or_path M")
     assert "kto of TRL is not supported yet" in imported(str(tmp_path / "c.sh"))[1]
@@ -245,18 +252,31 @@ def test_variables_arrays_and_sums_of_a_script() -> None:
         ("slime", "use_rollout_logprobs: true", {"old": "sampler"}, ""),
     ],
 )  # fmt: skip
-def test_corrections_of_other_projects(tmp_path: Path, project: str, text: str, expected: Any, words: str) -> None:
-    starts = {"verl": "algorithm.rollout_correction.", "openrlhf": "algo.advantage.is_correction_", "slime": ""}
+def test_corrections_of_other_projects(
+    tmp_path: Path, project: str, text: str, expected: Any, words: str
+) -> None:
+    starts = {
+        "verl": "algorithm.rollout_correction.",
+        "openrlhf": "algo.advantage.is_correction_",
+        "slime": "",
+    }
     starts["trl-grpo"] = "vllm_importance_sampling_"
     lines = [starts[project] + pair for pair in text.split(", ")]
     lines += ["use_vllm: true"] if project == "trl-grpo" else []
     (tmp_path / "c.yaml").write_text("\n".join(lines))
     out = tmp_path / "recipe.yaml"
     code, told = imported(str(tmp_path / "c.yaml"), "--from", project, "-o", str(out))
-    assert (code, read_mapping(out)["algorithm"].get("correction")) == (0, expected) and words in told, told
+    assert (code, read_mapping(out)["algorithm"].get("correction")) == (
+        0,
+        expected,
+    ) and words in told, told
 
 
-VERL = {"actor_rollout_ref.model.path": "/m", "data.train_files": "a", "algorithm.adv_estimator": "grpo"}
+VERL = {
+    "actor_rollout_ref.model.path": "/m",
+    "data.train_files": "a",
+    "algorithm.adv_estimator": "grpo",
+}
 TRL = {"model_name_or_path": "/m", "dataset_name": "a"}
 USUAL: Mapping[str, Mapping[str, Any]] = {
     "verl": {**VERL, "data.train_batch_size": 8, "actor_rollout_ref.rollout.n": 4},
@@ -271,11 +291,31 @@ USUAL: Mapping[str, Mapping[str, Any]] = {
     },
     "axolotl": {"base_model": "/m", "datasets": [{"path": "a"}], "micro_batch_size": 2},
     "axolotl-grpo": {"base_model": "/m", "rl": "grpo", "datasets": "a", "trl.num_generations": 4},
-    "slime": {"hf_checkpoint": "/m", "prompt_data": "a", "n_samples_per_prompt": 4, "rollout_batch_size": 8},
+    "slime": {
+        "hf_checkpoint": "/m",
+        "prompt_data": "a",
+        "n_samples_per_prompt": 4,
+        "rollout_batch_size": 8,
+    },
 }
 OWN = "reward.custom_reward_function.path"
 NAN = float("nan")
-ODD: tuple[Any, ...] = ("$LEN", 0, -1, True, [], [1], ["a", "b"], [{}], {"a": 1}, 0.5, NAN, 1e400, "1e-6", 10**400)
+ODD: tuple[Any, ...] = (
+    "$LEN",
+    0,
+    -1,
+    True,
+    [],
+    [1],
+    ["a", "b"],
+    [{}],
+    {"a": 1},
+    0.5,
+    NAN,
+    1e400,
+    "1e-6",
+    10**400,
+)
 
 
 def converted(folder: Path, project: str, given: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
@@ -283,7 +323,9 @@ def converted(folder: Path, project: str, given: Mapping[str, Any]) -> tuple[dic
     (folder / "c.yaml").write_text(dump_mapping(dict(given)))
     draft = import_config(folder / "c.yaml", "axolotl" if "axolotl" in project else project)
     assert to_yaml(draft, "c.yaml")
-    return draft.recipe, "\n".join([*draft.decide, *(f"{names}: {why}" for why, names in draft.lost.items())])
+    return draft.recipe, "\n".join(
+        [*draft.decide, *(f"{names}: {why}" for why, names in draft.lost.items())]
+    )
 
 
 @pytest.mark.parametrize("drawn", [30, pytest.param(0, marks=pytest.mark.soak)])
@@ -294,7 +336,9 @@ def test_no_value_of_a_known_name_is_a_crash(tmp_path: Path, drawn: int) -> None
     for project in USUAL:
         title, _, kind = project.partition("-")
         table = read_tables(title)[kind if title != "axolotl" else ""]
-        names = sorted({m.name for m in table.meanings if m.key and "*" not in m.name} | table.defaults.keys())
+        names = sorted(
+            {m.name for m in table.meanings if m.key and "*" not in m.name} | table.defaults.keys()
+        )
         if not drawn:
             pairs += [(project, {name: odd}) for name in names for odd in ODD]
         for _ in range(drawn // len(USUAL)):

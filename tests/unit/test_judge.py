@@ -34,9 +34,15 @@ class Server:
                 prompt = body["messages"][0]["content"]
                 server.requests.append(body)
                 server.keys.add(self.headers.get("Authorization"))
-                attempt = sum(request["messages"] == body["messages"] for request in server.requests)
+                attempt = sum(
+                    request["messages"] == body["messages"] for request in server.requests
+                )
                 status, text = reply(prompt, attempt)
-                answer = {"choices": [{"message": {"role": "assistant", "content": text}}]} if status == 200 else text
+                answer = (
+                    {"choices": [{"message": {"role": "assistant", "content": text}}]}
+                    if status == 200
+                    else text
+                )
                 data = json.dumps(answer).encode()
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(data)))
@@ -95,7 +101,9 @@ def judge_settings(request: Mapping[str, Any] | None = None, **given: Any) -> di
 
 def test_the_number_of_the_reply_is_the_reward(serve: Callable[..., Server]) -> None:
     server = serve(lambda prompt, _: (200, f"It says 42. Score: {8 if 'got 42' in prompt else 1}"))
-    assert scores(settings(server, scale=10.0, request={"max_tokens": 7, "temperature": 0.5}), ["42", "41"]) == [
+    assert scores(
+        settings(server, scale=10.0, request={"max_tokens": 7, "temperature": 0.5}), ["42", "41"]
+    ) == [
         0.8,
         0.1,
     ]
@@ -107,8 +115,12 @@ def test_the_number_of_the_reply_is_the_reward(serve: Callable[..., Server]) -> 
     assert scores(settings(server, pattern=r"says (\d+)"), ["42"]) == [42.0]
 
 
-def test_failures_that_may_pass_are_tried_again_and_others_are_not(serve: Callable[..., Server]) -> None:
-    server = serve(lambda prompt, attempt: (503, "busy") if "got x" in prompt and attempt < 3 else (200, "1"))
+def test_failures_that_may_pass_are_tried_again_and_others_are_not(
+    serve: Callable[..., Server],
+) -> None:
+    server = serve(
+        lambda prompt, attempt: (503, "busy") if "got x" in prompt and attempt < 3 else (200, "1")
+    )
     assert scores(settings(server), ["x"]) == [1.0]
     assert len(server.requests) == 3
     refusing = serve(lambda *_: (401, {"error": f"bad key {KEY}"}))
@@ -138,7 +150,9 @@ def test_the_key_is_sent_and_shown_nowhere(
 ) -> None:
     monkeypatch.setenv("JUDGE_KEY", KEY)
     cache = tmp_path / "cache.sqlite"
-    server = serve(lambda prompt, _: (401, {"error": f"bad key {KEY}"}) if "got x" in prompt else (200, "1"))
+    server = serve(
+        lambda prompt, _: (401, {"error": f"bad key {KEY}"}) if "got x" in prompt else (200, "1")
+    )
     judge = settings(server, key_env="JUDGE_KEY", cache=str(cache))
     error, value = scores(judge, ["x", "y"])
     assert value == 1.0

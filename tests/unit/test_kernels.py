@@ -6,13 +6,28 @@ import torch
 from dovetail.kernels.reference import grouped_mm
 from tests.tolerances import OP_FP64, assert_close
 
-GROUPS = {"empty ones": (3, 0, 5, 0), "first ones empty": (0, 0, 4, 1), "one": (7,), "no tokens": (0, 0)}
+GROUPS = {
+    "empty ones": (3, 0, 5, 0),
+    "first ones empty": (0, 0, 4, 1),
+    "one": (7,),
+    "no tokens": (0, 0),
+}
 
 
-def experts(sizes: tuple[int, ...], dtype: torch.dtype, device: str = "cpu") -> tuple[torch.Tensor, ...]:
+def experts(
+    sizes: tuple[int, ...], dtype: torch.dtype, device: str = "cpu"
+) -> tuple[torch.Tensor, ...]:
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(sum(sizes), 16, dtype=torch.float64, generator=generator).to(device, dtype).requires_grad_()
-    weight = torch.randn(len(sizes), 16, 8, dtype=torch.float64, generator=generator).to(device, dtype).requires_grad_()
+    x = (
+        torch.randn(sum(sizes), 16, dtype=torch.float64, generator=generator)
+        .to(device, dtype)
+        .requires_grad_()
+    )
+    weight = (
+        torch.randn(len(sizes), 16, 8, dtype=torch.float64, generator=generator)
+        .to(device, dtype)
+        .requires_grad_()
+    )
     return x, weight, torch.tensor(sizes, device=device).cumsum(0).to(torch.int32)
 
 
@@ -25,6 +40,8 @@ def test_grouped_mm(sizes: tuple[int, ...]) -> None:
     actual = grouped_mm(x, weight, offsets)
     assert_close(actual, expected, OP_FP64)
     ours = torch.autograd.grad(actual, (x, weight), up)
-    for a, b, what in zip(ours, torch.autograd.grad(expected, (x, weight), up), ("x", "weight"), strict=True):
+    for a, b, what in zip(
+        ours, torch.autograd.grad(expected, (x, weight), up), ("x", "weight"), strict=True
+    ):
         assert_close(a, b, OP_FP64, what)
     assert not ours[1][torch.tensor(sizes) == 0].any()

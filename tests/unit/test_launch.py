@@ -51,7 +51,9 @@ program.main()
 """
 
 Start = Callable[..., subprocess.Popen[str]]
-TWO = pytest.param("tp=2", marks=pytest.mark.soak)  # two ranks of real commands do the same in commands/ and fault/
+TWO = pytest.param(
+    "tp=2", marks=pytest.mark.soak
+)  # two ranks of real commands do the same in commands/ and fault/
 
 
 @pytest.fixture
@@ -60,7 +62,9 @@ def start(tmp_path: Path) -> Start:
         script = tmp_path / "program.py"
         script.write_text(START.format(body=textwrap.indent(textwrap.dedent(body), "    ")) + RANKS)
         given = ["score", "--model", "m", "--data", "d", "--out", "o", "--device", "cpu", *flags]
-        clean = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
+        clean = {
+            key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")
+        }
         known = {**clean, "OMP_NUM_THREADS": "1", **(env or {})}
         return popen(template, [sys.executable, str(script), *given], cwd=tmp_path, env=known)
 
@@ -69,7 +73,11 @@ def start(tmp_path: Path) -> Start:
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     out, err = process.communicate(timeout=SECONDS)
-    return process.returncode, out, "\n".join(line for line in err.splitlines() if "Warning" not in line)
+    return (
+        process.returncode,
+        out,
+        "\n".join(line for line in err.splitlines() if "Warning" not in line),
+    )
 
 
 def wait_for_file(path: Path) -> str:
@@ -90,7 +98,10 @@ def test_ranks_meet_and_end_well(start: Start) -> None:
 
 
 def test_one_rank_runs_in_this_process_with_a_group(start: Start) -> None:
-    assert ended(start("print(dist.get_world_size(), 'RANK' in os.environ)"))[:2] == (0, "1 False\n")
+    assert ended(start("print(dist.get_world_size(), 'RANK' in os.environ)"))[:2] == (
+        0,
+        "1 False\n",
+    )
 
 
 @pytest.mark.soak  # so do mistakes of real commands in commands/test_program.py
@@ -137,7 +148,9 @@ def test_killed_rank_is_named_and_ends_the_others(start: Start) -> None:
 
 
 @pytest.mark.parametrize("layout", ["tp=1", TWO])
-def test_sigterm_reaches_the_ranks_for_a_clean_stop(start: Start, layout: str, tmp_path: Path) -> None:
+def test_sigterm_reaches_the_ranks_for_a_clean_stop(
+    start: Start, layout: str, tmp_path: Path
+) -> None:
     body = """
     from dovetail.parallel.process_group import StopSignal
     with StopSignal() as stop:
@@ -156,8 +169,12 @@ def test_sigterm_reaches_the_ranks_for_a_clean_stop(start: Start, layout: str, t
     assert (tmp_path / "stopped1").exists() == (layout == "tp=2")
 
 
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.soak), signal.SIGINT])
-def test_signal_ends_a_command_without_a_handler(start: Start, number: signal.Signals, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGTERM, marks=pytest.mark.soak), signal.SIGINT]
+)
+def test_signal_ends_a_command_without_a_handler(
+    start: Start, number: signal.Signals, tmp_path: Path
+) -> None:
     process = start("open(f'ready{rank}', 'w').write('x'); time.sleep(600)", "--layout", "tp=2")
     wait_for_file(tmp_path / "ready0")
     wait_for_file(tmp_path / "ready1")
@@ -165,7 +182,9 @@ def test_signal_ends_a_command_without_a_handler(start: Start, number: signal.Si
     assert ended(process)[::2] == ({signal.SIGTERM: 143, signal.SIGINT: 130}[number], "")
 
 
-@pytest.mark.parametrize(("layout", "does"), [("tp=1", "time.sleep(600)"), ("tp=2", "raise KeyError('planted')")])
+@pytest.mark.parametrize(
+    ("layout", "does"), [("tp=1", "time.sleep(600)"), ("tp=2", "raise KeyError('planted')")]
+)
 def test_a_stop_in_the_middle_of_what_catches_it_is_a_stop(
     start: Start, layout: str, does: str, tmp_path: Path
 ) -> None:
@@ -187,7 +206,9 @@ def test_a_stop_in_the_middle_of_what_catches_it_is_a_stop(
 
 
 def test_no_rank_outlives_a_killed_parent(start: Start, tmp_path: Path) -> None:
-    process = start("open(f'pid{rank}', 'w').write(str(os.getpid())); time.sleep(600)", "--layout", "tp=2")
+    process = start(
+        "open(f'pid{rank}', 'w').write(str(os.getpid())); time.sleep(600)", "--layout", "tp=2"
+    )
     pids = [int(wait_for_file(tmp_path / f"pid{rank}")) for rank in range(2)]
     process.kill()
     process.communicate(timeout=SECONDS)
@@ -196,7 +217,10 @@ def test_no_rank_outlives_a_killed_parent(start: Start, tmp_path: Path) -> None:
 
 @pytest.mark.soak  # commands/test_program.py gives the real command one
 def test_product_other_than_the_launchers_ranks_is_refused_by_rank_0_alone(start: Start) -> None:
-    both = {rank: start("pass", "--layout", "tp=2,dp=2", env={"RANK": rank, "WORLD_SIZE": "2"}) for rank in "01"}
+    both = {
+        rank: start("pass", "--layout", "tp=2,dp=2", env={"RANK": rank, "WORLD_SIZE": "2"})
+        for rank in "01"
+    }
     told = {rank: ended(process) for rank, process in both.items()}
     message = (
         "dovetail: layout tp=2,dp=2 needs 4 ranks (tp x pp x cp x dp), but the job has 2; "
@@ -206,7 +230,9 @@ def test_product_other_than_the_launchers_ranks_is_refused_by_rank_0_alone(start
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_one_signal_ends_a_rank_that_waits_for_others_to_join(number: int, code: int, tmp_path: Path) -> None:
+def test_one_signal_ends_a_rank_that_waits_for_others_to_join(
+    number: int, code: int, tmp_path: Path
+) -> None:
     """Its main thread is inside torch, where no handler runs, and waited for ten minutes."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -215,8 +241,22 @@ def test_one_signal_ends_a_rank_that_waits_for_others_to_join(number: int, code:
     patch = "from dovetail.launch import rank\nrank.UNWINDING_SECONDS = 2.0"
     program.write_text(f"from dovetail.cli import main as program\n{patch}\nprogram.main()\n")
     where = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    flags = ["score", "--model", "m", "--data", "d", "--out", "o", "--device", "cpu", "--layout", "dp=2"]
-    process = popen(template, [sys.executable, str(program), *flags], env={**os.environ, **where}, cwd=tmp_path)
+    flags = [
+        "score",
+        "--model",
+        "m",
+        "--data",
+        "d",
+        "--out",
+        "o",
+        "--device",
+        "cpu",
+        "--layout",
+        "dp=2",
+    ]
+    process = popen(
+        template, [sys.executable, str(program), *flags], env={**os.environ, **where}, cwd=tmp_path
+    )
     try:
         assert waited(lambda: process.poll() is not None or _listens(port)), "it never came to wait"
         process.send_signal(number)
@@ -231,14 +271,25 @@ def _listens(port: int) -> bool:
 
 
 @pytest.mark.parametrize("port", ["abc", "99999", "taken"])
-def test_a_port_at_which_nobody_can_meet_is_told(port: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_at_which_nobody_can_meet_is_told(
+    port: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
         given = str(other.getsockname()[1]) if port == "taken" else port
-        for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": given}.items():
+        for name, value in {
+            "RANK": "0",
+            "WORLD_SIZE": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": given,
+        }.items():
             monkeypatch.setenv(name, value)
-        kind, words = (MachineError, "already in use") if port == "taken" else (ConfigError, "a whole number below")
+        kind, words = (
+            (MachineError, "already in use")
+            if port == "taken"
+            else (ConfigError, "a whole number below")
+        )
         with pytest.raises(kind, match=f"MASTER_PORT={given}.*{words}"):
             process_group._meet()
 
@@ -258,7 +309,12 @@ def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: SimpleNamespace(uuid="a-gpu"))
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 4)
-    given = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "CUDA_VISIBLE_DEVICES": "1", "XDG_CACHE_HOME": "/proc"}
+    given = {
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "CUDA_VISIBLE_DEVICES": "1",
+        "XDG_CACHE_HOME": "/proc",
+    }
     for name, value in given.items():
         monkeypatch.setenv(name, value)
 
@@ -271,7 +327,9 @@ def test_a_launcher_may_show_each_rank_a_device_of_its_own(monkeypatch: pytest.M
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
     assert process_group.num_ranks_here(device) == 4  # as far as it can know
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    with pytest.raises(LayoutError, match="2 ranks on this machine need a cuda device each, there are 1"):
+    with pytest.raises(
+        LayoutError, match="2 ranks on this machine need a cuda device each, there are 1"
+    ):
         process_group.pick_device("cuda")
 
 
@@ -293,7 +351,10 @@ def test_a_device_is_one_ranks_alone() -> None:
     store, device = HashStore(), torch.device("cuda", 0)
     process_group._claim_device(device, store, 0)
     process_group._claim_device(device, store, 0)  # in a second group
-    with pytest.raises(LayoutError, match="ranks 0 and 1 have the same cuda device, a-gpu; use fewer ranks a machine"):
+    with pytest.raises(
+        LayoutError,
+        match="ranks 0 and 1 have the same cuda device, a-gpu; use fewer ranks a machine",
+    ):
         process_group._claim_device(device, store, 1)
     process_group._claim_device(torch.device("cpu"), store, 1)
 
@@ -301,7 +362,10 @@ def test_a_device_is_one_ranks_alone() -> None:
 @pytest.mark.parametrize("world", [1, 2])
 def test_ranks_may_have_the_open_files_of_many_groups(world: int) -> None:
     before, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    few, most = 512, system.OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, system.OPEN_FILES)
+    few, most = (
+        512,
+        system.OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, system.OPEN_FILES),
+    )
     resource.setrlimit(resource.RLIMIT_NOFILE, (few, hard))
     try:
         with mock.patch("torch.distributed.init_process_group"):
@@ -321,9 +385,12 @@ def test_deterministic_sets_torch_for_its_block_alone() -> None:
     assert not torch.are_deterministic_algorithms_enabled()
     assert torch.utils.deterministic.fill_uninitialized_memory == before  # type: ignore[attr-defined]  # a documented setting
     with pytest.raises(
-        ConfigError, match=r"no deterministic form of cumsum_cuda_kernel.*set trainer.deterministic=false"
+        ConfigError,
+        match=r"no deterministic form of cumsum_cuda_kernel.*set trainer.deterministic=false",
     ):
         with process_group.deterministic(True):
-            raise RuntimeError("cumsum_cuda_kernel does not have a deterministic implementation, but you set ...")
+            raise RuntimeError(
+                "cumsum_cuda_kernel does not have a deterministic implementation, but you set ..."
+            )
     with pytest.raises(RuntimeError, match="another"), process_group.deterministic(True):
         raise RuntimeError("another")

@@ -9,7 +9,15 @@ from dovetail.recipe.schema import make_recipe
 from dovetail.run.learning import APART, LearningNotes
 
 RECIPE = make_recipe({"model": {"path": "m"}, "data": {"train": "t"}, "run_dir": "r"})
-START = [{"entropy_mean": 2.0, "kl_mean": 0.01, "mismatch_k3": 0.001, "clip_fraction": 0.0, "equal_groups": 0.5}] * 3
+START = [
+    {
+        "entropy_mean": 2.0,
+        "kl_mean": 0.01,
+        "mismatch_k3": 0.001,
+        "clip_fraction": 0.0,
+        "equal_groups": 0.5,
+    }
+] * 3
 REMEDY = (
     "take prompts that the model solves sometimes (data.train), raise rollout.samples_per_prompt or rollout.temperature, "
     "or give rewards in between (reward)"
@@ -18,7 +26,9 @@ REMEDY = (
 
 def told(rows: list[dict[str, Any]]) -> list[tuple[int, str]]:
     notes = LearningNotes(RECIPE)
-    return [(step, text) for step, row in enumerate(rows, 1) for text in notes.of({"step": step, **row})]
+    return [
+        (step, text) for step, row in enumerate(rows, 1) for text in notes.of({"step": step, **row})
+    ]
 
 
 @pytest.mark.parametrize(
@@ -65,5 +75,7 @@ def test_equal_rewards_of_some_steps() -> None:
 
 def test_a_good_run_and_unknown_numbers_say_nothing() -> None:
     assert told([*START, *START, {}, {"entropy_mean": math.nan, "kl_mean": None}]) == []
-    sft = LearningNotes(make_recipe({**RECIPE.model_dump(by_alias=True), "algorithm": {"name": "sft"}}))
+    sft = LearningNotes(
+        make_recipe({**RECIPE.model_dump(by_alias=True), "algorithm": {"name": "sft"}})
+    )
     assert sft.of({"step": 1, "truncated_fraction": 1.0}) == []

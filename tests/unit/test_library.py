@@ -26,9 +26,14 @@ from tests.tolerances import MODEL_FP32
 LOSS: Any = dt.Loss  # that wrong ones may be made
 SUM: Any = dt.Sum
 ROWS = [[1, 5, 7, 2, 9, 4], [3, 8, 2, 6], [4, 4, 1], [9, 2, 5, 5, 3]]
-OPTIONS = dt.EngineOptions(optim=dt.OptimSettings(lr=1e-2, weight_decay=0.1), tokens_per_batch=8, fresh_head_seed=0)
+OPTIONS = dt.EngineOptions(
+    optim=dt.OptimSettings(lr=1e-2, weight_decay=0.1), tokens_per_batch=8, fresh_head_seed=0
+)
 OFFLOADED = dt.EngineOptions(
-    optim=dt.OptimSettings(lr=1e-2), tokens_per_batch=8, recompute="selective", offload_activations=True
+    optim=dt.OptimSettings(lr=1e-2),
+    tokens_per_batch=8,
+    recompute="selective",
+    offload_activations=True,
 )
 
 
@@ -40,12 +45,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder
 
 
-def made(folder: Path, options: dt.EngineOptions = OPTIONS, head: Any = "lm", dtype: Any = torch.float32) -> Any:
+def made(
+    folder: Path, options: dt.EngineOptions = OPTIONS, head: Any = "lm", dtype: Any = torch.float32
+) -> Any:
     return dt.from_pretrained(folder, device="cpu", head=head, dtype=dtype, options=options)
 
 
 def likelihood(stats: dt.TokenStats, batch: dt.PackedBatch) -> dt.Loss:
-    return LOSS(-stats.logprob.sum(), batch.mask.sum(), {"entropy": SUM(stats.entropy.sum(), len(batch))})
+    return LOSS(
+        -stats.logprob.sum(), batch.mask.sum(), {"entropy": SUM(stats.entropy.sum(), len(batch))}
+    )
 
 
 def times_first(stats: dt.TokenStats, batch: dt.PackedBatch) -> dt.Loss:
@@ -106,7 +115,9 @@ def test_a_step_that_raised_leaves_nothing_to_the_next(
     for where in ("forward", "backward"):
         hits: list[int] = []
 
-        def spoil(_module: Any, _inputs: Any, y: Tensor, where: str = where, hits: list[int] = hits) -> Tensor:
+        def spoil(
+            _module: Any, _inputs: Any, y: Tensor, where: str = where, hits: list[int] = hits
+        ) -> Tensor:
             hits.append(1)
             if len(hits) == 2 and where == "forward":
                 raise ArithmeticError("in forward")
@@ -147,7 +158,9 @@ def _moments(engine: Any) -> list[Tensor]:
 def test_a_count_below_one_divides_gradients_as_it_divides_the_loss(folder: Path) -> None:
     batch = dt.PackedBatch.pack(ROWS)
     reports = [
-        made(folder).train_step(batch, lambda s, b, c=c: LOSS(-c * s.logprob.sum(), c * b.mask.sum()))
+        made(folder).train_step(
+            batch, lambda s, b, c=c: LOSS(-c * s.logprob.sum(), c * b.mask.sum())
+        )
         for c in (1.0, 2.0**-10)
     ]
     assert [r.loss for r in reports] == [reports[0].loss] * 2
@@ -157,14 +170,32 @@ def test_a_count_below_one_divides_gradients_as_it_divides_the_loss(folder: Path
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
-        (lambda s, _: -s.logprob.sum(), r"returned a Tensor; return dt\.Loss\(total, count, metrics\)"),
+        (
+            lambda s, _: -s.logprob.sum(),
+            r"returned a Tensor; return dt\.Loss\(total, count, metrics\)",
+        ),
         (lambda s, b: LOSS(-s.logprob, b.mask.sum()), r"total is a tensor \[\d+\]; take its sum"),
         (lambda s, _: LOSS(-s.logprob.sum(), None), "count is a NoneType"),
-        (lambda s, _: LOSS(-s.logprob.sum(), 1, {"x": 0.5}), r"metric 'x' is a float; give dt\.Sum\(total, count\)"),
-        (lambda s, _: LOSS(-s.logprob.sum(), 1, {"x": s.entropy.mean()}), "metric 'x' is a Tensor; give dt"),
-        (lambda s, _: LOSS(-s.logprob.sum(), 1, {"": SUM(1, 1)}), "names a metric ''; give it a name"),
-        (lambda s, _: LOSS(-s.logprob.sum(), 1, {3: SUM(1, 1)}), "names a metric 3; give it a name"),
-        (lambda s, b: LOSS(-s.logprob.detach().sum(), b.mask.sum()), "has no gradient: compute it from the stats"),
+        (
+            lambda s, _: LOSS(-s.logprob.sum(), 1, {"x": 0.5}),
+            r"metric 'x' is a float; give dt\.Sum\(total, count\)",
+        ),
+        (
+            lambda s, _: LOSS(-s.logprob.sum(), 1, {"x": s.entropy.mean()}),
+            "metric 'x' is a Tensor; give dt",
+        ),
+        (
+            lambda s, _: LOSS(-s.logprob.sum(), 1, {"": SUM(1, 1)}),
+            "names a metric ''; give it a name",
+        ),
+        (
+            lambda s, _: LOSS(-s.logprob.sum(), 1, {3: SUM(1, 1)}),
+            "names a metric 3; give it a name",
+        ),
+        (
+            lambda s, b: LOSS(-s.logprob.detach().sum(), b.mask.sum()),
+            "has no gradient: compute it from the stats",
+        ),
     ],
 )
 def test_losses_of_a_wrong_form_are_named(folder: Path, loss: Any, message: str) -> None:
@@ -193,22 +224,33 @@ def test_engines_say_which_head_they_have(folder: Path) -> None:
     batch = dt.PackedBatch.pack(ROWS)
     with pytest.raises(ConfigError, match="head='critic'; expected one of lm, value"):
         made(folder, head="critic")
-    with pytest.raises(ConfigError, match=r"layout='tp=2'; expected dt.Layout, as in dt.Layout\(tp=2\)"):
+    with pytest.raises(
+        ConfigError, match=r"layout='tp=2'; expected dt.Layout, as in dt.Layout\(tp=2\)"
+    ):
         dt.from_pretrained(folder, layout=cast("Any", "tp=2"))
-    with pytest.raises(ModelError, match=r"language model's head, so it has score\(batch\) and no values"):
+    with pytest.raises(
+        ModelError, match=r"language model's head, so it has score\(batch\) and no values"
+    ):
         made(folder).values(batch)
     for call in ("score", "score_and_trace"):
-        with pytest.raises(ModelError, match=r"value head, so it has values\(batch\) and no log-probs"):
+        with pytest.raises(
+            ModelError, match=r"value head, so it has values\(batch\) and no log-probs"
+        ):
             getattr(made(folder, head="value"), call)(batch)
 
 
-@pytest.mark.parametrize(("master", "dtype"), [(torch.float64, torch.float32), (torch.float32, torch.float64)])
+@pytest.mark.parametrize(
+    ("master", "dtype"), [(torch.float64, torch.float32), (torch.float32, torch.float64)]
+)
 @pytest.mark.parametrize("head", ["lm", "value"])
 def test_results_have_the_wide_dtype_of_the_computation(
     folder: Path, head: str, master: torch.dtype, dtype: torch.dtype
 ) -> None:
     """Whatever the weights are held in, and whether they are gathered."""
-    batch, options = dt.PackedBatch.pack(ROWS), dt.EngineOptions(master_dtype=master, fresh_head_seed=0)
+    batch, options = (
+        dt.PackedBatch.pack(ROWS),
+        dt.EngineOptions(master_dtype=master, fresh_head_seed=0),
+    )
     engine = made(folder, options, head, dtype)
     for _ in range(2):
         found = engine.values(batch) if head == "value" else engine.score(batch).logprob
@@ -228,7 +270,9 @@ def test_fields_may_be_wider_than_the_computation(folder: Path, dtype: torch.dty
 
 @pytest.mark.usefixtures("folder")
 @pytest.mark.parametrize("head", ["lm", "value"])
-def test_a_loss_that_weighs_what_experts_cost_sees_statistics_of_that_dtype(tmp_path: Path, head: str) -> None:
+def test_a_loss_that_weighs_what_experts_cost_sees_statistics_of_that_dtype(
+    tmp_path: Path, head: str
+) -> None:
     """Before a step the loss is asked how much it will count."""
     save_tiny(moe_configs()["qwen3_moe"], tmp_path)
     options = dt.EngineOptions(balance=BalanceSettings(aux_coef=0.1), fresh_head_seed=0)
@@ -270,9 +314,15 @@ def test_a_scripts_modes_change_nothing(folder: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"recompute": "selectiv"}, "recompute='selectiv'; expected one of none, light, selective, full"),
+        (
+            {"recompute": "selectiv"},
+            "recompute='selectiv'; expected one of none, light, selective, full",
+        ),
         ({"engine": "nativ"}, "engine='nativ'; expected one of auto, native, transformers"),
-        ({"save_dtype": "bfloat16"}, "save_dtype='bfloat16'; expected one of torch's, such as torch.bfloat16"),
+        (
+            {"save_dtype": "bfloat16"},
+            "save_dtype='bfloat16'; expected one of torch's, such as torch.bfloat16",
+        ),
         ({"mlp_tile_tokens": -1}, "mlp_tile_tokens=-1; expected 0"),
     ],
 )
@@ -282,7 +332,9 @@ def test_options_of_a_wrong_value_are_refused(options: dict[str, Any], message: 
 
 
 def test_a_schedule_that_nobody_knows_is_refused() -> None:
-    with pytest.raises(ConfigError, match="schedule='cosin'; expected one of constant, linear, cosine, wsd"):
+    with pytest.raises(
+        ConfigError, match="schedule='cosin'; expected one of constant, linear, cosine, wsd"
+    ):
         dt.OptimSettings(schedule=cast("Any", "cosin"))
 
 
@@ -351,14 +403,17 @@ def test_pack_refuses_what_is_no_list_of_sequences(rows: Callable[[], Any], mess
 
 def test_sequences_that_are_not_packed_are_no_batch(folder: Path) -> None:
     for call in (made(folder).score, made(folder, head="value").values):
-        with pytest.raises(DataError, match=r"the batch is a list; pack the sequences: dt\.PackedBatch\.pack"):
+        with pytest.raises(
+            DataError, match=r"the batch is a list; pack the sequences: dt\.PackedBatch\.pack"
+        ):
             call(ROWS)
 
 
 def test_columns_have_an_entry_for_every_token() -> None:
     batch = dt.PackedBatch.pack(ROWS)
     with pytest.raises(
-        DataError, match=r"field 'a' is a tensor \[3\] of torch.float32 on cpu; expected a tensor \[18\] on cpu"
+        DataError,
+        match=r"field 'a' is a tensor \[3\] of torch.float32 on cpu; expected a tensor \[18\] on cpu",
     ):
         batch.with_fields(a=torch.zeros(3))
     with pytest.raises(DataError, match="field 'a' is a list"):
@@ -374,16 +429,24 @@ def test_columns_have_an_entry_for_every_token() -> None:
     [
         (dt.PackedBatch.pack([*ROWS[:3], [9, 2, 5, 5, 8]]), "tokens, targets"),
         (dt.PackedBatch.pack(ROWS[:3]), "lengths, tokens, targets, mask"),
-        (dt.PackedBatch.pack([dt.Sequence(row, fields={"a": 1.0}) for row in ROWS]), "names of fields"),
+        (
+            dt.PackedBatch.pack([dt.Sequence(row, fields={"a": 1.0}) for row in ROWS]),
+            "names of fields",
+        ),
         (ROWS, "lengths, groups, names of fields, tokens, targets, mask"),
     ],
 )
 def test_ranks_with_different_batches_are_told_so(other: Any, named: str) -> None:
     mine = dt.PackedBatch.pack(ROWS)
     mesh = Mesh(dt.Layout(dp=2), torch.device("cpu"), {"world": Axis("world", 2, 0)}, {})
-    with mock.patch.object(validation, "stack_numbers", lambda x, *_: [x, validation.fingerprint(mine)]):
+    with mock.patch.object(
+        validation, "stack_numbers", lambda x, *_: [x, validation.fingerprint(mine)]
+    ):
         validation.check_same(mine, mesh)
-        with pytest.raises(DataError, match=f"rank 1 differs from rank 0 in {named}; every rank takes the same whole"):
+        with pytest.raises(
+            DataError,
+            match=f"rank 1 differs from rank 0 in {named}; every rank takes the same whole",
+        ):
             validation.check_same(other, mesh)
 
 

@@ -68,7 +68,9 @@ def owner(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     process.stderr.close()
 
 
-def test_the_second_one_is_refused_and_told_who_is_there(owner: subprocess.Popen[str], tmp_path: Path) -> None:
+def test_the_second_one_is_refused_and_told_who_is_there(
+    owner: subprocess.Popen[str], tmp_path: Path
+) -> None:
     took = []
     for _ in range(5):  # on a busy machine any one may wait for its turn
         begun = time.monotonic()
@@ -76,7 +78,10 @@ def test_the_second_one_is_refused_and_told_who_is_there(owner: subprocess.Popen
             RunLock(tmp_path).acquire()
         took.append(time.monotonic() - begun)
     assert min(took) < SECONDS
-    told = re.search(r"is in use by process (\d+) on (\S+), since (\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)", str(caught.value))
+    told = re.search(
+        r"is in use by process (\d+) on (\S+), since (\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)",
+        str(caught.value),
+    )
     assert told is not None, caught.value
     assert (int(told[1]), told[2]) == (owner.pid, socket.gethostname())
 
@@ -95,7 +100,11 @@ def test_a_dead_owner_is_followed(owner: subprocess.Popen[str], tmp_path: Path) 
 
 def test_what_stands_in_the_file_decides_nothing(tmp_path: Path) -> None:
     """A process id that lives again, a clock that was wrong, garbage: only the system's lock counts."""
-    for text in (json.dumps({"host": socket.gethostname(), "pid": os.getppid(), "started": "2099"}), "garbage", ""):
+    for text in (
+        json.dumps({"host": socket.gethostname(), "pid": os.getppid(), "started": "2099"}),
+        "garbage",
+        "",
+    ):
         (tmp_path / LOCK).write_text(text)
         lock = RunLock(tmp_path)
         lock.acquire()
@@ -128,7 +137,9 @@ def test_a_run_that_is_under_way_is_left_alone(tmp_path: Path) -> None:
         make_model(tmp_path / "model"),
         write_rows(tmp_path / "rows.jsonl", [{"prompt": "ab", "completion": "cd"}]),
     )
-    recipe = write_recipe(tmp_path / "r.yaml", model, rows, trainer={"prompts_per_step": 1, "save_every": 1})
+    recipe = write_recipe(
+        tmp_path / "r.yaml", model, rows, trainer={"prompts_per_step": 1, "save_every": 1}
+    )
     assert here("train", recipe).code == 0
     lock = RunLock(tmp_path / "run")
     lock.acquire()

@@ -30,7 +30,9 @@ def test_what_a_product_leaves_by_tile_joins_to_whole_rows() -> None:
 
 
 def interpreted(module: str) -> dict[str, dict[str, float]]:
-    found: dict[str, dict[str, float]] = json.loads(output_of(template, module, TRITON_INTERPRET="1"))
+    found: dict[str, dict[str, float]] = json.loads(
+        output_of(template, module, TRITON_INTERPRET="1")
+    )
     return found
 
 

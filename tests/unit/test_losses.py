@@ -13,7 +13,15 @@ from dovetail.batch.loss import Loss, LossFn, TokenStats
 from dovetail.batch.packed import PackedBatch, Sequence
 from dovetail.errors import ConfigError
 from dovetail.nn.heads import is_separable
-from dovetail.rl.losses import Aggregation, KLEstimator, PolicyLoss, SFTLoss, ValueLoss, kl_estimate, weight_fields
+from dovetail.rl.losses import (
+    Aggregation,
+    KLEstimator,
+    PolicyLoss,
+    SFTLoss,
+    ValueLoss,
+    kl_estimate,
+    weight_fields,
+)
 from tests.tolerances import EXACT, GRADCHECK, SUM_ORDER, assert_close, assert_sum_close
 
 F64 = torch.float64
@@ -23,7 +31,9 @@ MASKS = [[0, 0, 1, 1], [0, 1, 1, 0, 0, 1, 1], [0], [0, 1, 1, 1, 1], [0, 0, 0]]
 
 def full_batch(aggregation: Aggregation | None = None, constant: float = 1.0) -> PackedBatch:
     """Five sequences, one with a hole, one of one token, one without counted tokens; random fields."""
-    rows = [Sequence([1] * n, mask=[bool(x) for x in m]) for n, m in zip(LENGTHS, MASKS, strict=True)]
+    rows = [
+        Sequence([1] * n, mask=[bool(x) for x in m]) for n, m in zip(LENGTHS, MASKS, strict=True)
+    ]
     batch = PackedBatch.pack(rows)
     generator = torch.Generator().manual_seed(2)
 
@@ -37,7 +47,9 @@ def full_batch(aggregation: Aggregation | None = None, constant: float = 1.0) ->
         old_value=random(1.0),
         **{"return": random(1.0)},
     )
-    return batch.with_fields(**weight_fields(batch, aggregation, constant)) if aggregation else batch
+    return (
+        batch.with_fields(**weight_fields(batch, aggregation, constant)) if aggregation else batch
+    )
 
 
 def counted(batch: PackedBatch) -> PackedBatch:
@@ -47,15 +59,21 @@ def counted(batch: PackedBatch) -> PackedBatch:
 def random_stats(n: int, seed: int = 5) -> TokenStats:
     generator = torch.Generator().manual_seed(seed)
     logprob = torch.randn(n, generator=generator, dtype=F64) * 0.5 - 2
-    return TokenStats(logprob.requires_grad_(), torch.rand(n, generator=generator, dtype=F64).requires_grad_())
+    return TokenStats(
+        logprob.requires_grad_(), torch.rand(n, generator=generator, dtype=F64).requires_grad_()
+    )
 
 
-def pieces(stats: TokenStats, batch: PackedBatch, size: int) -> list[tuple[TokenStats, PackedBatch]]:
+def pieces(
+    stats: TokenStats, batch: PackedBatch, size: int
+) -> list[tuple[TokenStats, PackedBatch]]:
     spans = torch.arange(len(batch)).split(size)
     return [(TokenStats(stats.logprob[i], stats.entropy[i]), batch.compact(i)) for i in spans]
 
 
-def clip_formula(logprob: float, old: float, advantage: float, low: float, high: float, dual: float | None) -> float:
+def clip_formula(
+    logprob: float, old: float, advantage: float, low: float, high: float, dual: float | None
+) -> float:
     ratio = math.exp(logprob - old)
     objective = min(ratio * advantage, max(1 - low, min(ratio, 1 + high)) * advantage)
     if dual is not None and advantage < 0:
@@ -76,8 +94,12 @@ def test_the_policy_loss_is_the_clipped_objective_token_by_token(dual: float | N
     assert float(loss.count) == len(batch) == 10
     log_ratio = stats.logprob.detach() - batch.fields["old_logprob"]
     sums = {
-        "clip_fraction": sum(clip_formula(p, o, a, 0.2, 0.3, None) > -a * math.exp(p - o) for p, o, a in values),
-        "approx_kl": (log_ratio.exp() - 1 - log_ratio).sum(),  # of KL(old || new), from the old policy's tokens
+        "clip_fraction": sum(
+            clip_formula(p, o, a, 0.2, 0.3, None) > -a * math.exp(p - o) for p, o, a in values
+        ),
+        "approx_kl": (
+            log_ratio.exp() - 1 - log_ratio
+        ).sum(),  # of KL(old || new), from the old policy's tokens
         "ratio_mean": log_ratio.exp().sum(),
         "ratio_deviation": (log_ratio.exp() - 1).abs().sum(),
         "entropy_mean": stats.entropy.detach().sum(),
@@ -103,11 +125,17 @@ def test_at_ratio_one_the_gradient_is_minus_the_advantage() -> None:
     loss = PolicyLoss()(TokenStats(logprob, torch.zeros_like(logprob)), batch)
     (gradient,) = torch.autograd.grad(loss.total, logprob)
     assert_close(gradient, -batch.fields["advantage"], SUM_ORDER)
-    assert float(loss.metrics["clip_fraction"].total) == float(loss.metrics["approx_kl"].total) == EXACT
+    assert (
+        float(loss.metrics["clip_fraction"].total)
+        == float(loss.metrics["approx_kl"].total)
+        == EXACT
+    )
     assert float(loss.metrics["ratio_mean"].total) == float(loss.metrics["ratio_mean"].count)
     absent = replace(batch, fields={"advantage": batch.fields["advantage"]})
     same = PolicyLoss()(TokenStats(logprob, torch.zeros_like(logprob)), absent)
-    assert torch.equal(torch.autograd.grad(same.total, logprob)[0], gradient), "no old log-probs: the policy's own"
+    assert torch.equal(torch.autograd.grad(same.total, logprob)[0], gradient), (
+        "no old log-probs: the policy's own"
+    )
     wrong = {
         "sign": batch.with_fields(advantage=-batch.fields["advantage"]),
         "stale": batch.with_fields(old_logprob=batch.fields["old_logprob"] - 0.5),
@@ -120,9 +148,12 @@ def test_at_ratio_one_the_gradient_is_minus_the_advantage() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ratio", "advantage", "moves"), [(1.5, 1.0, False), (0.5, 1.0, True), (1.5, -1.0, True), (0.5, -1.0, False)]
+    ("ratio", "advantage", "moves"),
+    [(1.5, 1.0, False), (0.5, 1.0, True), (1.5, -1.0, True), (0.5, -1.0, False)],
 )
-def test_clipping_stops_only_the_gradient_that_leads_further_away(ratio: float, advantage: float, moves: bool) -> None:
+def test_clipping_stops_only_the_gradient_that_leads_further_away(
+    ratio: float, advantage: float, moves: bool
+) -> None:
     batch = PackedBatch.pack([[1, 1]]).with_fields(
         old_logprob=torch.zeros(2), advantage=torch.tensor([advantage, advantage])
     )
@@ -154,7 +185,9 @@ def test_the_wanted_pull_of_the_kl_is_towards_the_reference() -> None:
     kinds: tuple[KLEstimator, ...] = ("k2", "k3")
     for kind in kinds:
         logprob = torch.tensor([-3.0, -1.0], dtype=F64, requires_grad=True)
-        (gradient,) = torch.autograd.grad(kl_estimate(logprob, torch.full((2,), -2.0), kind).sum(), logprob)
+        (gradient,) = torch.autograd.grad(
+            kl_estimate(logprob, torch.full((2,), -2.0), kind).sum(), logprob
+        )
         assert gradient[0] < 0 < gradient[1]
 
 
@@ -178,7 +211,9 @@ def test_kl_estimators_have_the_expected_values_and_gradients() -> None:
     assert_close(gradient((weight * kl_estimate(p, q, "k2")).sum()), gradient(forward), SUM_ORDER)
     assert_close(gradient((weight * kl_estimate(p, q, "k3")).sum()), gradient(backward), SUM_ORDER)
     assert float(gradient((weight * kl_estimate(p, q, "k1")).sum()).abs().max()) < SUM_ORDER
-    in_reward = gradient((p.exp() * kl_estimate(p, q, "k1").detach()).sum())  # that of a policy whose reward it lowers
+    in_reward = gradient(
+        (p.exp() * kl_estimate(p, q, "k1").detach()).sum()
+    )  # that of a policy whose reward it lowers
     assert_close(in_reward, gradient(forward), SUM_ORDER)
 
 
@@ -193,10 +228,14 @@ AGGREGATIONS: list[Aggregation | None] = [None, "token", "sequence", "sequence_s
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("name", ["sft", "policy", "value"])
 @pytest.mark.parametrize("size", [1, 3, 4])
-def test_separable_losses_add_up_over_any_pieces(name: str, aggregation: Aggregation | None, size: int) -> None:
+def test_separable_losses_add_up_over_any_pieces(
+    name: str, aggregation: Aggregation | None, size: int
+) -> None:
     batch = counted(full_batch(aggregation, 8.0))
     stats = random_stats(len(batch))
-    fn: Callable[[Any, PackedBatch], Loss] = LOSSES[name] if name != "value" else lambda s, b: ValueLoss()(s.logprob, b)
+    fn: Callable[[Any, PackedBatch], Loss] = (
+        LOSSES[name] if name != "value" else lambda s, b: ValueLoss()(s.logprob, b)
+    )
     whole = fn(stats, batch)
     parts = [fn(s, b) for s, b in pieces(stats, batch, size)]
     totals = torch.stack([part.total for part in parts])
@@ -204,7 +243,9 @@ def test_separable_losses_add_up_over_any_pieces(name: str, aggregation: Aggrega
     assert_sum_close(total, whole.total, totals, SUM_ORDER)
     assert sum(float(part.count) for part in parts) == float(whole.count)
     assert_close(
-        torch.autograd.grad(total, stats.logprob)[0], torch.autograd.grad(whole.total, stats.logprob)[0], SUM_ORDER
+        torch.autograd.grad(total, stats.logprob)[0],
+        torch.autograd.grad(whole.total, stats.logprob)[0],
+        SUM_ORDER,
     )
     for metric, value in whole.metrics.items():
         assert sum(float(part.metrics[metric].count) for part in parts) == float(value.count)
@@ -216,7 +257,9 @@ def test_separable_losses_add_up_over_any_pieces(name: str, aggregation: Aggrega
 def test_aggregations_are_the_means_that_they_name(aggregation: Aggregation) -> None:
     batch = full_batch(aggregation, constant=8.0)
     values = torch.randn(len(batch), generator=torch.Generator().manual_seed(9), dtype=F64)
-    per_sequence = [values[(batch.sequence_ids == s) & batch.mask] for s in range(batch.num_sequences)]
+    per_sequence = [
+        values[(batch.sequence_ids == s) & batch.mask] for s in range(batch.num_sequences)
+    ]
     filled = [x for x in per_sequence if len(x)]
     assert len(filled) == 3, "sequences without counted tokens must not count"
     expected = {
@@ -266,7 +309,12 @@ def test_the_value_loss(clip: float | None) -> None:
     values = random_stats(len(batch)).logprob + 2
     loss = ValueLoss(clip)(values, batch)
     total, clipped = 0.0, 0
-    columns = zip(values.tolist(), batch.fields["return"].tolist(), batch.fields["old_value"].tolist(), strict=True)
+    columns = zip(
+        values.tolist(),
+        batch.fields["return"].tolist(),
+        batch.fields["old_value"].tolist(),
+        strict=True,
+    )
     for v, target, old in columns:
         error = (v - target) ** 2
         near = (max(old - 0.2, min(v, old + 0.2)) - target) ** 2 if clip else error
@@ -295,7 +343,9 @@ def test_gradients_equal_finite_differences(name: str) -> None:
     stats = random_stats(len(batch))
     fn = LOSSES[name]
     assert torch.autograd.gradcheck(
-        lambda p, h: fn(TokenStats(p, h), batch).total, (stats.logprob, stats.entropy), atol=GRADCHECK
+        lambda p, h: fn(TokenStats(p, h), batch).total,
+        (stats.logprob, stats.entropy),
+        atol=GRADCHECK,
     )
 
 
@@ -318,12 +368,16 @@ def test_extreme_ratios_stay_finite() -> None:
     logprob = torch.tensor([0.0, -500.0], requires_grad=True)
     stats = TokenStats(logprob, torch.zeros(2))
     loss = PolicyLoss(kl_coef=1.0)(stats, batch.compact(torch.tensor([0, 1])))
-    assert bool(loss.total.isfinite()) and bool(torch.autograd.grad(loss.total, logprob)[0].isfinite().all())
+    assert bool(loss.total.isfinite()) and bool(
+        torch.autograd.grad(loss.total, logprob)[0].isfinite().all()
+    )
 
 
 def test_bfloat16_inputs_are_summed_in_float32() -> None:
     batch = replace(counted(full_batch()), fields={})
-    stats = TokenStats(torch.full((len(batch),), -1.0, dtype=torch.bfloat16), torch.zeros(len(batch)))
+    stats = TokenStats(
+        torch.full((len(batch),), -1.0, dtype=torch.bfloat16), torch.zeros(len(batch))
+    )
     assert SFTLoss()(stats, batch).total.dtype == torch.float32
 
 
@@ -342,7 +396,9 @@ def test_impossible_clips_are_refused(options: dict[str, float], words: str) -> 
 
 def test_a_kl_term_without_a_reference_is_refused() -> None:
     batch = counted(full_batch())
-    bare = replace(batch, fields={k: v for k, v in batch.fields.items() if k != "reference_logprob"})
+    bare = replace(
+        batch, fields={k: v for k, v in batch.fields.items() if k != "reference_logprob"}
+    )
     assert "kl_mean" not in PolicyLoss()(random_stats(len(bare)), bare).metrics
     with pytest.raises(ConfigError, match="reference_logprob"):
         PolicyLoss(kl_coef=0.1)(random_stats(len(bare)), bare)

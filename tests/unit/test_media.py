@@ -16,7 +16,18 @@ from dovetail.data.media import MediaLocator, MediaRef, Picture
 from dovetail.data.processor import AHEAD, FileMedia, MediaCache, Processor
 from dovetail.errors import DataError
 from dovetail.run.state import rows_fingerprint
-from tests.hf.eyes import IMAGE_ID, SEEN, VIDEO_ID, VOCAB, base64_of, encoded, picture, said, seeing_tokenizer, user
+from tests.hf.eyes import (
+    IMAGE_ID,
+    SEEN,
+    VIDEO_ID,
+    VOCAB,
+    base64_of,
+    encoded,
+    picture,
+    said,
+    seeing_tokenizer,
+    user,
+)
 
 LIMITS = Limits(VOCAB)
 TOKENIZER = seeing_tokenizer()
@@ -54,7 +65,11 @@ class Squares:
         self.threads.add(threading.current_thread().name)
         grids = [(1, image.height // 4, image.width // 4) for image in images]
         patches = sum(h * w for _, h, w in grids)
-        return {"pixel_values": torch.zeros(patches, 96), "image_grid_thw": torch.tensor(grids), "other": None}
+        return {
+            "pixel_values": torch.zeros(patches, 96),
+            "image_grid_thw": torch.tensor(grids),
+            "other": None,
+        }
 
 
 class Film:
@@ -65,7 +80,9 @@ class Film:
     def __init__(self) -> None:
         self.asked: list[dict[str, Any]] = []
 
-    def __call__(self, videos: list[Any], text: list[str] | None = None, **options: Any) -> dict[str, Any]:
+    def __call__(
+        self, videos: list[Any], text: list[str] | None = None, **options: Any
+    ) -> dict[str, Any]:
         self.asked.append({"videos": videos, "text": text, **options})
         pairs = 1 if isinstance(videos[0], str) else len(videos[0]) // 2
         return {
@@ -164,7 +181,9 @@ def test_tokens_make_room(image: Path) -> None:
         (sequence,) = load_sft(write(image.parent, row), TOKENIZER, LIMITS, processor=made)
         assert list(sequence.ids)[: len(prompt.ids)] == list(prompt.ids)
         assert sequence.mask is not None
-        assert [i for i, m in zip(sequence.ids, sequence.mask, strict=True) if m] == TOKENIZER.encode("it<|im_end|>")
+        assert [
+            i for i, m in zip(sequence.ids, sequence.mask, strict=True) if m
+        ] == TOKENIZER.encode("it<|im_end|>")
         assert sequence.media is not None
 
     given: dict[str, Any] = {"input_ids": [5, *[IMAGE_ID] * 6, 7], "images": ["a.png"]}
@@ -180,7 +199,9 @@ def test_edge_case_15_a_row_that_its_image_makes_too_long(image: Path) -> None:
     path = write(image.parent, *rows)
     with pytest.raises(DataError, match=r"rows.jsonl:1: 8 tokens, but at most 7 fit"):
         load_prompts(path, TOKENIZER, Limits(VOCAB, max_tokens=7), processor=made)
-    kept = load_prompts(path, TOKENIZER, Limits(VOCAB, max_tokens=7, overlong="drop"), processor=made)
+    kept = load_prompts(
+        path, TOKENIZER, Limits(VOCAB, max_tokens=7, overlong="drop"), processor=made
+    )
     assert [prompt.id for prompt in kept] == [1]
 
 
@@ -201,7 +222,9 @@ def test_a_video_is_what_its_processor_makes_of_it(image: Path) -> None:
     assert prompt.media["video_grid_thw"].tolist() == [[2, 2, 4]]
     assert prompt.media["second_per_grid_ts"].tolist() == [0.5]
     assert [asked["text"] for asked in film.asked] == [["<|video_pad|>"], None]
-    assert film.asked[1]["video_metadata"] == [{"total_num_frames": 4, "fps": 4.0, "frames_indices": [0, 1, 2, 3]}]
+    assert film.asked[1]["video_metadata"] == [
+        {"total_num_frames": 4, "fps": 4.0, "frames_indices": [0, 1, 2, 3]}
+    ]
     assert [frame.size for frame in film.asked[1]["videos"][0]] == [SIZE[::-1]] * 4
 
     (image.parent / "film.mp4").write_bytes(b"any")
@@ -214,8 +237,12 @@ def test_a_resumed_run_knows_its_rows(image: Path) -> None:
     other = encoded(picture(*SIZE, 9))
     told = []
     for source in (base64_of(image.read_bytes()), base64_of(image.read_bytes()), base64_of(other)):
-        rows = write(image.parent, {"prompt": user({"type": "image", "base64": source}), "answer": 0})
-        told.append(rows_fingerprint(load_prompts(rows, TOKENIZER, LIMITS, processor=processor()[0])))
+        rows = write(
+            image.parent, {"prompt": user({"type": "image", "base64": source}), "answer": 0}
+        )
+        told.append(
+            rows_fingerprint(load_prompts(rows, TOKENIZER, LIMITS, processor=processor()[0]))
+        )
     assert told[0] == told[1] != told[2]
 
 

@@ -22,7 +22,7 @@ from dovetail.memory import (
     OffloadedState,
     PinnedArena,
     aligned,
-    host_room,
+    free_pinned_bytes,
     view_at,
 )
 from dovetail.optim.optimizer import OptimSettings
@@ -32,14 +32,18 @@ from tests.distributed.bodies import ragged, tokenwise
 from tests.harness import run
 from tests.parity.configs import VOCAB
 
-DTYPES = st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool])
+DTYPES = st.sampled_from(
+    [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
+)
 SHAPES = st.lists(st.integers(0, 9), max_size=3).map(tuple)
 REQUESTS = st.lists(st.tuples(DTYPES, SHAPES), max_size=12)
 
 
 @settings(max_examples=150, deadline=None)
 @given(rounds=st.lists(REQUESTS, min_size=1, max_size=4))
-def test_views_are_aligned_and_disjoint(rounds: list[list[tuple[torch.dtype, tuple[int, ...]]]]) -> None:
+def test_views_are_aligned_and_disjoint(
+    rounds: list[list[tuple[torch.dtype, tuple[int, ...]]]],
+) -> None:
     arena = PinnedArena()
     for requests in rounds:
         arena.reset()
@@ -51,7 +55,9 @@ def test_views_are_aligned_and_disjoint(rounds: list[list[tuple[torch.dtype, tup
             assert view.numel() == 0 or view.storage_offset() * dtype.itemsize % ALIGNMENT == 0
             view.fill_(number % 2)
             views.append(view)
-        spans = sorted((v.data_ptr(), v.data_ptr() + v.numel() * v.dtype.itemsize) for v in views if v.numel())
+        spans = sorted(
+            (v.data_ptr(), v.data_ptr() + v.numel() * v.dtype.itemsize) for v in views if v.numel()
+        )
         assert all(stop <= start for (_, stop), (start, _) in pairwise(spans))
         for number, view in enumerate(views):
             assert (view == number % 2).all()
@@ -90,8 +96,14 @@ def test_shared_storages_are_parked_once() -> None:
 
 
 def resident(engine: Engine) -> list[Tensor]:
-    found = [param.to_local() if hasattr(param, "to_local") else param for param in engine.model.parameters()]
-    return [*found, *(t for tensors in engine.optimizer.state_tensors().values() for t in tensors.values())]
+    found = [
+        param.to_local() if hasattr(param, "to_local") else param
+        for param in engine.model.parameters()
+    ]
+    return [
+        *found,
+        *(t for tensors in engine.optimizer.state_tensors().values() for t in tensors.values()),
+    ]
 
 
 def aside(source: Path, layout: Layout, steps_aside: bool) -> tuple[list[float], dict[str, Tensor]]:
@@ -104,7 +116,9 @@ def aside(source: Path, layout: Layout, steps_aside: bool) -> tuple[list[float],
         if steps_aside:
             before = [tensor.detach().clone() for tensor in resident(engine)]
             engine.offload()
-            held = {tensor.untyped_storage().size() for tensor in resident(engine) if tensor.numel()}
+            held = {
+                tensor.untyped_storage().size() for tensor in resident(engine) if tensor.numel()
+            }
             assert held == {0}, "its memory is free"
             engine.onload()
             assert all(torch.equal(a, b) for a, b in zip(before, resident(engine), strict=True))
@@ -112,7 +126,10 @@ def aside(source: Path, layout: Layout, steps_aside: bool) -> tuple[list[float],
     return losses, {name: tensor.clone() for name, tensor in engine.weights()}
 
 
-MORE = [pytest.param(each, marks=pytest.mark.soak) for each in (Layout(dp=2), Layout(pp=2), Layout(cp=2))]
+MORE = [
+    pytest.param(each, marks=pytest.mark.soak)
+    for each in (Layout(dp=2), Layout(pp=2), Layout(cp=2))
+]
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(tp=2), *MORE], ids=str)
@@ -122,7 +139,9 @@ def test_an_engine_steps_aside_and_comes_back_bit_for_bit(layout: Layout, tmp_pa
     moved = run(layout.num_ranks, aside, tmp_path / "source", layout, True)
     for (losses, weights), (others, found) in zip(plain, moved, strict=True):
         assert losses == others
-        assert weights.keys() == found.keys() and all(torch.equal(weights[name], found[name]) for name in weights)
+        assert weights.keys() == found.keys() and all(
+            torch.equal(weights[name], found[name]) for name in weights
+        )
 
 
 def test_an_engine_that_is_away_cannot_leave_twice(tmp_path: Path) -> None:
@@ -160,7 +179,9 @@ def _asked_while_away(source: Path, folder: Path) -> None:
         engine.check_replicas,
     ]
     for call in calls:
-        with pytest.raises(ModelError, match=r"was moved to the host by offload\(\); call onload\(\) first"):
+        with pytest.raises(
+            ModelError, match=r"was moved to the host by offload\(\); call onload\(\) first"
+        ):
             call()
     engine.onload()
     assert torch.equal(engine.score(batch).logprob, before)
@@ -239,6 +260,8 @@ def test_an_arena_has_what_it_gives_without_more_memory(sizes: list[int], reserv
 
 
 @pytest.mark.parametrize("free", [None, 0, HOST_RESERVE, HOST_RESERVE + 7])
-def test_a_reserve_of_the_host_is_left_alone(free: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reserve_of_the_host_is_left_alone(
+    free: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(memory, "free_memory", lambda: free)
-    assert host_room() == (None if free is None else max(free - HOST_RESERVE, 0))
+    assert free_pinned_bytes() == (None if free is None else max(free - HOST_RESERVE, 0))

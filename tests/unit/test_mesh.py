@@ -51,7 +51,13 @@ def large() -> list[tuple[float, Made, dict[str, int]]]:
         with recorded(rank, LARGE.num_ranks) as made:
             before = time.process_time()
             mesh = Mesh.build(LARGE)
-            found.append((time.process_time() - before, made, {name: axis.size for name, axis in mesh.axes.items()}))
+            found.append(
+                (
+                    time.process_time() - before,
+                    made,
+                    {name: axis.size for name, axis in mesh.axes.items()},
+                )
+            )
     return found
 
 
@@ -63,7 +69,10 @@ def all_ranks() -> dict[int, Made]:
             for layout in LAYOUTS:
                 mesh = Mesh.build(layout)
                 groups = {axis.group for axis in mesh.axes.values()} - {None}
-                assert all(dist.get_process_group_ranks(group)[dist.get_rank(group)] == rank for group in groups)
+                assert all(
+                    dist.get_process_group_ranks(group)[dist.get_rank(group)] == rank
+                    for group in groups
+                )
             found[rank] = made
     return found
 

@@ -32,7 +32,9 @@ def test_numbers_that_json_lacks_are_null(tmp_path: Path) -> None:
     metrics = Metrics(RunFacts(path=tmp_path, config={}), (), say=pytest.fail)
     metrics.write({"step": 1, "loss": float("nan"), "grad_norm": float("inf"), "fault": "\ud800"})
     metrics.close()
-    assert read(tmp_path / "metrics.jsonl") == [{"step": 1, "loss": None, "grad_norm": None, "fault": "\ud800"}]
+    assert read(tmp_path / "metrics.jsonl") == [
+        {"step": 1, "loss": None, "grad_norm": None, "fault": "\ud800"}
+    ]
 
 
 def test_a_row_behind_a_cut_line_is_a_line_of_its_own(tmp_path: Path) -> None:
@@ -51,7 +53,15 @@ def metrics_row(step: object) -> str:
 
 @pytest.mark.parametrize(
     "damage",
-    ["\ufffd\0{", "[" * 100_000, "{}", "[]", '{"step": 3, "loss": 1}', metrics_row("3"), metrics_row(1)],
+    [
+        "\ufffd\0{",
+        "[" * 100_000,
+        "{}",
+        "[]",
+        '{"step": 3, "loss": 1}',
+        metrics_row("3"),
+        metrics_row(1),
+    ],
     ids=["garbage", "nested", "empty", "list", "torn", "text", "repeated"],
 )
 def test_a_damaged_line_costs_its_own_row_only(damage: str, tmp_path: Path) -> None:
@@ -67,10 +77,14 @@ def test_a_damaged_line_costs_its_own_row_only(damage: str, tmp_path: Path) -> N
     assert "has no row of step 3; the rows of steps 1 to 2, 4 to 6 are kept" in told
 
 
-def test_a_whole_file_has_no_missing_rows_and_a_lost_one_has_none_that_are_kept(tmp_path: Path) -> None:
+def test_a_whole_file_has_no_missing_rows_and_a_lost_one_has_none_that_are_kept(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "metrics.jsonl"
     assert read_rows(path, 9) == ([], [], [])
-    assert missing_rows([], 9) == "was lost or damaged: it has no row of steps 1 to 9; no row is kept"
+    assert (
+        missing_rows([], 9) == "was lost or damaged: it has no row of steps 1 to 9; no row is kept"
+    )
     path.write_text("".join(map(metrics_row, range(1, 4))))
     rows, _, _ = read_rows(path, 3)
     assert missing_rows(rows, 3) == ""
@@ -79,26 +93,33 @@ def test_a_whole_file_has_no_missing_rows_and_a_lost_one_has_none_that_are_kept(
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_failing_logger_is_dropped_with_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_logger_is_dropped_with_one_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def init(**_: object) -> object:
         raise ConnectionError("no network for sesame-1234")
 
     monkeypatch.setenv("WANDB_API_KEY", "sesame-1234")
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
     said: list[str] = []
-    metrics = Metrics(RunFacts(path=tmp_path, config={}), (LoggerSection(name="wandb"),), said.append)
+    metrics = Metrics(
+        RunFacts(path=tmp_path, config={}), (LoggerSection(name="wandb"),), said.append
+    )
     assert len(said) == 1, "before the first step"
     metrics.write({"step": 1})
     metrics.write({"step": 2})
     metrics.close()
-    assert said == ["the logger wandb failed and gets no more; the run goes on (ConnectionError: no network for ***)"]
+    assert said == [
+        "the logger wandb failed and gets no more; the run goes on (ConnectionError: no network for ***)"
+    ]
     assert read(tmp_path / "metrics.jsonl")[-1] == {"step": 2}
 
 
 def test_loggers_that_are_not_installed_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(
-        ConfigError, match=r"trainer.loggers has wandb, which is not installed: pip install 'dovetail-rl\[w"
+        ConfigError,
+        match=r"trainer.loggers has wandb, which is not installed: pip install 'dovetail-rl\[w",
     ):
         check_loggers((LoggerSection(name="wandb"),))
 

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from dovetail.arch.registry import spec_from_config
 from dovetail.kernels.reference import permute, permute_tokens, round_rows, unpermute
-from dovetail.kernels.registry import KernelSet, mixture_of_experts
+from dovetail.kernels.registry import KernelSet
 from dovetail.nn.layers import WgradQueue
 from dovetail.nn.moe import Experts
+from dovetail.nn.products import Products
 from dovetail.parallel.mesh import Axis, Mesh
 from dovetail.parallel.overlap import interleave, run_sync
 from tests.parity.configs import moe_configs
@@ -27,7 +28,9 @@ from tests.tolerances import EXACT, GRADCHECK, OP_FP64, SUM_ORDER, assert_close
 from tests.unit.held import HandingOver
 
 E, K, D, F = 4, 3, 6, 5
-HERE = torch.tensor([[0, 4, 3], [9, 4, 4], [3, 0, 0], [4, 5, 1]])  # six of twelve, one of them again; expert 2 has none
+HERE = torch.tensor(
+    [[0, 4, 3], [9, 4, 4], [3, 0, 0], [4, 5, 1]]
+)  # six of twelve, one of them again; expert 2 has none
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
@@ -43,7 +46,13 @@ def test_copies_lie_by_expert_and_who_is_nowhere_has_none(room: int) -> None:
     chosen, x, total = HERE, drawn(len(HERE), D).requires_grad_(), somewhere(HERE)
     copies, rows, ends = permute(x, chosen, E, room)
     assert copies.shape == (room, D) and total <= room
-    found = [(t, e) for e in range(E) for t in range(len(chosen)) for k in range(K) if int(chosen[t, k]) == e]
+    found = [
+        (t, e)
+        for e in range(E)
+        for t in range(len(chosen))
+        for k in range(K)
+        if int(chosen[t, k]) == e
+    ]
     assert torch.equal(copies[:total], x[[t for t, _ in found]])
     assert ends.tolist() == [sum(1 for _, e in found if e <= last) for last in range(E)]
     there = chosen.flatten() < E
@@ -66,10 +75,14 @@ def test_sums_of_copies_leave_out_who_is_nowhere(weighted: bool) -> None:
     there, places = HERE < E, rows.view(HERE.shape)
     y = unpermute(x, rows, weights) if weighted else unpermute(x, places, None)
     for t in range(len(HERE)):
-        mine = [(weights[t, k] if weighted else 1) * x[places[t, k]] for k in range(K) if there[t, k]]
+        mine = [
+            (weights[t, k] if weighted else 1) * x[places[t, k]] for k in range(K) if there[t, k]
+        ]
         assert_close(y[t], sum(mine, torch.zeros(D, dtype=torch.float64)), OP_FP64)
     if weighted:
-        assert torch.autograd.gradcheck(lambda x, w: unpermute(x, rows, w), (x, weights), atol=GRADCHECK)
+        assert torch.autograd.gradcheck(
+            lambda x, w: unpermute(x, rows, w), (x, weights), atol=GRADCHECK
+        )
         (grad,) = torch.autograd.grad(y.sum(), weights)
         assert bool((grad[~there] == 0).all()) and bool((grad[there] != 0).all())
     else:
@@ -111,7 +124,9 @@ def test_a_mixture_is_the_weighted_sum_of_the_experts_that_are_there(name: str) 
     expected_grads = torch.autograd.grad(expected, leaves, up, allow_unused=True)
     x, *others = leaves
     for given in (copies, None) if name == "all" else (copies,):
-        y = mixture_of_experts(KernelSet(), x, chosen, others[0], (others[1], others[2]), given)
+        y = Products(KernelSet()).mixture_of_experts(
+            x, chosen, others[0], (others[1], others[2]), given
+        )
         assert_close(y, expected, OP_FP64)
         for a, b in zip(torch.autograd.grad(y, leaves, up), expected_grads, strict=True):
             assert_close(a, torch.zeros_like(a) if b is None else b, OP_FP64)
@@ -160,7 +175,10 @@ class Room:
                 self.barrier.abort()  # the others do not wait for this one
                 raise
 
-        with mock.patch.object(dist, "all_to_all_single", self.all_to_all), ThreadPoolExecutor(self.size) as pool:
+        with (
+            mock.patch.object(dist, "all_to_all_single", self.all_to_all),
+            ThreadPoolExecutor(self.size) as pool,
+        ):
             return list(pool.map(safely, range(self.size)))
 
 
@@ -172,7 +190,9 @@ def experts_of(room: Room | None, rank: int, count: int, top: int) -> Experts:
     solo = Mesh.solo()
     ep = Axis("ep", size, rank, group)  # type: ignore[arg-type]
     moe = replace(spec.moe, num_experts=count, top_k=top)
-    made = Experts(spec, moe, replace(solo, axes={**solo.axes, "ep": ep}), KernelSet()).to(torch.float64)
+    made = Experts(spec, moe, replace(solo, axes={**solo.axes, "ep": ep}), KernelSet()).to(
+        torch.float64
+    )
     with torch.no_grad():
         for seed, parameter in enumerate(made.parameters()):
             whole = drawn(count, *parameter.shape[1:], seed=seed + 5) / 8
@@ -219,13 +239,18 @@ def test_experts_over_ranks_are_those_of_one(name: str, skewed: bool) -> None:
     for part, whole in zip(zip(*runs[0], strict=True), expected, strict=True):
         assert_close(torch.cat(part), whole, SUM_ORDER)
     sent = sum(len(set((row // (count // size)).tolist())) for row in chosen)
-    for width, each_way in ((64, 2), (2 * top, 1)):  # rows there and back, notes there; backward the same
+    for width, each_way in (
+        (64, 2),
+        (2 * top, 1),
+    ):  # rows there and back, notes there; backward the same
         assert sum(n for w, n in rooms[0].rows if w == width) == 2 * each_way * sent
 
 
-def handing(x: Tensor, chosen: Tensor, weights: Tensor, experts: Any, copies: Any, add: Any) -> Tensor:
+def handing(
+    x: Tensor, chosen: Tensor, weights: Tensor, experts: Any, copies: Any, add: Any
+) -> Tensor:
     def compute(x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-        return mixture_of_experts(KernelSet(), x, chosen, weights, (gate_up, down), copies)
+        return Products(KernelSet()).mixture_of_experts(x, chosen, weights, (gate_up, down), copies)
 
     y: Tensor = HandingOver.apply(x, weights, *experts, compute, (add, plain_add_))
     return y
@@ -254,7 +279,11 @@ class LoggedRoom(Room):
 def test_gradients_that_are_handed_over_come_beside_the_last_exchange(halves: int) -> None:
     """And are the others' sums: of both halves of a batch, and of a part that autograd has."""
     size, count, top, n = 2, 8, 3, 12
-    x, weights, scores = drawn(size * n, 64), drawn(size * n, top, seed=1), drawn(size * n, count, seed=2)
+    x, weights, scores = (
+        drawn(size * n, 64),
+        drawn(size * n, top, seed=1),
+        drawn(size * n, count, seed=2),
+    )
     chosen = scores.topk(top).indices
     _, _, _, *expected = both_ways(experts_of(None, 0, count, top), x, chosen, weights)
 
@@ -262,9 +291,12 @@ def test_gradients_that_are_handed_over_come_beside_the_last_exchange(halves: in
         EVENTS.seen = []
         experts = experts_of(room, rank, count, top)
         experts.wgrad_queue = WgradQueue()
-        experts.kernels = replace(KernelSet(), mixture=handing)
+        experts.products = Products(replace(KernelSet(), mixture=handing))
         mine = [whole.chunk(size)[rank].chunk(halves) for whole in (x, chosen, weights)]
-        leaves = [(a.clone().requires_grad_(), b, c.clone().requires_grad_()) for a, b, c in zip(*mine, strict=True)]
+        leaves = [
+            (a.clone().requires_grad_(), b, c.clone().requires_grad_())
+            for a, b, c in zip(*mine, strict=True)
+        ]
         y = torch.cat(interleave([experts.forward_async(*one) for one in leaves]))
         EVENTS.seen.clear()
         y.backward(y.detach().cos())
@@ -290,12 +322,24 @@ def test_there_is_room_for_an_eighth_more_rows_at_most() -> None:
 
 
 def test_a_token_whose_experts_share_a_rank_goes_there_once() -> None:
-    room, chosen = Room(2), torch.tensor([[0, 1, 3], [2, 3, 1], [4, 5, 3]])  # of eight: ranks 0; 0; 1 and 0
+    room, chosen = (
+        Room(2),
+        torch.tensor([[0, 1, 3], [2, 3, 1], [4, 5, 3]]),
+    )  # of eight: ranks 0; 0; 1 and 0
     x, weights = drawn(3, 64), drawn(3, 3, seed=1)
     none = torch.empty(0, 3)
     given = [(x, chosen, weights), (x[:0], none.to(torch.int64), none.to(torch.float64))]
     with torch.no_grad():
-        found = room.run(lambda rank: run_sync(experts_of(room, rank, 8, 3).forward_async(*given[rank])))
-    assert sorted(n for width, n in room.rows if width == 64) == [0, 1, 3, 4]  # back from both, and there
-    assert_close(found[0], run_sync(experts_of(None, 0, 8, 3).forward_async(x, chosen, weights)), SUM_ORDER)
+        found = room.run(
+            lambda rank: run_sync(experts_of(room, rank, 8, 3).forward_async(*given[rank]))
+        )
+    assert sorted(n for width, n in room.rows if width == 64) == [
+        0,
+        1,
+        3,
+        4,
+    ]  # back from both, and there
+    assert_close(
+        found[0], run_sync(experts_of(None, 0, 8, 3).forward_async(x, chosen, weights)), SUM_ORDER
+    )
     assert_close(found[1], x[:0], EXACT)

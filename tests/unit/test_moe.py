@@ -42,7 +42,9 @@ def hidden(tokens: int = T) -> Tensor:
 
 def balance(lengths: tuple[int, ...] = (4, 5, 2), counted: int = 9, **options: float) -> Balance:
     owner = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    return Balance(torch.arange(sum(lengths)) < counted, owner, torch.tensor(lengths), (Axis("tp"),), **options)
+    return Balance(
+        torch.arange(sum(lengths)) < counted, owner, torch.tensor(lengths), (Axis("tp"),), **options
+    )
 
 
 def test_groups_are_ranked_before_their_experts() -> None:
@@ -79,7 +81,10 @@ def test_biases_move_by_loads_and_not_in_a_skipped_step() -> None:
         metrics = routing.update([totals], T, skipped=skipped)
         assert router.e_score_correction_bias.tolist() == [*expected, *[0.0] * (E - 2)]
     others = len(moe.numbers) - 1
-    assert metrics == {"expert_load_max": (2 + others) / (1 + others), "expert_load_min": others / (1 + others)}
+    assert metrics == {
+        "expert_load_max": (2 + others) / (1 + others),
+        "expert_load_min": others / (1 + others),
+    }
 
 
 def test_given_experts_replace_the_choice_and_gather_live_scores() -> None:
@@ -110,12 +115,22 @@ def test_balance_costs_are_those_of_the_formula(scores: str) -> None:
     cost = torch.zeros((), dtype=torch.float64)
     for sequence, length in enumerate(b.lengths.tolist()):
         mine = (b.owner == sequence) & b.counted
-        f = torch.bincount(indices[mine].flatten(), minlength=E).to(torch.float64) * E / (K * length)
-        cost = cost + 0.7 * (f * p[mine].sum(0)).sum() + 0.3 * logits[mine].logsumexp(-1).square().sum()
+        f = (
+            torch.bincount(indices[mine].flatten(), minlength=E).to(torch.float64)
+            * E
+            / (K * length)
+        )
+        cost = (
+            cost
+            + 0.7 * (f * p[mine].sum(0)).sum()
+            + 0.3 * logits[mine].logsumexp(-1).square().sum()
+        )
     (expected,) = torch.autograd.grad(0.5 * cost, router.weight)
     assert_close(grad, expected, OP_FP64)
     assert int(routes.loads[0].sum()) == 9 * K
-    assert_close(b.aux_coef * routes.costs[0][0] + b.z_coef * routes.costs[0][1], cost.detach(), OP_FP64)
+    assert_close(
+        b.aux_coef * routes.costs[0][0] + b.z_coef * routes.costs[0][1], cost.detach(), OP_FP64
+    )
 
 
 def test_an_even_load_costs_one_a_token() -> None:
@@ -134,7 +149,9 @@ def test_rows_travel_by_permutations_both_ways() -> None:
     x = torch.randn(4, 5, dtype=torch.float64, requires_grad=True)
     for rows in (order, order.to(torch.int32)):  # as some devices sort
         assert torch.equal(permute_tokens(x, rows, 3)[rows], x.repeat_interleave(3, 0))
-        assert torch.autograd.gradcheck(lambda y, rows=rows: permute_tokens(y, rows, 3), x, atol=GRADCHECK)
+        assert torch.autograd.gradcheck(
+            lambda y, rows=rows: permute_tokens(y, rows, 3), x, atol=GRADCHECK
+        )
 
 
 def block(**options: Any) -> tuple[MoE, ArchSpec]:
@@ -150,8 +167,13 @@ def block(**options: Any) -> tuple[MoE, ArchSpec]:
 
 def test_every_token_is_the_weighted_sum_of_its_experts_and_empty_ones_get_zeros() -> None:
     moe, spec = block()
-    x, indices = hidden(5), torch.tensor([[0, 1, 2]] * 4 + [[7, 0, 7]])  # four experts have none; one comes twice
-    routes = Routes(RoutingTrace((0,), indices[:, None].to(torch.int32), torch.ones(5, dtype=torch.bool)))
+    x, indices = (
+        hidden(5),
+        torch.tensor([[0, 1, 2]] * 4 + [[7, 0, 7]]),
+    )  # four experts have none; one comes twice
+    routes = Routes(
+        RoutingTrace((0,), indices[:, None].to(torch.int32), torch.ones(5, dtype=torch.bool))
+    )
     y = moe(x, routes)
     _, weights = moe.gate(x, routes)
     expected = torch.zeros_like(x)
@@ -185,7 +207,9 @@ def test_equal_inputs_give_equal_bits() -> None:
 @pytest.mark.parametrize("experts", [256, 257, 65_536, 65_537, 70_000])
 def test_edge_36_stored_routes_do_not_wrap(tmp_path: Path, experts: int) -> None:
     traces = [
-        RoutingTrace((3, 5), torch.randint(experts, (n, 2, K), dtype=torch.int32), torch.rand(n) < 0.5)
+        RoutingTrace(
+            (3, 5), torch.randint(experts, (n, 2, K), dtype=torch.int32), torch.rand(n) < 0.5
+        )
         for n in (4, 1, 7)
     ]
     traces[0].indices[0, 0, 0] = experts - 1
@@ -194,7 +218,9 @@ def test_edge_36_stored_routes_do_not_wrap(tmp_path: Path, experts: int) -> None
     assert (tmp_path / "routes.safetensors").stat().st_size < 12 * 2 * K * width + 600
     for found, expected in zip(read_routes(tmp_path / "routes.safetensors"), traces, strict=True):
         assert found.layers == expected.layers
-        assert torch.equal(found.indices, expected.indices) and torch.equal(found.valid, expected.valid)
+        assert torch.equal(found.indices, expected.indices) and torch.equal(
+            found.valid, expected.valid
+        )
     write_routes(tmp_path / "none.safetensors", [None, None])
     assert not (tmp_path / "none.safetensors").exists()
 
@@ -202,6 +228,8 @@ def test_edge_36_stored_routes_do_not_wrap(tmp_path: Path, experts: int) -> None
 def test_agreement_is_of_sets_that_both_know() -> None:
     ones = torch.ones(3, dtype=torch.bool)
     a = RoutingTrace((0,), torch.tensor([[[1, 2]], [[3, 4]], [[5, 6]]]), ones)
-    b = RoutingTrace((0,), torch.tensor([[[2, 1]], [[3, 5]], [[0, 0]]]), torch.tensor([True, True, False]))
+    b = RoutingTrace(
+        (0,), torch.tensor([[[2, 1]], [[3, 5]], [[0, 0]]]), torch.tensor([True, True, False])
+    )
     assert a.agreement(b) == 0.5
     assert a.agreement(replace(b, valid=~ones)) == 1.0

@@ -70,5 +70,9 @@ def test_own_objects_are_ours(code: str) -> None:
 def test_the_package_patches_nothing() -> None:
     files = sorted(PACKAGE.rglob("*.py"))
     assert len(files) > 80
-    found = [f"{f}:{n}: {text}" for f in files for n, text in find_patches(ast.parse(f.read_text(encoding="utf-8")))]
+    found = [
+        f"{f}:{n}: {text}"
+        for f in files
+        for n, text in find_patches(ast.parse(f.read_text(encoding="utf-8")))
+    ]
     assert not found, "\n".join(found)

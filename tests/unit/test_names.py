@@ -37,7 +37,11 @@ def outcome(table: Table, name: str) -> Meaning:
 def test_the_tables_name_keys_that_exist() -> None:
     known = {*known_keys(), *(name.partition(".")[0] for name in known_keys())}
     degrees = ("tp", "pp", "cp", "ep", "virtual_stages")
-    known |= {f"{owner}.layout.{degree}" for owner in ("critic", "reference", "rollout") for degree in degrees}
+    known |= {
+        f"{owner}.layout.{degree}"
+        for owner in ("critic", "reference", "rollout")
+        for degree in degrees
+    }
     for project in (*PROJECTS, USUAL):
         tables = read_tables(project)
         for table in tables.values():
@@ -67,7 +71,11 @@ def test_every_field_of_trl_is_ours_or_has_a_reason(sections: int) -> None:
     known, meanings = known_keys(), all_meanings()
     kinds = {kind: {*fields["TrainingArguments"], *fields[config]} for config, kind in TRL.items()}
     for number, name in enumerate(sorted(set().union(*kinds.values()))):
-        own = [outcome(read_tables("trl")[kind], name) for kind, names in kinds.items() if name in names]
+        own = [
+            outcome(read_tables("trl")[kind], name)
+            for kind, names in kinds.items()
+            if name in names
+        ]
         for section in (SECTIONS[(number + i) % len(SECTIONS)] for i in range(sections)):
             typed = section + name
             right = {m.key or m.text for m in meanings if m.matches(name) or m.matches(typed)}
@@ -89,7 +97,10 @@ def test_the_list_of_fields_is_that_of_the_installed_trl() -> None:
     for config, kind in TRL.items():
         table = read_tables("trl")[kind]
         names = {field.name for field in fields(getattr(trl, config))}
-        assert names <= {*listed["TrainingArguments"], *listed[config]} or trl.__version__ != table.version
+        assert (
+            names <= {*listed["TrainingArguments"], *listed[config]}
+            or trl.__version__ != table.version
+        )
         for name in names:
             outcome(table, name)
 
@@ -122,14 +133,24 @@ def test_the_list_of_fields_is_that_of_the_installed_trl() -> None:
         ("algorithm.gae_lambda", "here algorithm.lam"),
         ("critic.warmup", "here algorithm.critic_warmup"),
         ("layout.ulysses", "here layout.cp (with layout.cp_mode=ulysses)"),
-        ("beta", "beta is TRL's (grpo), here algorithm.kl_coef; beta is TRL's (dpo), here algorithm.beta"),
+        (
+            "beta",
+            "beta is TRL's (grpo), here algorithm.kl_coef; beta is TRL's (dpo), here algorithm.beta",
+        ),
         ("algorithm.ppo_mini_batch_size", "the number of updates in a pass"),
         ("trainer.save_total_limit", "here trainer.keep_last"),
-        ("algorithm.overlong_buffer.len", "algorithm.overlong_buffer is {'len': 1}; expected a valid integer"),
+        (
+            "algorithm.overlong_buffer.len",
+            "algorithm.overlong_buffer is {'len': 1}; expected a valid integer",
+        ),
     ],
 )
 def test_a_name_of_another_project_is_understood(typed: str, words: str) -> None:
-    recipe: dict[str, Any] = {"model": {"path": "M"}, "data": {"train": "rows.jsonl"}, "run_dir": "runs/x"}
+    recipe: dict[str, Any] = {
+        "model": {"path": "M"},
+        "data": {"train": "rows.jsonl"},
+        "run_dir": "runs/x",
+    }
     merge(recipe, typed, 1)
     with pytest.raises(ConfigError) as caught:
         make_recipe(recipe)
@@ -146,6 +167,9 @@ def test_a_whole_config_of_another_project_leads_to_import_config() -> None:
                 }
             }
         )
-    for words in ("ppo_epochs is verl's, here algorithm.epochs", "grad_clip is verl's, here optim.clip_norm"):
+    for words in (
+        "ppo_epochs is verl's, here algorithm.epochs",
+        "grad_clip is verl's, here optim.clip_norm",
+    ):
         assert words in str(caught.value)
     assert "`dovetail import-config FILE`" in str(caught.value)

@@ -54,10 +54,20 @@ class NoCopiesFromTheHost(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.device.type == "cpu" and x.dim()]
-        lands = [x for x in tree_leaves(result) if isinstance(x, Tensor) and x.device.type == "meta"]
-        waits = not kwargs.get("non_blocking") and not (func is torch.ops.aten.copy_.default and args[2:] == (True,))
-        assert not (given and lands and waits), f"{func} takes {[tuple(x.shape) for x in given]} from the host"
+        given = [
+            x
+            for x in tree_leaves((args, kwargs))
+            if isinstance(x, Tensor) and x.device.type == "cpu" and x.dim()
+        ]
+        lands = [
+            x for x in tree_leaves(result) if isinstance(x, Tensor) and x.device.type == "meta"
+        ]
+        waits = not kwargs.get("non_blocking") and not (
+            func is torch.ops.aten.copy_.default and args[2:] == (True,)
+        )
+        assert not (given and lands and waits), (
+            f"{func} takes {[tuple(x.shape) for x in given]} from the host"
+        )
         return result
 
 
@@ -89,7 +99,9 @@ def micro_batches(model: Decoder, loss: LossFn) -> list[MicroBatch]:
     for lengths in ((9, 1, 30), (17,)):
         batch = PackedBatch.pack([[i % VOCAB for i in range(n)] for n in lengths])
         batch = batch.with_fields(**{name: torch.randn(len(batch)) for name in names})
-        batch = batch.with_fields(**weight_fields(batch, "sequence"), temperature=torch.ones(len(batch)))
+        batch = batch.with_fields(
+            **weight_fields(batch, "sequence"), temperature=torch.ones(len(batch))
+        )
         with NoCopiesFromTheHost():
             micro = MicroBatch.of(batch, 8 * mesh.token_multiple, share).to("meta")
         pairs.append((torch.arange(len(batch), device="meta"), replace(micro, routes=Routes())))
@@ -100,7 +112,9 @@ def micro_batches(model: Decoder, loss: LossFn) -> list[MicroBatch]:
             pairs = list(routing.with_balance(pairs, loss, 1, torch.float32))
         for _, micro in pairs:
             assert micro.routes is not None and micro.routes.balance is not None
-            micro.routes.balance = replace(micro.routes.balance, aux_coef=0.1, z_coef=0.1, weight=1.0)
+            micro.routes.balance = replace(
+                micro.routes.balance, aux_coef=0.1, z_coef=0.1, weight=1.0
+            )
     return [micro for _, micro in pairs]
 
 
@@ -119,9 +133,15 @@ def step(model: Decoder, loss: LossFn) -> Sums:
     ("family", "loss"),
     [
         *product(("qwen3",), LOSSES),
-        *(pytest.param("qwen3_moe", name, marks=[pytest.mark.soak] * (name != "grpo")) for name in LOSSES),
+        *(
+            pytest.param("qwen3_moe", name, marks=[pytest.mark.soak] * (name != "grpo"))
+            for name in LOSSES
+        ),
         *((name, "sft") for name in (*FAMILIES[:3], *EXPERTS[1::2])),
-        *(pytest.param(name, "sft", marks=pytest.mark.soak) for name in (*FAMILIES[3:], *EXPERTS[::2])),
+        *(
+            pytest.param(name, "sft", marks=pytest.mark.soak)
+            for name in (*FAMILIES[3:], *EXPERTS[::2])
+        ),
     ],
 )
 def test_a_micro_batch_never_waits(family: str, loss: str) -> None:
@@ -137,7 +157,10 @@ def test_a_micro_batch_never_waits(family: str, loss: str) -> None:
     [
         ("qwen3", "selective"),
         ("qwen3_moe", "full"),
-        *(pytest.param(*each, marks=pytest.mark.soak) for each in (("qwen3", "full"), ("qwen3_moe", "selective"))),
+        *(
+            pytest.param(*each, marks=pytest.mark.soak)
+            for each in (("qwen3", "full"), ("qwen3_moe", "selective"))
+        ),
     ],
 )
 def test_neither_does_one_that_is_recomputed(family: str, recompute: Recompute) -> None:
@@ -170,7 +193,9 @@ def one_of_many(text: str) -> Mesh:
         for u in (1, 2, 4)
         if cp.size % u == 0
     }
-    return replace(mesh, context=context, copies={n: Axis("copies", n, tp.rank % n) for n in (1, 2, 4)})
+    return replace(
+        mesh, context=context, copies={n: Axis("copies", n, tp.rank % n) for n in (1, 2, 4)}
+    )
 
 
 @contextmanager
@@ -196,17 +221,29 @@ def nobody_else() -> Iterator[Mapping[str, mock.Mock]]:
         ("tp=2", "deepseek_v3", "value", {"_FLAT_GATHER", "_FLAT_SCATTER", "all_reduce"}),
         ("cp=2,cp_mode=gather", "qwen3", "grpo", {"_FLAT_GATHER", "all_to_all_single"}),
         ("cp=2,cp_mode=ulysses", "qwen3", "gspo", {"all_to_all_single", "all_reduce"}),
-        ("tp=2,cp=2", "qwen3_moe", "sft", {"_FLAT_GATHER", "_FLAT_SCATTER", "all_to_all_single", "all_reduce"}),
+        (
+            "tp=2,cp=2",
+            "qwen3_moe",
+            "sft",
+            {"_FLAT_GATHER", "_FLAT_SCATTER", "all_to_all_single", "all_reduce"},
+        ),
     ],
 )
-def test_nor_one_that_other_ranks_take_part_in(text: str, family: str, loss: str, called: set[str]) -> None:
+def test_nor_one_that_other_ranks_take_part_in(
+    text: str, family: str, loss: str, called: set[str]
+) -> None:
     """Neither does anything lie on the host that other ranks are sent: meta tensors and others do not mix."""
     head, fn = LOSSES[loss]
     model = decoder(family, head, mesh=one_of_many(text))
     with nobody_else() as calls:
         step(model, fn)
     assert {name for name, call in calls.items() if call.called} == called
-    assert all(x.device.type == "meta" for call in calls.values() for each in call.call_args_list for x in each.args)
+    assert all(
+        x.device.type == "meta"
+        for call in calls.values()
+        for each in call.call_args_list
+        for x in each.args
+    )
 
 
 WAITS: dict[str, Callable[[Tensor], object]] = {

@@ -14,7 +14,10 @@ ROUNDINGS = 4  # norm, gain, angle, sum: the most on one way
 
 @pytest.mark.parametrize(
     "dtypes",
-    [(), *(pytest.param(x, marks=pytest.mark.soak) for x in (("float32", "float16"), ("bfloat16",)))],
+    [
+        (),
+        *(pytest.param(x, marks=pytest.mark.soak) for x in (("float32", "float16"), ("bfloat16",))),
+    ],
     ids=lambda names: "-".join(names) or "in turn",
 )
 def test_kernels_equal_the_reference(dtypes: tuple[str, ...]) -> None:
@@ -24,7 +27,12 @@ def test_kernels_equal_the_reference(dtypes: tuple[str, ...]) -> None:
     GPU does: there, what has no sums has equal bits.
     """
     found = json.loads(
-        output_of(template, "tests.unit.block_rows", *(f"torch.{name}" for name in dtypes), TRITON_INTERPRET="1")
+        output_of(
+            template,
+            "tests.unit.block_rows",
+            *(f"torch.{name}" for name in dtypes),
+            TRITON_INTERPRET="1",
+        )
     )
     assert all(any(f" torch.{name}:" in case for case in found) for name in dtypes)
     check(found, ROUNDINGS * OP_BF16, rounds=False, in_turn=not dtypes)

@@ -9,7 +9,11 @@ from dovetail import system
 from dovetail.factory.notes import cpu_notes, notes
 from dovetail.recipe.schema import make_recipe
 
-SMALLEST: dict[str, Any] = {"model": {"path": "M"}, "data": {"train": "rows.jsonl"}, "run_dir": "runs/x"}
+SMALLEST: dict[str, Any] = {
+    "model": {"path": "M"},
+    "data": {"train": "rows.jsonl"},
+    "run_dir": "runs/x",
+}
 
 
 @pytest.mark.parametrize("name", ["sft", "grpo", "rloo", "ppo"])
@@ -17,7 +21,10 @@ def test_nothing_of_a_run_that_is_as_it_should_be(name: str) -> None:
     recipe = make_recipe({**SMALLEST, "algorithm": {"name": name}})
     assert notes(recipe, {"max_position_embeddings": 128}, [64] * 16) == []
     assert notes(make_recipe({**SMALLEST, "reward": {"import": "a:b"}}), {}, [999] * 16) == []
-    given: dict[str, Any] = {"algorithm": {"name": "distillation", "lmbda": 0.5}, "teacher": {"path": "T"}}
+    given: dict[str, Any] = {
+        "algorithm": {"name": "distillation", "lmbda": 0.5},
+        "teacher": {"path": "T"},
+    }
     given["data"] = {"train": "R", "max_length": 9}  # of given responses
     assert notes(make_recipe({**SMALLEST, **given}), {}, [9] * 16) == []
 
@@ -34,7 +41,11 @@ def test_nothing_of_a_run_that_is_as_it_should_be(name: str) -> None:
             "without effect, since algorithm.name is sft: reward.import",
         ),
         (
-            {"algorithm": {"name": "sft"}, "reference": {"path": "R"}, "trainer": {"stop_at_reward": 0.0}},
+            {
+                "algorithm": {"name": "sft"},
+                "reference": {"path": "R"},
+                "trainer": {"stop_at_reward": 0.0},
+            },
             "without effect, since algorithm.name is sft: reference.path, trainer.stop_at_reward",
         ),
         (
@@ -42,7 +53,14 @@ def test_nothing_of_a_run_that_is_as_it_should_be(name: str) -> None:
             "without effect, since algorithm.name is grpo: data.max_length",
         ),
         (
-            {"algorithm": {"name": "rloo", "kl_coef": 0.1, "kl_in": "reward", "kl_estimator": "k3"}},
+            {
+                "algorithm": {
+                    "name": "rloo",
+                    "kl_coef": 0.1,
+                    "kl_in": "reward",
+                    "kl_estimator": "k3",
+                }
+            },
             "algorithm.kl_estimator=k3 with kl_in=reward hardly pulls towards the reference; take k1 in the reward, k2 or k3 in "
             "the loss",
         ),

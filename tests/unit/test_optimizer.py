@@ -43,11 +43,21 @@ def test_every_setting_reaches_the_rule(on_host: bool) -> None:
 
 
 def test_every_setting_reaches_the_schedule() -> None:
-    assert [SETTINGS.lr * SETTINGS.factor_at(step) for step in range(7)] == [1.0, 2.0, 1.5, 1.0, 0.5, 0.5, 0.5]
+    assert [SETTINGS.lr * SETTINGS.factor_at(step) for step in range(7)] == [
+        1.0,
+        2.0,
+        1.5,
+        1.0,
+        0.5,
+        0.5,
+        0.5,
+    ]
 
 
 def frozen(path: Path) -> None:
-    engine = dt.from_pretrained(path, device="cpu", options=dt.EngineOptions(optim=OptimSettings(lr=0.1)))
+    engine = dt.from_pretrained(
+        path, device="cpu", options=dt.EngineOptions(optim=OptimSettings(lr=0.1))
+    )
     assert isinstance(engine, Engine)
     before = {name: param.detach().clone() for name, param in engine.model.named_parameters()}
     for name, param in engine.model.named_parameters():

@@ -58,9 +58,14 @@ def test_token_terms_equal_a_transcription(term: str) -> None:
     stats = random_stats(len(batch))
     result = loss(stats, batch)
     columns = zip(
-        stats.logprob.tolist(), batch.fields["old_logprob"].tolist(), batch.fields["advantage"].tolist(), strict=True
+        stats.logprob.tolist(),
+        batch.fields["old_logprob"].tolist(),
+        batch.fields["advantage"].tolist(),
+        strict=True,
     )
-    numbers = [cispo(*each, 0.3, 0.1) if term == "cispo" else sapo(*each, 0.7, 1.3) for each in columns]
+    numbers = [
+        cispo(*each, 0.3, 0.1) if term == "cispo" else sapo(*each, 0.7, 1.3) for each in columns
+    ]
     (gradient,) = torch.autograd.grad(result.total, stats.logprob)
     terms = torch.tensor([value for value, _ in numbers], dtype=F64)
     assert_sum_close(result.total, terms.sum(), terms, SUM_ORDER)
@@ -114,7 +119,9 @@ def trl() -> Mapping[str, Any]:
 def test_values_and_gradients_are_those_of_trl(name: str, trl: Mapping[str, Any]) -> None:
     numbers, settings = random_numbers(), dict(TRL_LOSSES[name][1])
     aggregation = settings.pop("aggregation", "token")
-    batch = PackedBatch.pack([Sequence(range(1, n + 2), mask=[False] + [True] * n) for n in LENGTHS])
+    batch = PackedBatch.pack(
+        [Sequence(range(1, n + 2), mask=[False] + [True] * n) for n in LENGTHS]
+    )
     fields = {name: x for name, x in numbers.items() if name not in ("logprob", "entropy")}
     batch = counted(batch).with_fields(**fields)
     if correction := settings.pop("correction", None):
@@ -206,11 +213,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def section(name: str, **options: Any) -> LossSection:
-    return LossSection.model_validate({"import": f"own_functions_of_a_test:{name}", "options": options})
+    return LossSection.model_validate(
+        {"import": f"own_functions_of_a_test:{name}", "options": options}
+    )
 
 
 def test_an_own_loss_takes_the_place_of_the_term_alone(folder: Path) -> None:
-    loss = policy_loss(GRPO(loss=section("clipped", cap=1.1)), folder, FIELDS, kl_coef=0.3, entropy_coef=0.1)
+    loss = policy_loss(
+        GRPO(loss=section("clipped", cap=1.1)), folder, FIELDS, kl_coef=0.3, entropy_coef=0.1
+    )
     batch = counted(full_batch("sequence"))
     stats = random_stats(len(batch))
     result = loss(stats, batch)
@@ -251,27 +262,39 @@ def test_an_own_loss_of_supervised_rows(folder: Path) -> None:
     ],
 )  # fmt: skip
 def test_mistakes_of_a_loss_name_the_function(folder: Path, given: LossSection, words: str) -> None:
-    with pytest.raises(ConfigError, match=f"^algorithm.loss {given.function} was tried before the run: .*{words}"):
+    with pytest.raises(
+        ConfigError, match=f"^algorithm.loss {given.function} was tried before the run: .*{words}"
+    ):
         policy_loss(GRPO(loss=given), folder, ["advantage"])
 
 
 def own_section(name: str, **options: Any) -> FunctionSection:
-    return FunctionSection.model_validate({"import": f"own_functions_of_a_test:{name}", "options": options})
+    return FunctionSection.model_validate(
+        {"import": f"own_functions_of_a_test:{name}", "options": options}
+    )
 
 
 def test_own_advantages_a_response_or_a_token(folder: Path) -> None:
     batch, (a, b) = full_batch(), (torch.arange(5.0), torch.zeros(5))
-    of_responses, of_tokens = (advantage(own_section(name), folder) for name in ("centered", "by_token"))
+    of_responses, of_tokens = (
+        advantage(own_section(name), folder) for name in ("centered", "by_token")
+    )
     assert of_responses is not None and of_tokens is not None and advantage(None, folder) is None
     expected = torch.where(batch.mask, (a - 2)[batch.sequence_ids], 0)
     assert torch.equal(own_advantages(of_responses, a, b, batch), expected)
-    assert torch.equal(own_advantages(of_tokens, a, b, batch), torch.where(batch.mask, batch.positions.double(), 0))
+    assert torch.equal(
+        own_advantages(of_tokens, a, b, batch), torch.where(batch.mask, batch.positions.double(), 0)
+    )
     for name, words in (
-        ("two", r"the advantage is a tensor \[2\] of .*; expected a number for each response, \[4\]"),
+        (
+            "two",
+            r"the advantage is a tensor \[2\] of .*; expected a number for each response, \[4\]",
+        ),
         ("none", "not finite"),
     ):
         with pytest.raises(
-            ConfigError, match=f"^algorithm.advantage own_functions_of_a_test:{name} was tried .*{words}"
+            ConfigError,
+            match=f"^algorithm.advantage own_functions_of_a_test:{name} was tried .*{words}",
         ):
             advantage(own_section(name), folder)
 
@@ -285,7 +308,9 @@ def test_reinforce_plus_plus(baseline: bool) -> None:
          "algorithm": {"name": "reinforce_plus_plus", "group_baseline": baseline, "kl_coef": 0.2, "gamma": 0.9}}, "test"
     )  # fmt: skip
     algorithm: Any = recipe.algorithm
-    assert (algorithm.kl_in, algorithm.kl_estimator) == (("loss", "k2") if baseline else ("reward", "k1"))
+    assert (algorithm.kl_in, algorithm.kl_estimator) == (
+        ("loss", "k2") if baseline else ("reward", "k1")
+    )
     assert algorithm.normalize_advantage
     batch = batch_of(samples)
     draw = torch.Generator().manual_seed(4)
@@ -310,13 +335,18 @@ def test_losses_of_a_recipe() -> None:
         return make_recipe({**base, "algorithm": keys}, "test").algorithm
 
     assert algorithm(loss="cispo").loss.name == "cispo"
-    assert algorithm(name="rloo", loss={"import": "a:b", "options": {"c": 1}}).loss.options == {"c": 1}
+    assert algorithm(name="rloo", loss={"import": "a:b", "options": {"c": 1}}).loss.options == {
+        "c": 1
+    }
     loss = policy_loss(algorithm(loss={"name": "sapo", "options": {"tau_negative": 2.0}}), Path())
     assert (loss.term, loss.tau_positive, loss.tau_negative) == ("sapo", 1.0, 2.0)
     for keys, words in (
         ({"loss": "cipso"}, "cipso"),
         ({"loss": {"name": "ppo", "import": "a:b"}}, "give name or import, not both"),
-        ({"loss": {"name": "cispo", "options": {"tau": 1}}}, "options has 'tau', but the loss cispo has no options"),
+        (
+            {"loss": {"name": "cispo", "options": {"tau": 1}}},
+            "options has 'tau', but the loss cispo has no options",
+        ),
         ({"loss": {"name": "sapo", "options": {"tau_positive": 0}}}, "expected a number above 0"),
         ({"loss": {"import": "a"}}, "'a'; expected module:function"),
         ({"loss": "cispo", "dual_clip": 3.0}, "dual_clip is a bound of the loss ppo"),
@@ -337,14 +367,22 @@ def test_modules_of_a_recipe_come_before_installed_ones_and_replace_none_that_is
     (tmp_path / "rich").mkdir()  # no module
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "xdist.py").touch()
-    sys.path.insert(0, str(tmp_path / "here"))  # as `python -m dovetail` does with the working directory
+    sys.path.insert(
+        0, str(tmp_path / "here")
+    )  # as `python -m dovetail` does with the working directory
     entries = search_path(tmp_path)
     at = entries.index(str(tmp_path))
-    assert all("site-packages" not in entry for entry in entries[:at]) and sysconfig.get_path("stdlib") in entries[:at]
+    assert (
+        all("site-packages" not in entry for entry in entries[:at])
+        and sysconfig.get_path("stdlib") in entries[:at]
+    )
     assert PathFinder.find_spec("xdist", entries).origin == str(tmp_path / "xdist.py")  # type: ignore[union-attr]
     assert PathFinder.find_spec("statistics", entries).origin == statistics.__file__  # type: ignore[union-attr]
     for module in ("statistics", "statistics.x"):
-        with pytest.raises(ConfigError, match=rf"{tmp_path}/statistics.py has the name of a module that .* rename it"):
+        with pytest.raises(
+            ConfigError,
+            match=rf"{tmp_path}/statistics.py has the name of a module that .* rename it",
+        ):
             look_in(tmp_path, module)
     look_in(tmp_path, "xdist")
     assert sys.path == entries and search_path(tmp_path) == entries
@@ -357,8 +395,18 @@ def test_modules_of_a_recipe_come_before_installed_ones_and_replace_none_that_is
     with pytest.raises(ConfigError, match=r"yaml.py has the name"):
         look_in(tmp_path, "xdist")
     for check in (
-        lambda: policy_loss(GRPO(loss=LossSection.model_validate({"import": "xdist:clipped"})), tmp_path),
-        lambda: load({"name": None, "address": None, "function": "xdist:f", "options": {}, "directory": str(tmp_path)}),
+        lambda: policy_loss(
+            GRPO(loss=LossSection.model_validate({"import": "xdist:clipped"})), tmp_path
+        ),
+        lambda: load(
+            {
+                "name": None,
+                "address": None,
+                "function": "xdist:f",
+                "options": {},
+                "directory": str(tmp_path),
+            }
+        ),
         lambda: _check_function("reward", "xdist:clipped", tmp_path),
     ):
         with pytest.raises(ConfigError, match=r"yaml.py has the name"):

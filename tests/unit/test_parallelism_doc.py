@@ -38,16 +38,27 @@ LAYOUTS = (
 
 
 def qwen(width: int, depth: int, ffn: int, heads: int, kv_heads: int) -> ArchSpec:
-    sizes = {"hidden_size": width, "num_hidden_layers": depth, "intermediate_size": ffn, "vocab_size": 152064}
+    sizes = {
+        "hidden_size": width,
+        "num_hidden_layers": depth,
+        "intermediate_size": ffn,
+        "vocab_size": 152064,
+    }
     return qwen2_spec({**sizes, "num_attention_heads": heads, "num_key_value_heads": kv_heads})
 
 
 SEVEN = qwen(3584, 28, 18944, 28, 4)
-MODELS = {"Qwen2.5-3B": qwen(2048, 36, 11008, 16, 2), "Qwen2.5-7B": SEVEN, "Qwen2.5-32B": qwen(5120, 64, 27648, 40, 8)}
+MODELS = {
+    "Qwen2.5-3B": qwen(2048, 36, 11008, 16, 2),
+    "Qwen2.5-7B": SEVEN,
+    "Qwen2.5-32B": qwen(5120, 64, 27648, 40, 8),
+}
 
 
 def one_micro_batch(spec: ArchSpec, layout: Layout, micros: int = 1, rank: int = 0) -> Step:
-    return Step(spec, layout, TOKENS, micros, counted=TOKENS // layout.cp, all_counted=TOKENS, rank=rank)
+    return Step(
+        spec, layout, TOKENS, micros, counted=TOKENS // layout.cp, all_counted=TOKENS, rank=rank
+    )
 
 
 def in_the_example(row: dict[str, str]) -> str:
@@ -75,22 +86,37 @@ def heads() -> Iterator[tuple[str, ...]]:
                 cells.append("-")
                 continue
             rows = [row for row in table(EACH_MICRO_BATCH) if row["axis"] in ("ulysses", "gather")]
-            size = sum(value_of(row["elements, each way"], step.letters) * int(row["bytes"]) for row in rows)
+            size = sum(
+                value_of(row["elements, each way"], step.letters) * int(row["bytes"])
+                for row in rows
+            )
             cells.append(f"{shown(size, 10**6)} ({u})")
         yield (name, f"{spec.attention.num_heads}, {spec.attention.num_kv_heads}", *cells)
 
 
 def layouts() -> Iterator[tuple[str, ...]]:
     """What the busiest rank sends in a step of eight micro-batches, by axis."""
-    axes = {"tp": ("tp",), "cp": ("ulysses", "gather", "cp"), "pp": ("to_next", "to_previous"), "fsdp": ("fsdp",)}
+    axes = {
+        "tp": ("tp",),
+        "cp": ("ulysses", "gather", "cp"),
+        "pp": ("to_next", "to_previous"),
+        "fsdp": ("fsdp",),
+    }
     yield ("layout", *axes, "in all")
     for layout in LAYOUTS:
         assert layout.dp is not None
         steps = [one_micro_batch(SEVEN, layout, 8 // layout.dp, rank) for rank in range(layout.pp)]
         sent = max((expected(step) for step in steps), key=lambda found: sum(found.values()))
-        cells = [sum(size for key, size in sent.items() if key.split()[0] in names) for names in axes.values()]
+        cells = [
+            sum(size for key, size in sent.items() if key.split()[0] in names)
+            for names in axes.values()
+        ]
         mode = "" if layout.cp_mode == "auto" else f", {layout.cp_mode}"
-        yield (f"{layout}{mode}", *(shown(size, 10**9) if size else "-" for size in cells), shown(sum(cells), 10**9))
+        yield (
+            f"{layout}{mode}",
+            *(shown(size, 10**9) if size else "-" for size in cells),
+            shown(sum(cells), 10**9),
+        )
 
 
 def schedules() -> Iterator[tuple[str, ...]]:
@@ -134,9 +160,14 @@ def chunks() -> str:
     lengths, found = (5, 8, 3), []
     for rank in range(2):
         share = ContextShard(rank, 2)
-        for number, chunk in zip(share.chunks, cut_chunks(lengths, share, torch.device("cpu")), strict=True):
+        for number, chunk in zip(
+            share.chunks, cut_chunks(lengths, share, torch.device("cpu")), strict=True
+        ):
             at = share.order(sum(lengths))[chunk.queries].tolist()
-            queries, keys = " + ".join(map(str, chunk.q_spans.lengths)), " + ".join(map(str, chunk.k_spans.lengths))
+            queries, keys = (
+                " + ".join(map(str, chunk.q_spans.lengths)),
+                " + ".join(map(str, chunk.k_spans.lengths)),
+            )
             found.append(
                 f"   rank {rank}  chunk {number}: queries {at[0]:2} .. {at[-1]:2} see keys {chunk.keys.start:2} .. "
                 f"{chunk.keys.stop - 1:2}; by sequence {queries} queries, {keys} keys"
@@ -158,7 +189,11 @@ def test_the_pictures_of_cp_show_who_holds_which_chunk() -> None:
     lines = [line.replace("|", " ") for line in DOC.read_text().splitlines()]
     shown_ranks = [line.split()[1:] for line in lines if re.fullmatch(r" +rank( +\d)+ *", line)]
     for ulysses, ranks in zip((1, 2), shown_ranks, strict=True):
-        holders = {int(token): rank for rank in range(4) for token in ContextShard(rank, 4, ulysses).order(8)}
+        holders = {
+            int(token): rank
+            for rank in range(4)
+            for token in ContextShard(rank, 4, ulysses).order(8)
+        }
         step = 8 // len(ranks)
         assert [str(holders[token]) for token in range(0, 8, step)] == ranks
         assert [str(holders[token]) for token in range(step - 1, 8, step)] == ranks

@@ -42,17 +42,28 @@ def costliest(spec: ArchSpec, sizes: list[int]) -> int:
 
 def test_weights_of_a_layer_and_of_the_head_make_those_of_the_model() -> None:
     spec = model(3, vocabulary=160)
-    assert (spec.layer_params, spec.head_params, spec.linear_params) == ((2560,) * 3, 2560, 4 * 2560)
+    assert (spec.layer_params, spec.head_params, spec.linear_params) == (
+        (2560,) * 3,
+        2560,
+        4 * 2560,
+    )
     grouped = replace(spec.attention, num_kv_heads=2)
     assert replace(spec, attention=grouped).layer_params == (2560 - 2 * 16 * 2 * 4,) * 3
 
 
-@given(depth=st.integers(1, 90), pp=st.integers(1, 9), virtual=st.integers(1, 4), vocabulary=st.integers(1, 4000))
+@given(
+    depth=st.integers(1, 90),
+    pp=st.integers(1, 9),
+    virtual=st.integers(1, 4),
+    vocabulary=st.integers(1, 4000),
+)
 def test_every_layer_once_and_in_order(depth: int, pp: int, virtual: int, vocabulary: int) -> None:
     layout = Layout(pp=pp, virtual_stages=virtual if pp > 1 else 1)
     stages = pp * layout.virtual_stages
     if stages > depth:
-        with pytest.raises(LayoutError, match=f"makes {stages} stages, but the model has {depth} layer"):
+        with pytest.raises(
+            LayoutError, match=f"makes {stages} stages, but the model has {depth} layer"
+        ):
             partition(model(depth, vocabulary), layout)
         return
     cut = partition(model(depth, vocabulary), layout)
@@ -65,7 +76,9 @@ def test_every_layer_once_and_in_order(depth: int, pp: int, virtual: int, vocabu
 
 
 @given(depth=st.integers(1, 11), stages=st.integers(1, 11), vocabulary=st.integers(1, 1500))
-def test_no_other_cut_has_a_cheaper_costliest_stage(depth: int, stages: int, vocabulary: int) -> None:
+def test_no_other_cut_has_a_cheaper_costliest_stage(
+    depth: int, stages: int, vocabulary: int
+) -> None:
     stages = min(stages, depth)
     spec = model(depth, vocabulary)
     every_cut = [
@@ -80,7 +93,12 @@ def test_no_other_cut_has_a_cheaper_costliest_stage(depth: int, stages: int, voc
     ("depth", "vocabulary", "pp", "expected"),
     [
         (61, 1, 8, [7, 7, 8, 8, 8, 8, 8, 7]),  # hardly a head
-        (61, 160 * 4, 8, [8, 8, 8, 8, 8, 8, 9, 4]),  # a head of four layers; rather 9 than 5 layers beside it
+        (
+            61,
+            160 * 4,
+            8,
+            [8, 8, 8, 8, 8, 8, 9, 4],
+        ),  # a head of four layers; rather 9 than 5 layers beside it
         (61, 160 * 2, 8, [8, 8, 8, 8, 8, 8, 8, 5]),
         (8, 160 * 2, 2, [5, 3]),
         (4, 160 * 99, 4, [1, 1, 1, 1]),
@@ -93,7 +111,12 @@ def test_cuts_by_hand(depth: int, vocabulary: int, pp: int, expected: list[int])
 
 
 def test_virtual_stages_share_the_layers_evenly() -> None:
-    assert partition(model(7), Layout(pp=2, virtual_stages=2)) == (range(2), range(2, 4), range(4, 6), range(6, 7))
+    assert partition(model(7), Layout(pp=2, virtual_stages=2)) == (
+        range(2),
+        range(2, 4),
+        range(4, 6),
+        range(6, 7),
+    )
 
 
 def test_a_given_split_is_taken_as_it_is() -> None:
@@ -103,7 +126,11 @@ def test_a_given_split_is_taken_as_it_is() -> None:
 
 def test_a_recipe_may_name_every_schedule() -> None:
     for schedule in SCHEDULES:
-        options = {"schedule": schedule, "pp": 2, "virtual_stages": 2 if schedule == "interleaved" else 1}
+        options = {
+            "schedule": schedule,
+            "pp": 2,
+            "virtual_stages": 2 if schedule == "interleaved" else 1,
+        }
         check_pipeline(model(8), LayoutSection.model_validate(options).to_layout())
 
 
@@ -113,18 +140,36 @@ def test_a_recipe_may_name_every_schedule() -> None:
         ({"virtual_stages": 2}, "virtual_stages=2, .*say how to cut by pp; leave them out at pp=1"),
         ({"pp_split": (8,)}, "leave them out at pp=1"),
         ({"schedule": "gpipe"}, "schedule=gpipe say how to cut by pp; leave them out at pp=1"),
-        ({"pp": 2, "schedule": "1F1B"}, "'1F1B' is not known; use one of 1f1b, interleaved, gpipe, zero_bubble"),
-        ({"pp": 2, "schedule": "interleaved"}, "virtual_stages=1; set virtual_stages=2, or schedule=1f1b"),
-        ({"pp": 2, "schedule": "zero_bubble", "virtual_stages": 3}, "virtual_stages=3; set virtual_stages=1, or"),
-        ({"pp": 9}, "pp=9 x virtual_stages=1 makes 9 stages, but the model has 8 layers; use pp=8$"),
+        (
+            {"pp": 2, "schedule": "1F1B"},
+            "'1F1B' is not known; use one of 1f1b, interleaved, gpipe, zero_bubble",
+        ),
+        (
+            {"pp": 2, "schedule": "interleaved"},
+            "virtual_stages=1; set virtual_stages=2, or schedule=1f1b",
+        ),
+        (
+            {"pp": 2, "schedule": "zero_bubble", "virtual_stages": 3},
+            "virtual_stages=3; set virtual_stages=1, or",
+        ),
+        (
+            {"pp": 9},
+            "pp=9 x virtual_stages=1 makes 9 stages, but the model has 8 layers; use pp=8$",
+        ),
         ({"pp": 5, "virtual_stages": 2}, "makes 10 stages, but the model has 8 layers; use pp=4$"),
-        ({"pp": 2, "virtual_stages": 7}, "makes 14 stages, but the model has 8 layers; use virtual_stages=4$"),
+        (
+            {"pp": 2, "virtual_stages": 7},
+            "makes 14 stages, but the model has 8 layers; use virtual_stages=4$",
+        ),
         ({"pp": 5, "virtual_stages": 7}, "8 layers; use pp=5, virtual_stages=1 and schedule=1f1b$"),
         (
             {"pp": 3, "pp_split": (4, 4)},
             r"pp_split=\[4, 4\] .* has 2 numbers for 3 stages .*pp_split=\[3, 3, 2\], or auto",
         ),
-        ({"pp": 2, "pp_split": (4, 5)}, r"adds up to 9, but the model has 8 layers; use .* pp_split=\[4, 4\], or auto"),
+        (
+            {"pp": 2, "pp_split": (4, 5)},
+            r"adds up to 9, but the model has 8 layers; use .* pp_split=\[4, 4\], or auto",
+        ),
         ({"pp": 2, "pp_split": (2, 2, 2)}, "has 3 numbers for 2 stages .* and it adds up to 6"),
         ({"pp": 2, "pp_split": (0, 8)}, "neither auto nor whole numbers of 1 or more"),
         ({"pp": 2, "pp_split": (2.5, 5.5)}, "neither auto nor whole numbers of 1 or more"),
@@ -138,20 +183,28 @@ def test_refusals_name_what_would_do(options: dict[str, Any], message: str) -> N
 
 
 @given(depth=st.integers(1, 20), pp=st.integers(2, 20), virtual=st.integers(1, 20))
-def test_what_a_refusal_for_too_many_stages_proposes_is_accepted(depth: int, pp: int, virtual: int) -> None:
-    layout = Layout(pp=pp, virtual_stages=virtual, schedule="interleaved" if virtual > 1 else "zero_bubble")
+def test_what_a_refusal_for_too_many_stages_proposes_is_accepted(
+    depth: int, pp: int, virtual: int
+) -> None:
+    layout = Layout(
+        pp=pp, virtual_stages=virtual, schedule="interleaved" if virtual > 1 else "zero_bubble"
+    )
     try:
         check_pipeline(model(depth), layout)
     except LayoutError as refusal:
         proposal = str(refusal).rpartition("use ")[2].replace(" and ", ", ").split(", ")
         pairs = [change.split("=") for change in proposal]
-        changes: dict[str, Any] = {name: int(value) if value.isdigit() else value for name, value in pairs}
+        changes: dict[str, Any] = {
+            name: int(value) if value.isdigit() else value for name, value in pairs
+        }
         check_pipeline(model(depth), replace(layout, **changes))
 
 
 def test_61_layers_are_a_pipeline_of_8_and_one_layer_is_none() -> None:
     check_pipeline(model(61), Layout(pp=8))
-    with pytest.raises(LayoutError, match="the model has 1 layer; use pp=1, virtual_stages=1 and schedule=1f1b"):
+    with pytest.raises(
+        LayoutError, match="the model has 1 layer; use pp=1, virtual_stages=1 and schedule=1f1b"
+    ):
         check_pipeline(model(1), Layout(pp=2))
 
 

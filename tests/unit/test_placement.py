@@ -32,18 +32,32 @@ def _random_case(rng: random.Random) -> tuple[Placement, tuple[int, ...], Layout
     if kind == "vocab":
         size = rng.randint(1, 20)
         rows = -(-size // tp)
-        return Placement((Split(0, "tp", (Part("", size, padding=rows * tp - size),)),)), (rows, *other), layout
-    if kind == "experts":  # cut by ep and tp, gate above up in one tensor, or in one for each, or the way down
+        return (
+            Placement((Split(0, "tp", (Part("", size, padding=rows * tp - size),)),)),
+            (rows, *other),
+            layout,
+        )
+    if (
+        kind == "experts"
+    ):  # cut by ep and tp, gate above up in one tensor, or in one for each, or the way down
         local, width = rng.randint(1, 5), rng.randint(1, 3)
         names, dim = rng.choice([(("", ""), 1), (("gate", "up"), 1), (("",), 2)])
         experts = Split(0, "ep", (Part("", local * ep),))
-        placement = Placement((experts, Split(dim, "tp", tuple(Part(n, width * tp) for n in names))), (), "expert_fsdp")
+        placement = Placement(
+            (experts, Split(dim, "tp", tuple(Part(n, width * tp) for n in names))),
+            (),
+            "expert_fsdp",
+        )
         shape = [local, 3, 4]
         shape[dim] = width * len(names)
         return placement, tuple(shape), layout
     if kind == "row":
         local = rng.randint(1, 4)
-        return Placement((Split(1, "tp", (Part("", local * tp),)),)), (rng.randint(1, 7), local, *other), layout
+        return (
+            Placement((Split(1, "tp", (Part("", local * tp),)),)),
+            (rng.randint(1, 7), local, *other),
+            layout,
+        )
     parts = []
     for name in "qkv"[: rng.randint(1, 3)]:
         units = rng.choice([n for n in range(1, 13) if n % tp == 0 or tp % n == 0])
@@ -65,7 +79,9 @@ def test_regions_cut_and_join(sharded: bool) -> None:
             mesh = Mesh.abstract(layout, rank)
             found = held_regions("a.fused.weight", placement, local_shape, mesh, sharded=sharded)
             axis = mesh[placement.sharded_over]
-            rows = fsdp_rows(local_shape[0], axis.rank, axis.size) if sharded else (0, local_shape[0])
+            rows = (
+                fsdp_rows(local_shape[0], axis.rank, axis.size) if sharded else (0, local_shape[0])
+            )
             filled = torch.zeros(rows[1] - rows[0], *local_shape[1:], dtype=torch.int64)
             for region in found:
                 name = region.checkpoint_name
@@ -76,12 +92,16 @@ def test_regions_cut_and_join(sharded: bool) -> None:
                 if region.owned:
                     out = rebuilt.setdefault(name, torch.zeros_like(whole))
                     out[as_index(region.checkpoint_slice)] = filled[as_index(region.local_slice)]
-                    times.setdefault(name, torch.zeros_like(whole))[as_index(region.checkpoint_slice)] += 1
+                    times.setdefault(name, torch.zeros_like(whole))[
+                        as_index(region.checkpoint_slice)
+                    ] += 1
             if not any(part.padding for split in placement.splits for part in split.parts):
                 assert filled.all()
         assert set(shapes) == set(names)
         for name, shape in shapes.items():
-            assert torch.equal(rebuilt[name], 1 + torch.arange(torch.Size(shape).numel()).view(shape))
+            assert torch.equal(
+                rebuilt[name], 1 + torch.arange(torch.Size(shape).numel()).view(shape)
+            )
             assert (times[name] == 1).all()
 
 

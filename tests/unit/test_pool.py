@@ -48,7 +48,9 @@ def drive(pool: Pool, luck: random.Random, restarts: float) -> list[list[int]]:
         if luck.random() < restarts:
             trained, running, versions = trained[:saved], [], {}
             pool = Pool(pool.groups_per_step, pool.samples, pool.max_lag, pool.steps)
-            assert pool.restore(saved, finished) == [group for group in sorted(finished) if group >= pool.first]
+            assert pool.restore(saved, finished) == [
+                group for group in sorted(finished) if group >= pool.first
+            ]
     return trained
 
 
@@ -57,7 +59,9 @@ def test_no_lag_beyond_the_bound_and_no_group_left_out() -> None:
         luck = random.Random(seed)
         pool = Pool(luck.randint(1, 4), luck.randint(1, 3), luck.randint(0, 3), luck.randint(1, 8))
         trained = drive(pool, luck, luck.choice((0.0, 0.05)))
-        assert [group for groups in trained for group in groups] == list(range(pool.steps * pool.groups_per_step)), seed
+        assert [group for groups in trained for group in groups] == list(
+            range(pool.steps * pool.groups_per_step)
+        ), seed
 
 
 def test_without_lag_the_order_is_the_synchronous_one() -> None:
@@ -94,7 +98,8 @@ def test_an_engine_that_holds_old_weights_is_reported(tmp_path: Path) -> None:
         feed.take()
     feed.pushed(2)
     with pytest.raises(
-        MachineError, match=r"step 3: group 2 has tokens of versions 0 to 0; expected 1 to 2: an engine"
+        MachineError,
+        match=r"step 3: group 2 has tokens of versions 0 to 0; expected 1 to 2: an engine",
     ):
         feed.take()
 
@@ -105,7 +110,9 @@ def test_groups_of_policies_that_are_not_made_again_are_lost(repeats: bool, tmp_
     journal = Journal(tmp_path, "")
     for group, version in ((4, 3), (5, 4), (6, 5), (7, 4)):
         spans = ((3, 0, 1), (version, 1, 2))
-        journal.save(FinishedGroup(group, (Completion(0, 0, (5, 6), (-0.5, -0.25), "stop", versions=spans),)))
+        journal.save(
+            FinishedGroup(group, (Completion(0, 0, (5, 6), (-0.5, -0.25), "stop", versions=spans),))
+        )
     feed = Feed(Pool(1, 1, 4, 9), journal, lambda *_: pytest.fail("no engine is asked"))
     problems = feed.resume(4, repeats=repeats)
     kept = {4, 5, 6, 7} if repeats else {4, 5, 7}
@@ -125,7 +132,14 @@ def test_what_an_engine_raises_is_raised_where_the_trainer_waits(tmp_path: Path)
 
 def test_a_saved_group_comes_back_as_it_was(tmp_path: Path) -> None:
     answers = (
-        Completion(7, 0, (5, 6, 7), (-0.1, -1e-300, -3.3333333333333335), "length", versions=((4, 0, 2), (5, 2, 3))),
+        Completion(
+            7,
+            0,
+            (5, 6, 7),
+            (-0.1, -1e-300, -3.3333333333333335),
+            "length",
+            versions=((4, 0, 2), (5, 2, 3)),
+        ),
         Completion(7, 2, (9,), (-0.25,), "stop", versions=((5, 0, 1),)),
     )
     journal, group = Journal(tmp_path / "pool", "one"), FinishedGroup(12, answers)
@@ -136,7 +150,10 @@ def test_a_saved_group_comes_back_as_it_was(tmp_path: Path) -> None:
     assert journal.load(0) == ({12: group, 13: FinishedGroup(13, answers[1:])}, [])
     assert journal.load(13)[0].keys() == {13}
     _, problems = Journal(tmp_path / "pool", "two").load(0)
-    assert len(problems) == 2 and "of another model, of other data, or of other sampling" in problems[0]
+    assert (
+        len(problems) == 2
+        and "of another model, of other data, or of other sampling" in problems[0]
+    )
     journal.forget(13)
     assert [file.name for file in (tmp_path / "pool").iterdir()] == ["group_000000013.safetensors"]
     journal.save(group)
@@ -147,7 +164,9 @@ def test_a_saved_group_comes_back_as_it_was(tmp_path: Path) -> None:
 def test_a_damaged_group_runs_again(tmp_path: Path) -> None:
     """One bit anywhere, or a cut: the file is refused, or what it holds is the same."""
     journal = Journal(tmp_path, "one")
-    group = FinishedGroup(3, (Completion(0, 0, (5, 6), (-0.5, -0.25), "stop", versions=((1, 0, 2),)),))
+    group = FinishedGroup(
+        3, (Completion(0, 0, (5, 6), (-0.5, -0.25), "stop", versions=((1, 0, 2),)),)
+    )
     journal.save(group)
     (file,) = tmp_path.iterdir()
     whole, refused = file.read_bytes(), 0
@@ -192,15 +211,21 @@ def test_kills_lose_no_finished_group_and_train_none_twice(wanted: int, tmp_path
         run.mkdir()
         for life in range(1000):
             saved = Checkpoint.load(run)
-            kept = {int(file.name[6:15]) for file in (run / "pool").glob("group_*")} if life else set()
+            kept = (
+                {int(file.name[6:15]) for file in (run / "pool").glob("group_*")} if life else set()
+            )
             seconds = luck.uniform(0.0, 0.1) if kills < wanted else 60.0
             ended = live(run, life, seconds)
             log = run / f"submitted-{life}"
             submitted = {int(line) for line in log.read_text().split()} if log.exists() else set()
             trained = len(saved.trained) * BATCH
-            assert not submitted & {group for group in kept if group >= trained}, "a finished group was sampled again"
+            assert not submitted & {group for group in kept if group >= trained}, (
+                "a finished group was sampled again"
+            )
             if ended:
                 break
             kills += 1
-        assert [group for groups in Checkpoint.load(run).trained for group in groups] == list(range(BATCH * STEPS))
+        assert [group for groups in Checkpoint.load(run).trained for group in groups] == list(
+            range(BATCH * STEPS)
+        )
         runs += 1

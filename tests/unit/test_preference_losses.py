@@ -26,12 +26,22 @@ from dovetail.rl.preference_losses import (
 )
 from tests.tolerances import OP_FP32, SUM_ORDER, assert_close, assert_sum_close
 from tests.unit.of_trl import of_trl
-from tests.unit.preference_numbers import CHOSEN, KL, LABELS, PROMPTS, REJECTED, TRL_PREFERENCES, random_logits
+from tests.unit.preference_numbers import (
+    CHOSEN,
+    KL,
+    LABELS,
+    PROMPTS,
+    REJECTED,
+    TRL_PREFERENCES,
+    random_logits,
+)
 from tests.unit.test_losses import counted
 
 F64 = torch.float64
 PAIRS = [row for pair in zip(CHOSEN, REJECTED, strict=True) for row in pair]
-ORDER = [number for pair in range(len(CHOSEN)) for number in (pair, pair + len(CHOSEN))]  # of PAIRS in TRL's batch
+ORDER = [
+    number for pair in range(len(CHOSEN)) for number in (pair, pair + len(CHOSEN))
+]  # of PAIRS in TRL's batch
 
 
 def pair_rows(*, whole_chosen: bool = False) -> list[Sequence]:
@@ -47,7 +57,9 @@ def pair_rows(*, whole_chosen: bool = False) -> list[Sequence]:
 
 def token_logprobs(logits: Tensor, batch: PackedBatch) -> Tensor:
     """[T] of a batch of PAIRS."""
-    table = torch.cat([logits[i, : len(ids)] for i, ids in zip(ORDER, PAIRS, strict=True)]).log_softmax(-1)
+    table = torch.cat(
+        [logits[i, : len(ids)] for i, ids in zip(ORDER, PAIRS, strict=True)]
+    ).log_softmax(-1)
     return table.gather(-1, batch.targets[:, None])[:, 0]
 
 
@@ -56,15 +68,21 @@ def our_loss(kind: str, settings: Mapping[str, Any], logits: Tensor) -> Loss:
     batch = PackedBatch.pack(pair_rows(whole_chosen=kind == "orpo"), dtype=F64)
     batch = batch.with_fields(reference_logprob=token_logprobs(random_logits(4), batch))
     if kind == "reward":
-        values = torch.cat([logits[i, 0, :1].expand(len(ids)) for i, ids in zip(ORDER, PAIRS, strict=True)])
+        values = torch.cat(
+            [logits[i, 0, :1].expand(len(ids)) for i, ids in zip(ORDER, PAIRS, strict=True)]
+        )
         batch = batch.with_mask(last_tokens(batch))
         return RewardLoss(**keys)(values[batch.mask], counted(batch))
     if kind == "kto":
         labels = torch.tensor([float(LABELS[i]) for i in ORDER], dtype=F64)
-        batch = batch.with_fields(label=labels[batch.sequence_ids], kl=torch.full((len(batch),), KL, dtype=F64))
+        batch = batch.with_fields(
+            label=labels[batch.sequence_ids], kl=torch.full((len(batch),), KL, dtype=F64)
+        )
     if kind in ("cpo", "orpo"):
         batch = batch.with_fields(**nll_fields(batch, keys.pop("alpha", 1.0)))
-    stats = TokenStats(token_logprobs(logits, batch)[batch.mask], torch.zeros(int(batch.mask.sum()), dtype=F64))
+    stats = TokenStats(
+        token_logprobs(logits, batch)[batch.mask], torch.zeros(int(batch.mask.sum()), dtype=F64)
+    )
     loss = {"dpo": DPOLoss, "cpo": CPOLoss, "orpo": ORPOLoss, "kto": KTOLoss}[kind](**keys)
     assert not is_separable(loss)
     result: Loss = loss(stats, counted(batch))
@@ -99,7 +117,8 @@ def test_transcriptions_by_pair() -> None:
     reference = token_logprobs(random_logits(4), batch)
     sums, means, ratios = [], [], []
     for own, ref, mask in zip(
-        *(x.split(batch.lengths) for x in (token_logprobs(logits, batch), reference, batch.mask)), strict=True
+        *(x.split(batch.lengths) for x in (token_logprobs(logits, batch), reference, batch.mask)),
+        strict=True,
     ):
         sums.append(float(own[mask].sum()))
         means.append(float(own[mask].mean()))
@@ -142,7 +161,9 @@ def test_log1mexp_loses_no_digit_near_either_end(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_log1mexp_is_finite_up_to_0_with_its_gradient(dtype: torch.dtype) -> None:
-    x = torch.tensor([0.0, -1e-300, -1e-30, -1e-9, -0.5, -1.0, -200.0], dtype=dtype, requires_grad=True)
+    x = torch.tensor(
+        [0.0, -1e-300, -1e-30, -1e-9, -0.5, -1.0, -200.0], dtype=dtype, requires_grad=True
+    )
     found = _log1mexp(x)
     assert torch.isfinite(found).all()
     (gradient,) = torch.autograd.grad(found.sum(), x)
@@ -172,15 +193,23 @@ def test_padding_and_empty_micro_batches() -> None:
     batch = batch.with_fields(reference_logprob=token_logprobs(random_logits(4), batch))
     logprob = token_logprobs(random_logits(), batch)[batch.mask]
     stats = TokenStats(logprob, torch.zeros_like(logprob))
-    expected, padded = DPOLoss()(stats, counted(batch)), DPOLoss()(stats, counted(batch.pad_to_multiple(32)))
-    assert (float(expected.total), float(expected.count)) == (float(padded.total), float(padded.count))
+    expected, padded = (
+        DPOLoss()(stats, counted(batch)),
+        DPOLoss()(stats, counted(batch.pad_to_multiple(32))),
+    )
+    assert (float(expected.total), float(expected.count)) == (
+        float(padded.total),
+        float(padded.count),
+    )
     marks = {name: torch.ones(len(batch), dtype=F64) for name in ("label", "kl")}
     of_one, of_padded = (
         KTOLoss()(stats, counted(b))
         for b in (batch.with_fields(**marks), batch.with_fields(**marks).pad_to_multiple(32))
     )
     assert (float(of_one.total), float(of_one.count)) == (float(of_padded.total), 6.0)
-    nothing = PackedBatch.pack([Sequence([1])], dtype=F64).with_fields(reference_logprob=torch.zeros(1, dtype=F64))
+    nothing = PackedBatch.pack([Sequence([1])], dtype=F64).with_fields(
+        reference_logprob=torch.zeros(1, dtype=F64)
+    )
     empty = DPOLoss()(TokenStats(logprob[:0], logprob[:0]), counted(nothing))
     assert (float(empty.total), float(empty.count)) == (0.0, 0.0)
 
@@ -192,7 +221,9 @@ def test_mistakes() -> None:
     with pytest.raises(ConfigError, match=r"needs the field reference_logprob: batch\.with_fields"):
         DPOLoss()(stats, counted(batch))
     torn = PackedBatch.pack(rows[:-1])
-    with pytest.raises(DataError, match=r"group 2 has 1 sequences; a pair has two: dt.Sequence\(chosen, group=2\)"):
+    with pytest.raises(
+        DataError, match=r"group 2 has 1 sequences; a pair has two: dt.Sequence\(chosen, group=2\)"
+    ):
         CPOLoss()(stats, counted(torn))
     with pytest.raises(ConfigError, match=r"label_smoothing=0.1 has no meaning for the loss ipo"):
         DPOLoss(kind="ipo", label_smoothing=0.1)

@@ -28,7 +28,11 @@ STEPS = 6
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = write_inputs(tmp_path_factory.mktemp("inputs"))
-    rows = [{"prompt": f"{a}+{b}=", "chosen": f"{a + b:02d}", "rejected": f"{a}"} for a in range(6) for b in range(6)]
+    rows = [
+        {"prompt": f"{a}+{b}=", "chosen": f"{a + b:02d}", "rejected": f"{a}"}
+        for a in range(6)
+        for b in range(6)
+    ]
     (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with one_rank():
         yield folder
@@ -40,10 +44,14 @@ def recipe_of(inputs: Path, run_dir: Path, **algorithm: Any) -> dict[str, Any]:
     return sft(inputs, run_dir, algorithm=algorithm, data=data, trainer=trainer)
 
 
-def test_dpo_learns_and_a_precomputed_reference_is_the_live_one(inputs: Path, tmp_path: Path) -> None:
+def test_dpo_learns_and_a_precomputed_reference_is_the_live_one(
+    inputs: Path, tmp_path: Path
+) -> None:
     live = play(recipe_of(inputs, tmp_path / "live", name="dpo"))
     early = play(recipe_of(inputs, tmp_path / "early", name="dpo", precompute_ref_log_probs=True))
-    assert live.before["eval_loss"] == pytest.approx(math.log(2), rel=OP_FP32)  # ln 2: policy and reference are one
+    assert live.before["eval_loss"] == pytest.approx(
+        math.log(2), rel=OP_FP32
+    )  # ln 2: policy and reference are one
     assert live.after["eval_rewards/accuracies"] > 0.9 and live.after["eval_rewards/margins"] > 0
     assert [row["loss"] for row in live.rows] == [row["loss"] for row in early.rows]
 
@@ -69,9 +77,15 @@ def test_the_example(inputs: Path, tmp_path: Path) -> None:
 
 def test_mismatched_completions() -> None:
     rows = [([1, 2], [3, 4, 5]), ([6], [7]), ([8, 9, 1], [2, 2])]
-    batch = dt.PackedBatch.pack(dt.Sequence([*p, *c], [False] * len(p) + [True] * len(c)) for p, c in rows)
+    batch = dt.PackedBatch.pack(
+        dt.Sequence([*p, *c], [False] * len(p) + [True] * len(c)) for p, c in rows
+    )
     wrong = mismatched(batch, 4)
-    assert [x.tolist() for x in wrong.tokens.split(wrong.lengths)] == [[1, 2, 2, 2], [6, 3, 4, 5], [8, 9, 1, 7]]
+    assert [x.tolist() for x in wrong.tokens.split(wrong.lengths)] == [
+        [1, 2, 2, 2],
+        [6, 3, 4, 5],
+        [8, 9, 1, 7],
+    ]
     assert [int(x.sum()) for x in wrong.mask.split(wrong.lengths)] == [2, 3, 1]
 
 
@@ -81,7 +95,9 @@ def test_lengths_are_cut_as_by_trl(tmp_path: Path) -> None:
     file.write_text(json.dumps({"prompt": "abcd", "chosen": "efgh", "rejected": "i"}) + "\n")
 
     def load(**limits: Any) -> list[list[int]]:
-        (row,) = load_preferences(file, make_tokenizer(), Limits(vocab_size=1000, **limits), paired=True)
+        (row,) = load_preferences(
+            file, make_tokenizer(), Limits(vocab_size=1000, **limits), paired=True
+        )
         assert row.chosen is not None and row.rejected is not None
         return [list(row.chosen.ids), list(row.rejected.ids)]
 
@@ -91,7 +107,8 @@ def test_lengths_are_cut_as_by_trl(tmp_path: Path) -> None:
     assert load(max_tokens=n, truncate="right") == [chosen[:n], rejected]
     assert load(max_tokens=n, truncate="left") == [chosen[-n:], rejected]
     with pytest.raises(
-        DataError, match=r"the pair has .* since both share a micro-batch; raise trainer.tokens_per_batch"
+        DataError,
+        match=r"the pair has .* since both share a micro-batch; raise trainer.tokens_per_batch",
     ):
         load(together=len(chosen) + n - 1)
     with pytest.raises(DataError, match="tokens, but at most 2 fit"):
@@ -104,11 +121,16 @@ def test_lengths_are_cut_as_by_trl(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("algorithm", "words"),
     [
-        ({"name": "dpo", "loss": "ipo", "label_smoothing": 0.1}, "label_smoothing has no meaning for the loss ipo"),
+        (
+            {"name": "dpo", "loss": "ipo", "label_smoothing": 0.1},
+            "label_smoothing has no meaning for the loss ipo",
+        ),
         ({"name": "dpo", "label_smoothing": 0.5}, "label_smoothing"),
         ({"name": "kto", "num_mini_batches": 9}, "kto compares the rows of an optimizer step"),
     ],
 )
-def test_mistakes_in_a_recipe(inputs: Path, tmp_path: Path, algorithm: dict[str, Any], words: str) -> None:
+def test_mistakes_in_a_recipe(
+    inputs: Path, tmp_path: Path, algorithm: dict[str, Any], words: str
+) -> None:
     with pytest.raises(ConfigError, match=words):
         make_recipe(recipe_of(inputs, tmp_path, **algorithm))

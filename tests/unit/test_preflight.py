@@ -37,7 +37,9 @@ def write_header(folder: Path, dtype: str) -> None:
     """Of 100 GB of weights, which are not there."""
     kind, size = {"float32": ("F32", 4), "bfloat16": ("BF16", 2)}[dtype]
     tensor = {"dtype": kind, "shape": [10**11 // size], "data_offsets": [0, 10**11]}
-    text = json.dumps({"__metadata__": {"format": "pt"}, "model.embed_tokens.weight": tensor}).encode()
+    text = json.dumps(
+        {"__metadata__": {"format": "pt"}, "model.embed_tokens.weight": tensor}
+    ).encode()
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
 
 
@@ -50,7 +52,11 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[object]:
     write_header(tmp_path / "M", "float32")
     (tmp_path / "M/tokenizer.json").write_text("{}")
     (tmp_path / "D.jsonl").write_text('{"prompt": "a", "completion": "b", "answer": "b"}\n')
-    recipe: dict[str, Any] = {"model": {"path": "M"}, "data": {"train": "D.jsonl"}, "run_dir": "run"}
+    recipe: dict[str, Any] = {
+        "model": {"path": "M"},
+        "data": {"train": "D.jsonl"},
+        "run_dir": "run",
+    }
     recipe |= {"algorithm": {"name": "sft"}}
     (tmp_path / "R.yaml").write_text(yaml.safe_dump(recipe))
     monkeypatch.chdir(tmp_path)
@@ -88,10 +94,22 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[object]:
         ),
         (["train", "R.yaml", "--layout", "tp=8"], "float32", None),
         (["train", "R.yaml", "--layout", "tp=4"], "float32", "at least 100.0 GB on each of 4 GPUs"),
-        (["train", "R.yaml", "--layout", "tp=8"], "bfloat16", "at least 100.0 GB on each of 8 GPUs"),
-        (["train", "R.yaml", "--layout", "tp=8", "trainer.offload_optimizer=true"], "bfloat16", None),
+        (
+            ["train", "R.yaml", "--layout", "tp=8"],
+            "bfloat16",
+            "at least 100.0 GB on each of 8 GPUs",
+        ),
+        (
+            ["train", "R.yaml", "--layout", "tp=8", "trainer.offload_optimizer=true"],
+            "bfloat16",
+            None,
+        ),
         (["train", "R.yaml", "--layout", "tp=8", "--device", "cpu"], "float32", None),
-        (["train", "R.yaml", "--device", "cpu"], "bfloat16", "1 rank needs at least 800.3 GB of memory, but 500.0 GB"),
+        (
+            ["train", "R.yaml", "--device", "cpu"],
+            "bfloat16",
+            "1 rank needs at least 800.3 GB of memory, but 500.0 GB",
+        ),
     ],
 )
 def test_memory_is_compared_with_the_least_that_a_model_needs(
@@ -111,7 +129,9 @@ def test_memory_is_compared_with_the_least_that_a_model_needs(
 
 
 @pytest.mark.usefixtures("started")
-def test_no_devices_are_none_and_unknown_ones_are_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_devices_are_none_and_unknown_ones_are_not_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
     assert run_command([*SCORE, "--device", "cuda"]) == 2
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
@@ -130,11 +150,20 @@ def test_the_header_counts_devices_and_parameters_as_the_checks_do(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
     assert header.devices("auto") == header.devices("cpu") == f"cpu, {system.cores()} cores"
     assert header.count_parameters(Path("M")) == read_model("M").parameters == 25 * 10**9  # type: ignore[union-attr]  # it is there
-    shutil.copy("M/model.safetensors", "M/consolidated.safetensors")  # another copy, which is not loaded
+    shutil.copy(
+        "M/model.safetensors", "M/consolidated.safetensors"
+    )  # another copy, which is not loaded
     assert header.count_parameters(Path("M")) == 25 * 10**9
     shutil.copy("M/model.safetensors", "M/model-00001-of-00002.safetensors")
     Path("M/model.safetensors.index.json").write_text(
-        json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00001-of-00002.safetensors"}})
+        json.dumps(
+            {
+                "weight_map": {
+                    "a": "model-00001-of-00002.safetensors",
+                    "b": "model-00001-of-00002.safetensors",
+                }
+            }
+        )
     )
     assert header.count_parameters(Path("M")) == 25 * 10**9
     assert not started
@@ -165,7 +194,9 @@ def test_sizes_of_gpus_by_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
     assert system.gpu_memory() == []
 
 
-def test_a_finished_run_starts_no_rank(started: list[object], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_finished_run_starts_no_rank(
+    started: list[object], capsys: pytest.CaptureFixture[str]
+) -> None:
     Path("run/hf").mkdir(parents=True)
     Path("run/config.yaml").write_text(load_recipe("R.yaml", ["layout.tp=8"]).to_yaml())
     Path("D.jsonl").unlink()
@@ -195,7 +226,11 @@ def test_a_finished_run_starts_no_rank(started: list[object], capsys: pytest.Cap
 )
 @pytest.mark.parametrize("damage", [False, True])
 def test_a_finished_run_of_another_recipe_is_refused(
-    change: str, words: str | None, damage: bool, started: list[object], capsys: pytest.CaptureFixture[str]
+    change: str,
+    words: str | None,
+    damage: bool,
+    started: list[object],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Nothing is said of a run whose newest checkpoint cannot be read: another one may be."""
     given = ["layout.tp=8", "trainer.steps=4"]

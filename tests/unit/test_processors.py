@@ -56,13 +56,17 @@ def limits(request: pytest.FixtureRequest) -> dict[str, str]:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("piece", range(PIECES))
-def test_numbers_hold_with_the_instructions_of_any_processor(limits: dict[str, str], piece: int) -> None:
+def test_numbers_hold_with_the_instructions_of_any_processor(
+    limits: dict[str, str], piece: int
+) -> None:
     files = numeric_files()[piece::PIECES]
     command = [sys.executable, "-m", "pytest", *OPTIONS, *files]
     if "ATEN_CPU_CAPABILITY" in limits:
         command += ["--deselect", FAILS_IN_TORCH]
     kept = {name: x for name, x in os.environ.items() if not name.startswith("PYTEST_")}
-    done = subprocess.run(command, cwd=ROOT, env={**kept, **limits}, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, env={**kept, **limits}, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
 
 

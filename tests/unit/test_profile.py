@@ -24,7 +24,9 @@ from tests.unit.report_runs import Page, make_run
 RECIPE = {"model": {"path": "M"}, "data": {"train": "rows.jsonl"}, "run_dir": "run"}
 
 
-def event(kind: str, name: str, start: float, stop: float, *, tid: int = 1, **arguments: Any) -> dict[str, Any]:
+def event(
+    kind: str, name: str, start: float, stop: float, *, tid: int = 1, **arguments: Any
+) -> dict[str, Any]:
     """As Kineto writes it (libkineto/src/output_json.cpp), in microseconds; times here are in milliseconds."""
     return {
         "ph": "X", "cat": kind, "name": name, "pid": 9, "tid": tid,
@@ -33,8 +35,20 @@ def event(kind: str, name: str, start: float, stop: float, *, tid: int = 1, **ar
 
 
 def memory(at: float, total: int, device: int) -> dict[str, Any]:
-    arguments = {"Total Reserved": 0, "Total Allocated": total, "Bytes": 1, "Device Id": 0, "Device Type": device}
-    return {"ph": "i", "cat": "cpu_instant_event", "name": "[memory]", "ts": 7e12 + 1000 * at, "args": arguments}
+    arguments = {
+        "Total Reserved": 0,
+        "Total Allocated": total,
+        "Bytes": 1,
+        "Device Id": 0,
+        "Device Type": device,
+    }
+    return {
+        "ph": "i",
+        "cat": "cpu_instant_event",
+        "name": "[memory]",
+        "ts": 7e12 + 1000 * at,
+        "args": arguments,
+    }
 
 
 PHASES = [
@@ -60,18 +74,34 @@ def test_a_trace_of_a_gpu() -> None:
         event("cuda_driver", "cuLaunchKernelEx", 5, 5.1, tid=2, correlation=6),
         event("cuda_runtime", "cudaMemcpyAsync", 12, 12.1, correlation=7),
         event("kernel", "gemm", 3, 12, tid=7, correlation=5, stream=7),
-        event("kernel", "ncclDevKernel_AllReduce_Sum_f32_RING_LL(...)", 8, 16, tid=20, correlation=6, stream=20),
+        event(
+            "kernel",
+            "ncclDevKernel_AllReduce_Sum_f32_RING_LL(...)",
+            8,
+            16,
+            tid=20,
+            correlation=6,
+            stream=20,
+        ),
         event("gpu_memcpy", "Memcpy DtoH", 17, 18, tid=7, correlation=7, stream=7),
         event("gpu_user_annotation", "update", 3, 16, tid=7),
         {"ph": "s", "cat": "ac2g", "name": "ac2g", "id": 5, "ts": 7e12, "pid": 9, "tid": 1},
     ]
     sizes = [memory(1, 5, 0), memory(2, 300, 1), memory(3, 100, 1), memory(11, 200, 1)]
     summary = summarize([*ran, *OPERATORS, *PHASES, *sizes], 3, 1, "cuda")
-    assert (summary.step, summary.rank, summary.events) == (3, 1, len(ran) + len(PHASES) + len(OPERATORS) + 4)
+    assert (summary.step, summary.rank, summary.events) == (
+        3,
+        1,
+        len(ran) + len(PHASES) + len(OPERATORS) + 4,
+    )
     update, optimizer = summary.phases["update"], summary.phases["optimizer"]
     assert (update.seconds, optimizer.seconds) == pytest.approx((0.014, 0.010))
-    assert (update.computing, update.collectives, update.waiting) == pytest.approx((0.007, 0.002, 0))
-    assert (optimizer.computing, optimizer.collectives, optimizer.waiting) == pytest.approx((0.003, 0.006, 0.004))
+    assert (update.computing, update.collectives, update.waiting) == pytest.approx(
+        (0.007, 0.002, 0)
+    )
+    assert (optimizer.computing, optimizer.collectives, optimizer.waiting) == pytest.approx(
+        (0.003, 0.006, 0.004)
+    )
     assert update.parts == pytest.approx({"forward": 0.003, "backward": 0.005})
     assert [(name[:6], round(seconds, 6), calls) for name, seconds, calls in update.kernels] == [
         ("gemm", 0.009, 1),
@@ -89,7 +119,9 @@ def test_a_trace_of_a_cpu() -> None:
     sent = event("user_annotation", "gloo:all_reduce", 7, 12.5, tid=30)
     phases = summarize([*PHASES, *OPERATORS, sent, memory(1, 50, 0)], 1, 0, "cpu").phases
     assert (phases["update"].computing, phases["update"].waiting) == pytest.approx((0.007, 0.002))
-    assert (phases["optimizer"].computing, phases["optimizer"].waiting) == pytest.approx((0.001, 0.002))
+    assert (phases["optimizer"].computing, phases["optimizer"].waiting) == pytest.approx(
+        (0.001, 0.002)
+    )
     assert (phases["update"].peak_bytes, phases["optimizer"].peak_bytes) == (50, None)
     assert phases["update"].kernels == []
     assert summarize([], 1, 0, "cpu").phases == {}
@@ -106,8 +138,12 @@ def recorded(profiler: Profiler, step: int = 3) -> None:
         x.sum()
 
 
-def made(folder: Path, said: list[str], steps: tuple[int, ...] = (3,), *, memory: bool = True) -> Profiler:
-    return Profiler(ProfileSection(steps=steps, memory=memory), folder, Mesh.solo(), Progress(), said.append)
+def made(
+    folder: Path, said: list[str], steps: tuple[int, ...] = (3,), *, memory: bool = True
+) -> Profiler:
+    return Profiler(
+        ProfileSection(steps=steps, memory=memory), folder, Mesh.solo(), Progress(), said.append
+    )
 
 
 def test_a_step_is_recorded(tmp_path: Path) -> None:
@@ -150,7 +186,9 @@ def test_a_profile_that_fails_is_a_warning(what: str, tmp_path: Path) -> None:
         recorded(profiler)
     else:
         name = {"export": "export_chrome_trace"}.get(what, what)
-        with mock.patch.object(torch.profiler.profile, name, side_effect=RuntimeError("odd\nerror")):
+        with mock.patch.object(
+            torch.profiler.profile, name, side_effect=RuntimeError("odd\nerror")
+        ):
             recorded(profiler)
         torch._C._autograd._disable_profiler() if what == "stop" else None
     cause = "NotADirectoryError: " if what == "folder" else "RuntimeError: odd error"
@@ -199,7 +237,9 @@ def test_wrong_steps_are_refused(steps: Any, words: str) -> None:
 
 def test_right_steps() -> None:
     data = {**RECIPE["data"], "epochs": 9}  # type: ignore[dict-item]
-    assert make_recipe({**RECIPE, "trainer": {"profile": {"steps": 3}}}).trainer.profile.steps == (3,)
-    assert make_recipe({**RECIPE, "data": data, "trainer": {"profile": {"steps": [300]}}}).trainer.profile.steps == (
-        300,
+    assert make_recipe({**RECIPE, "trainer": {"profile": {"steps": 3}}}).trainer.profile.steps == (
+        3,
     )
+    assert make_recipe(
+        {**RECIPE, "data": data, "trainer": {"profile": {"steps": [300]}}}
+    ).trainer.profile.steps == (300,)

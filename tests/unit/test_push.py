@@ -43,7 +43,12 @@ def servers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def pusher(servers: list[Any], transport: Any, directory: Path, **options: Any) -> Pusher:
-    section = PushSection(transport=transport, directory=str(directory), timeout=options.pop("timeout", 5.0), **options)
+    section = PushSection(
+        transport=transport,
+        directory=str(directory),
+        timeout=options.pop("timeout", 5.0),
+        **options,
+    )
     return Pusher([Client(server.url) for server in servers], section, kind="vllm")
 
 
@@ -67,7 +72,9 @@ def serves(server: Any, version: int) -> bool:
     given = dict(weights(version))
     for whole, parts in server.worker.model.parts.items():
         got = server.worker.model.values[whole]
-        if not torch.equal(got.view(torch.uint8), torch.cat([given[part] for part in parts]).view(torch.uint8)):
+        if not torch.equal(
+            got.view(torch.uint8), torch.cat([given[part] for part in parts]).view(torch.uint8)
+        ):
             return False
     return server.worker.version == str(version) and not server.worker.paused
 
@@ -116,7 +123,10 @@ def test_a_server_that_hangs_costs_its_own_time_alone(
 ) -> None:
     good, bad = servers("nccl"), servers("nccl")
     monkeypatch.setattr("dovetail.rollout.remote.push_vllm.SETTLE", 0.2)
-    made, over = small(pusher([good, bad], "nccl", tmp_path, timeout=1.5), monkeypatch), threading.Event()
+    made, over = (
+        small(pusher([good, bad], "nccl", tmp_path, timeout=1.5), monkeypatch),
+        threading.Event(),
+    )
     bad.faults = {("/update_weights", 3): lambda _: over.wait(60) and None}
     results = made.push(weights(1), 1)
     assert results[0] is None and serves(good, 1)
@@ -157,7 +167,13 @@ def test_a_trainer_that_dies_in_a_push_leaves_a_server_that_takes_the_next(
 
 
 def test_by_gloo_between_two_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    command = [sys.executable, "-m", "tests.unit.vllm_stand_in", "dovetail_nccl", json.dumps(SHAPES)]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.unit.vllm_stand_in",
+        "dovetail_nccl",
+        json.dumps(SHAPES),
+    ]
     process = popen(template, command, stderr=None, stdin=-1)
     assert process.stdout is not None and process.stdin is not None
     client = Client(process.stdout.readline().strip())
@@ -165,8 +181,12 @@ def test_by_gloo_between_two_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert made.push(weights(5), 5) == [None] and made.push(weights(6), 6) == [None]
     expected = stand_in.Model(SHAPES)
     given = dict(weights(6))
-    expected.values = {whole: torch.cat([given[part] for part in parts]) for whole, parts in expected.parts.items()}
-    assert client.post("/weight_checker", {"action": "checksum"})["checksums"] == stand_in.digests(expected)
+    expected.values = {
+        whole: torch.cat([given[part] for part in parts]) for whole, parts in expected.parts.items()
+    }
+    assert client.post("/weight_checker", {"action": "checksum"})["checksums"] == stand_in.digests(
+        expected
+    )
     assert client.get("/weight_info") == {"weight_version": "6"}
     made.close()
     process.stdin.close()

@@ -56,14 +56,19 @@ def held(tp: int) -> dict[str, str]:
             "model.norm.weight": [W["model.norm.weight"]],
             LAYER + "input_layernorm.weight": [W["input_layernorm.weight"]],
             LAYER + "self_attn.o_proj.weight": [W["self_attn.o_proj.weight"][:, mine]],
-            LAYER + "mlp.gate_up_proj.weight": [W["mlp.gate_proj.weight"][cut], W["mlp.up_proj.weight"][cut]],
+            LAYER + "mlp.gate_up_proj.weight": [
+                W["mlp.gate_proj.weight"][cut],
+                W["mlp.up_proj.weight"][cut],
+            ],
             LAYER + "mlp.down_proj.weight": [W["mlp.down_proj.weight"][:, cut]],
         }
         for kind in ("weight", "bias"):
             q, k, v = (W[f"self_attn.{x}_proj.{kind}"] for x in "qkv")
             parts[LAYER + f"self_attn.qkv_proj.{kind}"] = [q[mine], k[keys], v[keys]]
         for name, pieces in parts.items():
-            data = b"".join(piece.contiguous().view(torch.uint8).numpy().tobytes() for piece in pieces)
+            data = b"".join(
+                piece.contiguous().view(torch.uint8).numpy().tobytes() for piece in pieces
+            )
             found[f"dp0:pp0:pcp0:tp{rank}:{name}"] = hashlib.sha256(data).hexdigest()
     return found
 
@@ -81,9 +86,9 @@ def test_digests_are_those_of_fused_and_cut_parameters(tp: int) -> None:
     assert expected().problems(tp, answer) == ([], set())
     for name in answer:
         assert expected().problems(tp, {**answer, name: "0" * 64}) == ([name], set())
-    assert expected().problems(tp, {**answer, "dp0:pp0:pcp0:tp0:model.layers.0.mlp.experts.w13_weight": "1"})[1] == {
-        "dp0:pp0:pcp0:tp0:model.layers.0.mlp.experts.w13_weight"
-    }
+    assert expected().problems(
+        tp, {**answer, "dp0:pp0:pcp0:tp0:model.layers.0.mlp.experts.w13_weight": "1"}
+    )[1] == {"dp0:pp0:pcp0:tp0:model.layers.0.mlp.experts.w13_weight"}
     emptied = next(name for name in answer if "down_proj" in name)
     assert expected().problems(tp, {**answer, emptied: EMPTY}) == ([], {emptied})
 
@@ -117,7 +122,10 @@ def test_servers_that_differ_are_not_used() -> None:
     pusher = Pusher([], PushSection(proof="checker"), kind="vllm", device="cuda")
     right = held(1)
     wrong = {**right, "dp0:pp0:pcp0:tp0:model.norm.weight": "0" * 64}
-    other, third = {**right, "dp0:pp0:pcp0:tp0:experts": "a"}, {**right, "dp0:pp0:pcp0:tp0:experts": "b"}
+    other, third = (
+        {**right, "dp0:pp0:pcp0:tp0:experts": "a"},
+        {**right, "dp0:pp0:pcp0:tp0:experts": "b"},
+    )
     assert compared(right, right) == []
     assert compared(right, wrong) == [1]
     assert compared(other, third) == [0, 1], "nobody knows which is right"

@@ -20,7 +20,9 @@ from tests.unit import vllm_stand_in as stand_in
 SIGNATURES = json.loads(Path(__file__).with_name("vllm_signatures.json").read_text())
 BUCKET = 4096
 WEIGHTS = {
-    f"model.layers.{i}.{name}": torch.randn(shape, generator=torch.Generator().manual_seed(i)).to(dtype)
+    f"model.layers.{i}.{name}": torch.randn(shape, generator=torch.Generator().manual_seed(i)).to(
+        dtype
+    )
     for i in range(6)
     for name, shape, dtype in (
         ("input_layernorm.weight", (37,), torch.bfloat16),
@@ -40,7 +42,9 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
     for name in ("dovetail_vllm.engines", "dovetail_vllm"):  # made anew on this test's stand-in
         monkeypatch.delitem(importlib.import_module("sys").modules, name, raising=False)
     monkeypatch.setattr(stand_in.WeightTransferEngineFactory, "_registry", {})
-    return stand_in.Worker("dovetail_file", stand_in.Model({name: tuple(t.shape) for name, t in WEIGHTS.items()}))
+    return stand_in.Worker(
+        "dovetail_file", stand_in.Model({name: tuple(t.shape) for name, t in WEIGHTS.items()})
+    )
 
 
 class Sender:
@@ -59,9 +63,16 @@ class Sender:
     @staticmethod
     def update(bucket: Bucket, path: Path) -> dict[str, Any]:
         rows = [list(row) for row in bucket.entries]
-        return {"bucket": bucket.number, "num_bytes": len(bucket.data), "tensors": rows, "file": str(path)}
+        return {
+            "bucket": bucket.number,
+            "num_bytes": len(bucket.data),
+            "tensors": rows,
+            "file": str(path),
+        }
 
-    def send(self, worker: Any, updates: list[dict[str, Any]] | None = None, manifest: Any = None) -> None:
+    def send(
+        self, worker: Any, updates: list[dict[str, Any]] | None = None, manifest: Any = None
+    ) -> None:
         worker.start()
         for update in self.updates if updates is None else updates:
             worker.update(update)
@@ -72,7 +83,9 @@ class Sender:
 def check(worker: Any) -> None:
     for whole, parts in worker.model.parts.items():
         got = worker.model.values[whole]
-        assert torch.equal(got.view(torch.uint8), torch.cat([WEIGHTS[part] for part in parts]).view(torch.uint8)), whole
+        assert torch.equal(
+            got.view(torch.uint8), torch.cat([WEIGHTS[part] for part in parts]).view(torch.uint8)
+        ), whole
 
 
 def test_flipped_bytes(engine: Any, tmp_path: Path) -> None:
@@ -104,7 +117,10 @@ def test_swapped_missing_and_repeated_buckets(engine: Any, tmp_path: Path) -> No
         missing.pop(i)
         repeated.insert(j, repeated[i])
         bytes_swapped = [{**update} for update in sender.updates]
-        bytes_swapped[i]["file"], bytes_swapped[j]["file"] = bytes_swapped[j]["file"], bytes_swapped[i]["file"]
+        bytes_swapped[i]["file"], bytes_swapped[j]["file"] = (
+            bytes_swapped[j]["file"],
+            bytes_swapped[i]["file"],
+        )
         for updates in (swapped, missing, repeated, bytes_swapped):
             renumbered = [{**update, "bucket": n} for n, update in enumerate(updates)]
             if attempt % 2 and updates in (missing, repeated):
@@ -123,7 +139,10 @@ def test_swapped_missing_and_repeated_buckets(engine: Any, tmp_path: Path) -> No
         (lambda rows: rows.pop(3), "v_proj.weight: not announced"),
         (lambda rows: rows[3].__setitem__(1, "float16"), "v_proj.weight: not as announced"),
         (lambda rows: rows[3].__setitem__(2, [37, 8]), "v_proj.weight: not as announced"),
-        (lambda rows: rows.append(["model.extra", "float32", [1], "0" * 16]), "model.extra: missing"),
+        (
+            lambda rows: rows.append(["model.extra", "float32", [1], "0" * 16]),
+            "model.extra: missing",
+        ),
         (lambda rows: rows.append(rows[0]), "repeats a name"),
     ],
 )
@@ -138,7 +157,10 @@ def test_manifests(engine: Any, tmp_path: Path, change: Any, says: str) -> None:
 def test_entries_that_do_not_fit_their_bucket(engine: Any, tmp_path: Path) -> None:
     sender = Sender(tmp_path)
     for column, value in ((1, "complex64"), (2, [1 << 40]), (2, [-1]), (3, -8), (3, 1)):
-        update = {**sender.updates[0], "tensors": [list(row) for row in sender.updates[0]["tensors"]]}
+        update = {
+            **sender.updates[0],
+            "tensors": [list(row) for row in sender.updates[0]["tensors"]],
+        }
         update["tensors"][1][column] = value
         with pytest.raises(ValueError, match=r"q_proj\.weight: "):
             sender.send(engine, [update])
@@ -153,7 +175,9 @@ def test_parameters_that_nothing_fills(engine: Any, tmp_path: Path) -> None:
         Sender(tmp_path).send(engine)
 
 
-def test_an_update_without_its_manifest_does_not_end_and_can_be_left(engine: Any, tmp_path: Path) -> None:
+def test_an_update_without_its_manifest_does_not_end_and_can_be_left(
+    engine: Any, tmp_path: Path
+) -> None:
     sender = Sender(tmp_path)
     engine.start()
     engine.update(sender.updates[0])

@@ -29,7 +29,11 @@ def spelled_out(data: bytes) -> str:
 
 def tensor(size: int, dtype: torch.dtype) -> torch.Tensor:
     raw = torch.randint(
-        0, 256, (size * dtype.itemsize,), dtype=torch.uint8, generator=torch.Generator().manual_seed(size)
+        0,
+        256,
+        (size * dtype.itemsize,),
+        dtype=torch.uint8,
+        generator=torch.Generator().manual_seed(size),
     )
     return raw.bool() if dtype is torch.bool else raw.view(dtype)
 
@@ -42,7 +46,11 @@ def test_all_definitions_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(PLUGIN))
     plugin = importlib.import_module("dovetail_vllm.sums")
     tensors = [tensor(size, dtype) for size in SIZES for dtype in DTYPES]
-    tensors += [torch.tensor(2.5), tensor(60, torch.bfloat16).view(6, 10).t(), tensor(99, torch.int8)[3:]]
+    tensors += [
+        torch.tensor(2.5),
+        tensor(60, torch.bfloat16).view(6, 10).t(),
+        tensor(99, torch.int8)[3:],
+    ]
     expected = [spelled_out(bytes_of(one)) for one in tensors]
     assert sums_of(tensors) == expected
     assert plugin.sums_of(tensors) == expected
@@ -50,7 +58,9 @@ def test_all_definitions_agree(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_kernel_has_the_definition_s_bits() -> None:
     pytest.importorskip("triton")
-    for got, expected in json.loads(output_of(template, "tests.unit.sum_words", TRITON_INTERPRET="1")):
+    for got, expected in json.loads(
+        output_of(template, "tests.unit.sum_words", TRITON_INTERPRET="1")
+    ):
         assert got == expected
 
 

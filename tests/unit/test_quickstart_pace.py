@@ -41,7 +41,9 @@ def test_what_a_run_shows() -> None:
     """Of few steps, and never of a budget that was passed."""
     slow = [{"step": 1, "step_seconds": 600.0, "reward_mean": 0.1}]
     told = pace.conclude(slow, 2)
-    assert told.startswith("1 of 40 steps were made, in 600 s, more than the 330 s meant. So few steps show that")
+    assert told.startswith(
+        "1 of 40 steps were made, in 600 s, more than the 330 s meant. So few steps show that"
+    )
     assert "All 40 steps of 16 prompts would take about 3200 minutes: " in told
     assert told.endswith("python -m examples.quickstart trainer.time_budget_seconds=null")
     assert "meant" not in pace.conclude([{**slow[0], "step_seconds": 60.0}] * 3, 2)

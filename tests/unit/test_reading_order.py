@@ -40,7 +40,9 @@ def entered(folder: Path) -> list[str]:
             engine.train_step(batch, token_mean)
         finally:
             sys.setprofile(None)
-    return sorted(str(Path(file).relative_to(PACKAGE)) for file in files if file.startswith(str(PACKAGE)))
+    return sorted(
+        str(Path(file).relative_to(PACKAGE)) for file in files if file.startswith(str(PACKAGE))
+    )
 
 
 def test_a_training_step_enters_few_files_and_contributing_lists_them(tmp_path: Path) -> None:

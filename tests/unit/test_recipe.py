@@ -16,7 +16,11 @@ from dovetail.recipe.schema import Recipe, known_keys, load_recipe, make_recipe
 from dovetail.recipe.tracking import LoggerSection
 from dovetail.recipe.yaml import parse_overrides
 
-SMALLEST: dict[str, Any] = {"model": {"path": "M"}, "data": {"train": "rows.jsonl"}, "run_dir": "runs/x"}
+SMALLEST: dict[str, Any] = {
+    "model": {"path": "M"},
+    "data": {"train": "rows.jsonl"},
+    "run_dir": "runs/x",
+}
 ENDLESS: list[Any] = []
 ENDLESS.append(ENDLESS)
 
@@ -56,8 +60,16 @@ def test_yaml_round_trip(tmp_path: Path) -> None:
 
 
 def test_precedence_and_spellings(tmp_path: Path) -> None:
-    path = write(tmp_path, yaml.safe_dump({**SMALLEST, "layout": {"tp": 4, "dp": 2}, "optim": {"lr": 1.0}}))
-    tokens = ["layout.tp=3", "optim.lr=1e-5", "trainer.loggers=[wandb]", "data.eval=null", "critic.layout.tp=2"]
+    path = write(
+        tmp_path, yaml.safe_dump({**SMALLEST, "layout": {"tp": 4, "dp": 2}, "optim": {"lr": 1.0}})
+    )
+    tokens = [
+        "layout.tp=3",
+        "optim.lr=1e-5",
+        "trainer.loggers=[wandb]",
+        "data.eval=null",
+        "critic.layout.tp=2",
+    ]
     recipe = load_recipe(path, tokens, {"layout.tp": 2})
     assert recipe.layout.to_layout() == Layout(tp=2, dp=2)
     assert recipe.optim.lr == 1e-5
@@ -78,7 +90,9 @@ def test_the_estimator_of_a_kl_term_is_the_one_that_pulls_where_it_is(name: str)
     for place, kind in (("reward", "k1"), ("loss", "k3")):
         algorithm = make_recipe({**SMALLEST, "algorithm": {"name": name, "kl_in": place}}).algorithm
         assert isinstance(algorithm, PolicyGradient) and algorithm.kl_estimator == kind, place
-        given = make_recipe({**SMALLEST, "algorithm": {"name": name, "kl_in": place, "kl_estimator": "k2"}}).algorithm
+        given = make_recipe(
+            {**SMALLEST, "algorithm": {"name": name, "kl_in": place, "kl_estimator": "k2"}}
+        ).algorithm
         assert isinstance(given, PolicyGradient) and given.kl_estimator == "k2"
 
 
@@ -94,11 +108,20 @@ def test_sections_are_frozen() -> None:
             {"optim": {"lrr": 1.0}},
             "unknown key optim.lrr; did you mean optim.lr? (keys of optim: name, import,",
         ),
-        ({"optim": {"learning_rate": 1.0}}, "unknown key optim.learning_rate; learning_rate is TRL's, here optim.lr"),
+        (
+            {"optim": {"learning_rate": 1.0}},
+            "unknown key optim.learning_rate; learning_rate is TRL's, here optim.lr",
+        ),
         ({"trainer": {"lr": 1.0}}, "unknown key trainer.lr; did you mean optim.lr?"),
         ({"optimizer": {}}, "unknown key optimizer; optimizer: here optim.name"),
-        ({"critic": {"layout": {"tpp": 2}}}, "unknown key critic.layout.tpp; did you mean critic.layout.tp?"),
-        ({"algorithm": {"gamma": 0.9}}, "algorithm.gamma does not belong to this algorithm: discount"),
+        (
+            {"critic": {"layout": {"tpp": 2}}},
+            "unknown key critic.layout.tpp; did you mean critic.layout.tp?",
+        ),
+        (
+            {"algorithm": {"gamma": 0.9}},
+            "algorithm.gamma does not belong to this algorithm: discount",
+        ),
         (
             {"algorithm": {"betta": 1.0}},
             "scale_by_std, drop_zero_std_groups, max_num_gen_batches)",
@@ -119,22 +142,37 @@ def test_sections_are_frozen() -> None:
             {"algorithm": {"name": "dapo"}},
             "clip_high: 0.28, drop_zero_std_groups: true, max_num_gen_batches: 10, overlong_buffer: 16}",
         ),
-        ({"algorithm": {"name": "ppoo"}}, "algorithm.name is 'ppoo'; expected one of 'sft', 'grpo', 'ppo', 'rloo'"),
+        (
+            {"algorithm": {"name": "ppoo"}},
+            "algorithm.name is 'ppoo'; expected one of 'sft', 'grpo', 'ppo', 'rloo'",
+        ),
         ({"optim": {"lr": "fast"}}, "optim.lr is 'fast'; expected a valid number"),
         ({"optim": {"lr": 0}}, "optim.lr is 0; expected greater than 0"),
         ({"optim": {"lr": float("nan")}}, "optim.lr is nan; expected a finite number"),
         ({"optim": {"betas": [0.9, 1.0]}}, "optim.betas is 1.0; expected less than 1"),
         ({"optim": {"betas": [0.9]}}, "optim.betas is [0.9]; expected 2 values"),
-        ({"optim": {"betas": [0.9, 0.9, 0.9]}}, "optim.betas is [0.9, 0.9, 0.9]; Tuple should have at most 2 items"),
+        (
+            {"optim": {"betas": [0.9, 0.9, 0.9]}},
+            "optim.betas is [0.9, 0.9, 0.9]; Tuple should have at most 2 items",
+        ),
         ({"layout": {"dp": 0}}, "layout.dp is 0; expected greater than 0 or 'auto'"),
         ({"layout": {"tp": True}}, "layout.tp is True; expected a valid integer"),
         ({"model": {}}, "model.path is missing; expected HF directory"),
         ({"optim": 3}, "optim is 3; expected a mapping of keys"),
-        ({"model": {"path": "M", "dtype": "fp16"}}, "model.dtype is 'fp16'; expected 'float32' or 'bfloat16'"),
+        (
+            {"model": {"path": "M", "dtype": "fp16"}},
+            "model.dtype is 'fp16'; expected 'float32' or 'bfloat16'",
+        ),
         ({"rollout": {"samples_per_prompt": 1}}, "rollout.samples_per_prompt is 1; grpo compares"),
-        ({"algorithm": {"num_mini_batches": 129}}, "algorithm.num_mini_batches is 129, but a step has only 128 rows"),
+        (
+            {"algorithm": {"num_mini_batches": 129}},
+            "algorithm.num_mini_batches is 129, but a step has only 128 rows",
+        ),
         ({"reward": {"name": "format", "import": "a:b"}}, "reward: give name or import, not both"),
-        ({"reward": {"import": "a.b"}}, "reward.import: 'a.b'; expected module:function, such as mine:score"),
+        (
+            {"reward": {"import": "a.b"}},
+            "reward.import: 'a.b'; expected module:function, such as mine:score",
+        ),
         (
             {"reward": {"options": {"x": b"\x80"}}},
             "reward.options: expected text, numbers, lists and mappings, as JSON",
@@ -143,11 +181,26 @@ def test_sections_are_frozen() -> None:
             {"reward": {"options": {"x": ENDLESS}}},
             "reward.options: expected text, numbers, lists and mappings, as JSON",
         ),
-        ({"algorithm": {"clip_high": 1e300}}, "algorithm.clip_high is 1e+300; expected less than or equal to"),
-        ({"algorithm": {"name": "ppo", "value_clip": 1e300}}, "value_clip is 1e+300; expected less than or equal to"),
-        ({"trainer": {"mlp_tile_tokens": 1 << 70}}, "mlp_tile_tokens is 1180591620717411303424; expected less than"),
-        ({"run_dir": "a\0b"}, "run_dir: 'a\\x00b' holds a character that no name of a file may have"),
-        ({"data": {"train": "\ud800"}}, "data.train: '\\ud800' holds a character that no name of a file may have"),
+        (
+            {"algorithm": {"clip_high": 1e300}},
+            "algorithm.clip_high is 1e+300; expected less than or equal to",
+        ),
+        (
+            {"algorithm": {"name": "ppo", "value_clip": 1e300}},
+            "value_clip is 1e+300; expected less than or equal to",
+        ),
+        (
+            {"trainer": {"mlp_tile_tokens": 1 << 70}},
+            "mlp_tile_tokens is 1180591620717411303424; expected less than",
+        ),
+        (
+            {"run_dir": "a\0b"},
+            "run_dir: 'a\\x00b' holds a character that no name of a file may have",
+        ),
+        (
+            {"data": {"train": "\ud800"}},
+            "data.train: '\\ud800' holds a character that no name of a file may have",
+        ),
     ],
 )
 def test_mistakes_name_key_value_and_expectation(change: dict[str, Any], message: str) -> None:
@@ -176,14 +229,20 @@ def test_the_nearest_key(given: str, ours: str) -> None:
 
 def test_nothing_is_suggested_for_what_is_like_no_key() -> None:
     for name in ("zzzz", "a"):
-        with pytest.raises(ConfigError, match=rf"unknown key {name} \(keys of a recipe: model, layout,"):
+        with pytest.raises(
+            ConfigError, match=rf"unknown key {name} \(keys of a recipe: model, layout,"
+        ):
             make_recipe({**SMALLEST, name: 1})
 
 
 def test_all_mistakes_come_together() -> None:
     with pytest.raises(ConfigError) as caught:
         make_recipe({**SMALLEST, "optim": {"lr": "x"}, "trainer": {"steps": 0, "stepz": 1}})
-    for message in ("optim.lr is 'x'", "trainer.steps is 0", "unknown key trainer.stepz; did you mean trainer.steps?"):
+    for message in (
+        "optim.lr is 'x'",
+        "trainer.steps is 0",
+        "unknown key trainer.stepz; did you mean trainer.steps?",
+    ):
         assert f"\n  - {message}" in str(caught.value)
 
 
@@ -192,15 +251,24 @@ def test_all_mistakes_come_together() -> None:
     [
         ("model: [", "is not valid YAML"),
         ("- a", "holds a list; expected a mapping of sections"),
-        ("on: 2", "recipe.yaml': the key True is not text; expected the name of a section"),  # as YAML reads it
+        (
+            "on: 2",
+            "recipe.yaml': the key True is not text; expected the name of a section",
+        ),  # as YAML reads it
         (yaml.safe_dump({**SMALLEST, "optim": {7: 2}}), "optim is 7; Keys should be strings"),
         ("optim: {lr: 1, lr: 2}", "the key 'lr' is given twice"),
         (
             "optim:\n  lr: 1\n  eps: 2\n  lr: 2\n",
             "recipe.yaml' is not valid YAML: line 4, column 3: the key 'lr' is given twice\n      lr: 2\n      ^",
         ),
-        ("a: b\n  c: d\n", "recipe.yaml' is not valid YAML: line 2, column 4: mapping values are not allowed here\n"),
-        ("a: [\n", "line 2, column 1: expected the node content, but found '<stream end>' (while parsing a flow node)"),
+        (
+            "a: b\n  c: d\n",
+            "recipe.yaml' is not valid YAML: line 2, column 4: mapping values are not allowed here\n",
+        ),
+        (
+            "a: [\n",
+            "line 2, column 1: expected the node content, but found '<stream end>' (while parsing a flow node)",
+        ),
         ("a: \0", "special characters are not allowed: the character '\\x00' at place 3"),
         ("x: !!python/object/apply:os.system [ls]", "is not valid YAML"),
     ],
@@ -241,7 +309,10 @@ def test_numbers_without_a_point_are_numbers() -> None:
 
 def test_a_whole_number_with_an_exponent_counts_and_measures(tmp_path: Path) -> None:
     path = write(tmp_path, yaml.safe_dump(SMALLEST))
-    recipe = load_recipe(path, ["trainer.steps=1e3", "rollout.max_new_tokens=1.5e2", "optim.lr=1e0", "optim.eps=1e-8"])
+    recipe = load_recipe(
+        path,
+        ["trainer.steps=1e3", "rollout.max_new_tokens=1.5e2", "optim.lr=1e0", "optim.eps=1e-8"],
+    )
     assert (recipe.trainer.steps, recipe.rollout.max_new_tokens) == (1000, 150)
     assert (recipe.optim.lr, recipe.optim.eps) == (1.0, 1e-8)
     assert load_recipe(write(tmp_path, recipe.to_yaml())) == recipe
@@ -251,7 +322,9 @@ def test_a_whole_number_with_an_exponent_counts_and_measures(tmp_path: Path) -> 
 
 
 def test_one_logger_needs_no_list() -> None:
-    assert make_recipe({**SMALLEST, "trainer": {"loggers": "wandb"}}).trainer.loggers == (LoggerSection(name="wandb"),)
+    assert make_recipe({**SMALLEST, "trainer": {"loggers": "wandb"}}).trainer.loggers == (
+        LoggerSection(name="wandb"),
+    )
     with pytest.raises(ConfigError, match="expected 'wandb', 'mlflow'"):
         make_recipe({**SMALLEST, "trainer": {"loggers": "wandbs"}})
 
@@ -263,10 +336,14 @@ def test_every_key_is_described() -> None:
     assert [key.name for key in described.values() if not key.text] == []
 
 
-@pytest.mark.parametrize("key", ["model.path", "critic.path", "reference.path", "data.train", "data.eval", "run_dir"])
+@pytest.mark.parametrize(
+    "key", ["model.path", "critic.path", "reference.path", "data.train", "data.eval", "run_dir"]
+)
 def test_a_home_directory_is_written_out(key: str) -> None:
     """Or a run would write into a folder of the name ~, here."""
-    whole = re.escape(f"recipe: {key}: '~/x' begins with ~, which only a shell replaces; write the whole path")
+    whole = re.escape(
+        f"recipe: {key}: '~/x' begins with ~, which only a shell replaces; write the whole path"
+    )
     with pytest.raises(ConfigError, match=f"^{whole}$"):
         make_recipe(merge_at(key, "~/x"))
     make_recipe(merge_at(key, "./~/x"))
@@ -275,7 +352,11 @@ def test_a_home_directory_is_written_out(key: str) -> None:
 def merge_at(key: str, value: str) -> dict[str, Any]:
     """The smallest recipe with one more key."""
     section, _, leaf = key.rpartition(".")
-    return {**SMALLEST, section: {**SMALLEST.get(section, {}), leaf: value}} if section else {**SMALLEST, leaf: value}
+    return (
+        {**SMALLEST, section: {**SMALLEST.get(section, {}), leaf: value}}
+        if section
+        else {**SMALLEST, leaf: value}
+    )
 
 
 def test_merged_keys_give_way_to_own_ones(tmp_path: Path) -> None:
@@ -299,7 +380,11 @@ def test_an_override_changes_its_own_section_where_two_are_one_alias(tmp_path: P
 
 
 def test_text_that_looks_like_a_number_stays_text(tmp_path: Path) -> None:
-    given = {**SMALLEST, "run_dir": "1e3", "reward": {"options": {"a": "1e-6", "b": "1.5e2", "c": 1e-6, "d": "2"}}}
+    given = {
+        **SMALLEST,
+        "run_dir": "1e3",
+        "reward": {"options": {"a": "1e-6", "b": "1.5e2", "c": 1e-6, "d": "2"}},
+    }
     recipe = make_recipe(given)
     assert load_recipe(write(tmp_path, recipe.to_yaml())) == recipe
 
@@ -317,7 +402,10 @@ def bomb(reference: str, first: str) -> str:
 
 
 BOMBS = {
-    "anchors": (bomb("[{}]", "[1, 2]"), "line 5, column 5: more than 10000 values, with those of every alias"),
+    "anchors": (
+        bomb("[{}]", "[1, 2]"),
+        "line 5, column 5: more than 10000 values, with those of every alias",
+    ),
     "merges": (bomb("{{<<: [{}]}}", "{a: 1}"), "more than 10000 values, with those of every alias"),
     "chain": (
         "\n".join(f"x{i}: &x{i} [{f'*x{i - 1}' if i else 1}]" for i in range(99)),
@@ -335,7 +423,9 @@ BOMBS = {
 
 
 @pytest.mark.parametrize("name", BOMBS)
-def test_recipes_that_would_take_minutes_or_the_memory_are_refused_at_once(name: str, tmp_path: Path) -> None:
+def test_recipes_that_would_take_minutes_or_the_memory_are_refused_at_once(
+    name: str, tmp_path: Path
+) -> None:
     text, words = BOMBS[name]
     path, begun = write(tmp_path, text), time.process_time()
     with pytest.raises(ConfigError, match=re.escape(words)) as caught:
@@ -346,29 +436,54 @@ def test_recipes_that_would_take_minutes_or_the_memory_are_refused_at_once(name:
 
 @pytest.mark.parametrize(
     "value",
-    ["!!int x", "!!int ''", "!!float ''", "!!float x", "!!bool maybe", "!!timestamp x", "!!timestamp 2025-99-99"],
+    [
+        "!!int x",
+        "!!int ''",
+        "!!float ''",
+        "!!float x",
+        "!!bool maybe",
+        "!!timestamp x",
+        "!!timestamp 2025-99-99",
+    ],
 )
 def test_tags_that_do_not_fit_are_refused(value: str, tmp_path: Path) -> None:
     kind = value.partition(" ")[0].strip("!")
-    with pytest.raises(ConfigError, match=f"line 1, column 18: '.*' is no {kind}; quote what is text"):
+    with pytest.raises(
+        ConfigError, match=f"line 1, column 18: '.*' is no {kind}; quote what is text"
+    ):
         load_recipe(write(tmp_path, f"trainer: {{steps: {value}}}"))
 
 
 def test_renamed_keys_are_accepted_with_a_note(tmp_path: Path) -> None:
     path = write(tmp_path, yaml.safe_dump({**SMALLEST, "rollout": {"monitor": True, "top_k": 3}}))
     recipe = load_recipe(path, ["rollout.replay=trainer"])
-    assert (recipe.rollout.router_replay, recipe.rollout.mismatch_metrics, recipe.rollout.top_k) == ("trainer", True, 3)
+    assert (
+        recipe.rollout.router_replay,
+        recipe.rollout.mismatch_metrics,
+        recipe.rollout.top_k,
+    ) == ("trainer", True, 3)
     assert recipe.notes == (
         "rollout.monitor is now rollout.mismatch_metrics; this release still accepts the old name",
         "rollout.replay is now rollout.router_replay; this release still accepts the old name",
     )
     lasting = load_recipe(path, ["data.overlong=drop", "algorithm.minibatches=2", "trainer.keep=3"])
-    assert (lasting.data.overlong_rows, lasting.algorithm.num_mini_batches, lasting.trainer.keep_last) == ("drop", 2, 3)
+    assert (
+        lasting.data.overlong_rows,
+        lasting.algorithm.num_mini_batches,
+        lasting.trainer.keep_last,
+    ) == ("drop", 2, 3)
     path = write(tmp_path, yaml.safe_dump({**SMALLEST, "trainer": {"keep": 9}}))
-    assert [load_recipe(path, [f"trainer.{key}=3"]).trainer.keep_last for key in ("keep", "keep_last")] == [3, 3]
+    assert [
+        load_recipe(path, [f"trainer.{key}=3"]).trainer.keep_last for key in ("keep", "keep_last")
+    ] == [3, 3]
     assert "data.overlong is now data.overlong_rows; the old name stays accepted" in lasting.notes
     assert RENAMED.keys().isdisjoint(known_keys()) and set(RENAMED.values()) <= known_keys().keys()
     with pytest.raises(ConfigError, match=r"unknown key rollout\.replay; did you mean"):
         load_recipe(
-            write(tmp_path, yaml.safe_dump({**SMALLEST, "rollout": {"replay": "none", "router_replay": "none"}}))
+            write(
+                tmp_path,
+                yaml.safe_dump(
+                    {**SMALLEST, "rollout": {"replay": "none", "router_replay": "none"}}
+                ),
+            )
         )

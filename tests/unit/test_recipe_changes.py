@@ -25,7 +25,15 @@ from dovetail.run.paths import FinishedError, changed
 from dovetail.run.resume import Resumed, find
 from dovetail.run.state import RunState, random_state
 from dovetail.weights.safe_paths import MANIFEST
-from tests.commands.program import here, make_model, on_ranks, read_rows, refusal, write_recipe, write_rows
+from tests.commands.program import (
+    here,
+    make_model,
+    on_ranks,
+    read_rows,
+    refusal,
+    write_recipe,
+    write_rows,
+)
 from tests.fault.training_checkpoint import state_of
 from tests.golden.job import _merged as merged
 from tests.unit.test_sharded import _forge as forge
@@ -79,7 +87,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"data": {"shuffle": False}}, "rows would be taken twice, or not at all"),
     ({"trainer": {"steps": 4}}, "trainer.steps is 4, but the run has done 5 steps already"),
     ({"critic": {"path": "other"}}, "the critic goes on from the weights that it has learned"),
-    ({"algorithm": {"num_mini_batches": 2}}, "the learning rate's schedule counts optimizer steps, and would jump"),
+    (
+        {"algorithm": {"num_mini_batches": 2}},
+        "the learning rate's schedule counts optimizer steps, and would jump",
+    ),
     ({"algorithm": {"epochs": 3}}, "algorithm.epochs was 1, is 3"),
 ]
 
@@ -95,7 +106,9 @@ def test_changes_that_a_run_survives_are_told(change: dict[str, Any]) -> None:
     refuse(found, now, step=5)
     for section, keys in change.items():
         for key, value in keys.items():
-            told = {name: pair for name, pair in found.items() if name.startswith(f"{section}.{key}")}
+            told = {
+                name: pair for name, pair in found.items() if name.startswith(f"{section}.{key}")
+            }
             assert told, f"{section}.{key} changed unseen"
             assert all(before != after for before, after in told.values())
             assert isinstance(value, dict) or any(after == value for _, after in told.values())
@@ -107,7 +120,9 @@ def test_changes_that_cannot_be_right_are_refused(change: dict[str, Any], words:
     with pytest.raises(ConfigError) as caught:
         refuse(changed(full(), now), now, step=5)
     assert words in str(caught.value)
-    assert "take them back, or start a new run (another run_dir) with model.path=" in str(caught.value)
+    assert "take them back, or start a new run (another run_dir) with model.path=" in str(
+        caught.value
+    )
 
 
 def test_under_a_constant_rate_the_updates_of_a_step_are_free() -> None:
@@ -133,7 +148,9 @@ def test_a_key_by_its_old_name_is_no_change(tmp_path: Path) -> None:
 
 def test_a_resumed_run_continues_at_its_cursor(tmp_path: Path) -> None:
     """Rows are taken once, whatever trainer.prompts_per_step was in the steps before."""
-    recipe = make_recipe(merged(BASE, {"run_dir": str(tmp_path), "trainer": {"prompts_per_step": 3}}))
+    recipe = make_recipe(
+        merged(BASE, {"run_dir": str(tmp_path), "trainer": {"prompts_per_step": 3}})
+    )
     run = RunDirectory(recipe, Mesh.solo())
     assert step_rows(recipe, 100, 0, run.first_row) == step_rows(recipe, 100, 0)
     state: Any = SimpleNamespace(step=5, cursor=20)  # of steps of 4 rows
@@ -146,9 +163,13 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a recipe of ppo and its run after two steps; tests copy it, since recipes name it by ."""
     folder = tmp_path_factory.mktemp("begun")
     make_model(folder / "model", dtype=torch.bfloat16)
-    rows = write_rows(folder / "rows.jsonl", [{"prompt": text, "answer": "c"} for text in ("ab", "cd", "ef")])
+    rows = write_rows(
+        folder / "rows.jsonl", [{"prompt": text, "answer": "c"} for text in ("ab", "cd", "ef")]
+    )
     trainer = {"steps": 2, "save_every": 1}
-    recipe = write_recipe(folder / "r.yaml", folder / "model", rows, algorithm={"name": "ppo"}, trainer=trainer)
+    recipe = write_recipe(
+        folder / "r.yaml", folder / "model", rows, algorithm={"name": "ppo"}, trainer=trainer
+    )
     assert here("train", recipe).code == 0
     shutil.rmtree(folder / "run/hf")
     return folder
@@ -165,7 +186,9 @@ def folder(begun: Path, tmp_path: Path) -> Path:
     ("override", "repeats"),
     [("trainer.save_every=1", True), ("trainer.save_every=2", True), ("optim.lr=0.5", False)],
 )
-def test_policies_are_made_again_where_no_change_moves_them(override: str, repeats: bool, begun: Path) -> None:
+def test_policies_are_made_again_where_no_change_moves_them(
+    override: str, repeats: bool, begun: Path
+) -> None:
     """Groups that later policies have sampled are of use only to them: docs/async.md."""
     recipe = load_recipe(str(begun / "r.yaml"), [override])
     keys = recipe.model_dump(mode="json", by_alias=True)
@@ -174,7 +197,9 @@ def test_policies_are_made_again_where_no_change_moves_them(override: str, repea
 
 
 def test_allowed_changes_by_command(folder: Path) -> None:
-    ended = on_ranks(2, "train", folder / "r.yaml", "optim.lr=0.5", "trainer.steps=3", "--layout", "tp=2")
+    ended = on_ranks(
+        2, "train", folder / "r.yaml", "optim.lr=0.5", "trainer.steps=3", "--layout", "tp=2"
+    )
     assert [each.code for each in ended] == [0, 0], ended
     assert "changed since then: optim.lr: 0.001 -> 0.5" in ended[0].out
     assert "changed since then: ranks: 'one' -> 'tp=2'" in ended[0].out
@@ -186,14 +211,19 @@ def test_allowed_changes_by_command(folder: Path) -> None:
     assert [row["lr"] for row in read_rows(folder / "run/metrics.jsonl")] == [1e-3, 1e-3, 0.5]
 
 
-def test_a_run_that_saved_nothing_begins_anew_with_the_changes_that_one_survives(folder: Path, begun: Path) -> None:
+def test_a_run_that_saved_nothing_begins_anew_with_the_changes_that_one_survives(
+    folder: Path, begun: Path
+) -> None:
     """What it had written is kept aside."""
     shutil.rmtree(folder / "run/checkpoints")
     config = folder / "run/config.yaml"
     config.write_text(config.read_text().replace(str(begun), str(folder)))
     shutil.copy(folder / "rows.jsonl", folder / "others.jsonl")
     for given, words in (
-        (f"data.train={folder}/others.jsonl", "it holds a run of another recipe that saved no checkpoint"),
+        (
+            f"data.train={folder}/others.jsonl",
+            "it holds a run of another recipe that saved no checkpoint",
+        ),
         ("algorithm.name=grpo", "the run cannot go on with these changes"),
     ):
         assert words in refusal(here("train", folder / "r.yaml", given))
@@ -204,11 +234,16 @@ def test_a_run_that_saved_nothing_begins_anew_with_the_changes_that_one_survives
 
 
 def other_rows(folder: Path) -> None:
-    write_rows(folder / "rows.jsonl", [{"prompt": text, "answer": "c"} for text in ("ab", "cd", "ef", "gh")])
+    write_rows(
+        folder / "rows.jsonl",
+        [{"prompt": text, "answer": "c"} for text in ("ab", "cd", "ef", "gh")],
+    )
 
 
 def other_order(folder: Path) -> None:
-    write_rows(folder / "rows.jsonl", [{"prompt": text, "answer": "c"} for text in ("cd", "ab", "ef")])
+    write_rows(
+        folder / "rows.jsonl", [{"prompt": text, "answer": "c"} for text in ("cd", "ab", "ef")]
+    )
 
 
 def other_config(folder: Path) -> None:
@@ -234,9 +269,15 @@ def flip(file: Path, where: int) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (other_rows, "the rows of data.train changed since it was saved; restore what data.train named then"),
+        (
+            other_rows,
+            "the rows of data.train changed since it was saved; restore what data.train named then",
+        ),
         (other_order, "the rows of data.train changed since it was saved"),
-        (other_config, "the model's config, tokenizer or weights changed since it was saved; restore what model.path"),
+        (
+            other_config,
+            "the model's config, tokenizer or weights changed since it was saved; restore what model.path",
+        ),
         (other_template, "the model's config, tokenizer or weights changed"),
         (other_weights, "the model's config, tokenizer or weights changed"),
     ],
@@ -254,17 +295,28 @@ def test_rows_that_were_dropped_follow_more_than_their_file(folder: Path) -> Non
     """Who lowers trainer.tokens_per_batch has other rows, and is told which keys to look at."""
     other_rows(folder)
     told = refusal(here("train", folder / "r.yaml", "data.overlong_rows=drop"))
-    assert "restore what data.train, trainer.tokens_per_batch, rollout.max_new_tokens and layouts, by which" in told
+    assert (
+        "restore what data.train, trainer.tokens_per_batch, rollout.max_new_tokens and layouts, by which"
+        in told
+    )
 
 
 def test_a_finished_run_is_not_begun_again(folder: Path) -> None:
     assert here("train", folder / "r.yaml").code == 0, "killed before its final model was written"
     ended = here("train", folder / "r.yaml")
-    assert (ended.code, ended.err.count("\n")) == (0, 1) and "holds this run, which is finished" in ended.err, ended
+    assert (ended.code, ended.err.count("\n")) == (
+        0,
+        1,
+    ) and "holds this run, which is finished" in ended.err, ended
     ended = here("train", folder / "r.yaml", "trainer.keep_last=5", "trainer.loggers=[tensorboard]")
-    assert ended.code == 0 and "holds this run, which is finished" in ended.err, "no number of it would be another"
+    assert ended.code == 0 and "holds this run, which is finished" in ended.err, (
+        "no number of it would be another"
+    )
     told = refusal(here("train", folder / "r.yaml", "optim.lr=0.5"))
-    assert "a finished run of another recipe (optim.lr was 0.001, is 0.5); all 2 steps of it are done" in told, told
+    assert (
+        "a finished run of another recipe (optim.lr was 0.001, is 0.5); all 2 steps of it are done"
+        in told
+    ), told
     assert "or raise trainer.steps to train on" in told, told
     assert here("train", folder / "r.yaml", "trainer.steps=3").code == 0
     assert [row["step"] for row in read_rows(folder / "run/metrics.jsonl")] == [1, 2, 3]
@@ -288,7 +340,12 @@ def test_a_damaged_piece_of_a_finished_run_that_is_to_go_on_is_named(folder: Pat
 
 
 def test_a_finished_run_without_checkpoints_is_not_said_to_go_on(folder: Path) -> None:
-    assert here("train", folder / "r.yaml", "trainer.save_every=0", "run_dir=" + str(folder / "b")).code == 0
+    assert (
+        here(
+            "train", folder / "r.yaml", "trainer.save_every=0", "run_dir=" + str(folder / "b")
+        ).code
+        == 0
+    )
     again = ["train", folder / "r.yaml", "trainer.save_every=0", "run_dir=" + str(folder / "b")]
     ended = here(*again)
     assert ended.code == 0 and ended.err.endswith("choose another run_dir to train again\n"), ended
@@ -326,7 +383,9 @@ def test_every_field_of_the_state_is_missed_by_name(stride: int, folder: Path) -
     whole = (step / MANIFEST).read_bytes()
     state = ShardedReader(step).manifest.state
     assert state is not None and set(state) == set(RunState.model_fields)
-    paths: list[tuple[Any, ...]] = [(name,) for name in state] + [("updates", role) for role in state["updates"]]
+    paths: list[tuple[Any, ...]] = [(name,) for name in state] + [
+        ("updates", role) for role in state["updates"]
+    ]
     paths += [("rng", 0, kind) for kind in state["rng"][0]] + [("rng", 0)]
     for path in paths[::stride]:
 
@@ -357,7 +416,9 @@ ODD: list[tuple[tuple[Any, ...], Any, str]] = [
 
 
 @pytest.mark.parametrize(("path", "value", "words"), ODD, ids=lambda value: str(value)[:40])
-def test_odd_values_of_the_state_are_told_by_name(path: tuple[Any, ...], value: Any, words: str) -> None:
+def test_odd_values_of_the_state_are_told_by_name(
+    path: tuple[Any, ...], value: Any, words: str
+) -> None:
     state = json.loads(json.dumps(state_of(1, 1, updates={"policy": 1, "critic": 1})))
     drawn = random_state(torch.device("cpu"))
     assert RunState.parse(state, Path("it")).step == 1
@@ -385,8 +446,12 @@ def test_every_kind_of_training_tensor_is_missed_by_name(folder: Path) -> None:
     ]
     assert len(chosen) == 15
     some = chosen[::2]  # every kind, and each of the three
-    assert {"/".join(name.split("/")[1:3]) for name in some} == {"/".join(name.split("/")[1:3]) for name in chosen}
-    assert {name.rpartition("/")[2] for name in some} == {name.rpartition("/")[2] for name in chosen}
+    assert {"/".join(name.split("/")[1:3]) for name in some} == {
+        "/".join(name.split("/")[1:3]) for name in chosen
+    }
+    assert {name.rpartition("/")[2] for name in some} == {
+        name.rpartition("/")[2] for name in chosen
+    }
     for name in some:
         forge(step, lambda body, name=name: body["tensors"].pop(name))  # type: ignore[misc]
         told = refusal(here("train", folder / "r.yaml"))

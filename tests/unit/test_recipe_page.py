@@ -22,7 +22,9 @@ def test_the_page_is_what_the_code_says() -> None:
 @pytest.mark.parametrize("project", names_page.PAGES)
 def test_the_tables_of_names_are_what_the_code_says(project: str) -> None:
     target = names_page.DOCS / names_page.PAGES[project]
-    assert names_page.page(project) == target.read_text(), "write it again: python -m tools.names_page"
+    assert names_page.page(project) == target.read_text(), (
+        "write it again: python -m tools.names_page"
+    )
     assert f"(docs/{target.name})" in Path("README.md").read_text()
 
 

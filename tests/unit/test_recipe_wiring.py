@@ -66,9 +66,16 @@ def make_mesh(layout: Layout, device: torch.device, *, timeout: timedelta) -> Me
     return replace(Mesh.solo(device), layout=layout, timeout=timeout)
 
 
-def make_engine(source: Any, mesh: Mesh, dtype: torch.dtype, head: str, options: Any) -> SimpleNamespace:
+def make_engine(
+    source: Any, mesh: Mesh, dtype: torch.dtype, head: str, options: Any
+) -> SimpleNamespace:
     return SimpleNamespace(
-        source=source, mesh=mesh, dtype=dtype, head=head, options=options, origin=SimpleNamespace(sides={})
+        source=source,
+        mesh=mesh,
+        dtype=dtype,
+        head=head,
+        options=options,
+        origin=SimpleNamespace(auxiliary={}),
     )
 
 
@@ -84,7 +91,14 @@ def reward_runner(name: str | None, **given: Any) -> SimpleNamespace:
 
 def connect(recipe: Recipe, urls: Seq[str], *_: object, **__: object) -> list[Replica]:
     """Engines that nobody asks."""
-    server = Abilities(kind="vllm", model="m", version="", max_length=None, log_probs="raw", transfer="dovetail_file")
+    server = Abilities(
+        kind="vllm",
+        model="m",
+        version="",
+        max_length=None,
+        log_probs="raw",
+        transfer="dovetail_file",
+    )
     return [Replica(Client(url), server) for url in urls] if recipe.rollout.engines else []
 
 
@@ -102,8 +116,13 @@ def recipe_of(folder: Path, algorithm: str) -> dict[str, Any]:
         "trainer.tokens_per_batch": 40,
     }
     needed |= {"rollout.max_new_tokens": 9}
-    needed |= {"algorithm.correction.ratio": "none"} if algorithm == "grpo-engines" else {}  # goes with the penalty
-    for key, value in [*needed.items(), *((leaf.key, leaf.value) for leaf in TABLE if leaf.algorithm == algorithm)]:
+    needed |= (
+        {"algorithm.correction.ratio": "none"} if algorithm == "grpo-engines" else {}
+    )  # goes with the penalty
+    for key, value in [
+        *needed.items(),
+        *((leaf.key, leaf.value) for leaf in TABLE if leaf.algorithm == algorithm),
+    ]:
         *path, last = key.split(".")
         section = given
         for name in path:
@@ -124,7 +143,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         config.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
     (folder / "wired.py").write_text(WIRED)
-    (folder / "template.jinja").write_text("{{ mark }}{% for m in messages %}{{ m.content }}{% endfor %}")
+    (folder / "template.jinja").write_text(
+        "{{ mark }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
     (folder / "tensorboard").mkdir()
     (folder / "tensorboard" / "__init__.py").touch()
     for name, rows in {"train": [*ROWS, TOO_LONG], "eval": ROWS[3:4], "pairs": PAIRS}.items():
@@ -141,8 +162,16 @@ def jobs(folder: Path) -> Iterator[dict[str, Job]]:
         asked.append(layout)
         return backend_layout(source, layout, backend)
 
-    def make_sampler(source: Any, mesh: Mesh, dtype: torch.dtype, backend: str, options: Any) -> SimpleNamespace:
-        given = {"source": source, "mesh": mesh, "dtype": dtype, "backend": backend, "options": options}
+    def make_sampler(
+        source: Any, mesh: Mesh, dtype: torch.dtype, backend: str, options: Any
+    ) -> SimpleNamespace:
+        given = {
+            "source": source,
+            "mesh": mesh,
+            "dtype": dtype,
+            "backend": backend,
+            "options": options,
+        }
         return SimpleNamespace(**given, asked=asked[-1])
 
     stand_ins: dict[str, Any] = {
@@ -175,7 +204,9 @@ def jobs(folder: Path) -> Iterator[dict[str, Job]]:
 @pytest.mark.parametrize("leaf", TABLE, ids=lambda leaf: f"{leaf.key}-{leaf.algorithm}")
 def test_a_key_arrives_where_it_is_used(leaf: Leaf, jobs: Mapping[str, Job], folder: Path) -> None:
     expected = of_folder(leaf.value if leaf.expected is SAME else leaf.expected, folder)
-    assert leaf.arrived(jobs[leaf.algorithm]) == expected, f"{leaf.key} of the recipe did not arrive"
+    assert leaf.arrived(jobs[leaf.algorithm]) == expected, (
+        f"{leaf.key} of the recipe did not arrive"
+    )
 
 
 def leaves() -> list[str]:
@@ -197,7 +228,11 @@ def test_every_key_is_in_the_table_with_a_value_that_is_not_its_default() -> Non
         )
         for leaf in rows:
             defaults = known[key].defaults
-            default = "grpo" if key == "algorithm.name" else defaults.get("", defaults.get(leaf.algorithm))
+            default = (
+                "grpo"
+                if key == "algorithm.name"
+                else defaults.get("", defaults.get(leaf.algorithm))
+            )
             assert leaf.value != default, f"{leaf} has the default, which would arrive by itself"
 
 
@@ -210,7 +245,11 @@ def test_every_key_is_read_outside_the_recipe() -> None:
     read = set()
     for file in SOURCE.rglob("*.py"):
         if file.parent.name != "recipe":
-            read |= {node.attr for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Attribute)}
+            read |= {
+                node.attr
+                for node in ast.walk(ast.parse(file.read_text()))
+                if isinstance(node, ast.Attribute)
+            }
     names = {key.rpartition(".")[2] for key in leaves()}
     assert names - read == {"import", *LAYOUT} - read, (
         "reward.import is field `function`; a layout is made of its section"

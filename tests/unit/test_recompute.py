@@ -38,7 +38,9 @@ def test_what_runs_again(recompute: Recompute) -> None:
     assert runs["product"] == once["product"] + again
 
 
-@pytest.mark.parametrize("recompute", [pytest.param("light", marks=pytest.mark.soak), "selective", "full"])
+@pytest.mark.parametrize(
+    "recompute", [pytest.param("light", marks=pytest.mark.soak), "selective", "full"]
+)
 @pytest.mark.parametrize("micros", [1, 3])
 def test_offload_changes_no_gradient(recompute: Recompute, micros: int) -> None:
     blocks = Blocks()
@@ -48,7 +50,9 @@ def test_offload_changes_no_gradient(recompute: Recompute, micros: int) -> None:
     found, there = blocks.gradients(model, micros, repeats=2)
     assert worst_error(found, expected)[0] == EXACT
     assert there == here
-    assert model.host is not None and len(model.host.free) == micros, "an arena a live micro-batch, used again"
+    assert model.host is not None and len(model.host.free) == micros, (
+        "an arena a live micro-batch, used again"
+    )
 
 
 def test_gradients_are_made_of_what_comes_back() -> None:
@@ -60,11 +64,15 @@ def test_gradients_are_made_of_what_comes_back() -> None:
     model.host.free.append(arena)  # the one that the next pass takes
     out = model(blocks.tokens(1)[0], blocks.context)
     arena.reset()
-    arena.allocate(blocks.dtype, (sum(blocks.lengths), blocks.spec.width)).mul_(1.5)  # the first block's input
+    arena.allocate(blocks.dtype, (sum(blocks.lengths), blocks.spec.width)).mul_(
+        1.5
+    )  # the first block's input
     out.backward(out.detach())
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     for name, grad in found.items():
-        assert torch.equal(grad, expected[name]) == ("layers.0." not in name and "embed" not in name), name
+        assert torch.equal(grad, expected[name]) == (
+            "layers.0." not in name and "embed" not in name
+        ), name
 
 
 class Small(PinnedPool):
@@ -90,7 +98,8 @@ class Small(PinnedPool):
 
 
 @pytest.mark.parametrize(
-    "recompute", ["selective", *(pytest.param(n, marks=pytest.mark.soak) for n in ("light", "full"))]
+    "recompute",
+    ["selective", *(pytest.param(n, marks=pytest.mark.soak) for n in ("light", "full"))],
 )
 @pytest.mark.parametrize("micros", [pytest.param(1, marks=pytest.mark.soak), 3])
 def test_what_the_host_has_no_room_for_stays(recompute: Recompute, micros: int) -> None:
@@ -106,14 +115,18 @@ def test_what_the_host_has_no_room_for_stays(recompute: Recompute, micros: int) 
             found, there = blocks.gradients(model, micros)
             assert worst_error(found, expected)[0] == EXACT
             assert there == here
-            assert len(host.free) == len(host.made) == micros, "every arena came back, an empty one too"
+            assert len(host.free) == len(host.made) == micros, (
+                "every arena came back, an empty one too"
+            )
             stayed = host.not_offloaded - before
             if host.most is None:
                 whole = host.num_bytes
                 assert stayed == 0 < whole
             else:
                 assert host.num_bytes <= host.most
-                assert whole - host.most <= stayed <= whole - host.num_bytes, "what does not leave is counted"
+                assert whole - host.most <= stayed <= whole - host.num_bytes, (
+                    "what does not leave is counted"
+                )
                 assert (share == 0.5) == (0 < host.num_bytes < whole)
 
 
@@ -172,7 +185,12 @@ def test_what_comes_back_lies_as_before() -> None:
         offload(block, x)
     found = [offload.get(one) for one in kept[: len(given)]]
     assert all(torch.equal(one, before) for one, before in zip(found, given, strict=True))
-    assert [one.stride() for one in found] == [x.stride(), x.transpose(1, 2).stride(), (36, 12, 3, 1), (1,)]
+    assert [one.stride() for one in found] == [
+        x.stride(),
+        x.transpose(1, 2).stride(),
+        (36, 12, 3, 1),
+        (1,),
+    ]
     assert kept[3] is given[3], "states of generators stay where they are"
 
 

@@ -39,7 +39,9 @@ def fleet(*fakes: FakeEngine, silence: float = 5.0) -> Iterator[tuple[Fleet, lis
     with ExitStack() as stack:
         for fake in fakes:
             stack.enter_context(fake)
-        replicas = [Replica(Client(fake.url, key=fake.key, timeout=5.0), probe(fake)) for fake in fakes]
+        replicas = [
+            Replica(Client(fake.url, key=fake.key, timeout=5.0), probe(fake)) for fake in fakes
+        ]
         made = Fleet(replicas, WIRES[fakes[0].kind], silence=silence, on_loss=losses.append)
         for fake, replica in zip(fakes, replicas, strict=True):
             fake.version = "7"
@@ -66,13 +68,18 @@ def test_a_sample_has_the_ids_and_log_probs_of_the_server_and_stops_where_asked(
     params = SamplingParams(max_new_tokens=80, temperature=0.7, seed=5, step=2, banned_ids=(2, 9))
     with fleet(FakeEngine(kind, stream_interval=7)) as (engines, _):
         whole, other, again = (
-            engines.threads.submit(engines.draw, request(params, sample=i)).result() for i in (0, 1, 0)
+            engines.threads.submit(engines.draw, request(params, sample=i)).result()
+            for i in (0, 1, 0)
         )
         stop = whole.ids[20]
-        ended = engines.threads.submit(engines.draw, request(replace(params, stop_ids=(stop,)))).result()
+        ended = engines.threads.submit(
+            engines.draw, request(replace(params, stop_ids=(stop,)))
+        ).result()
     assert len(whole.ids) == 80 and whole.finish == "length" and whole.versions == ((7, 0, 80),)
     assert whole.ids == again.ids != other.ids and not {2, 9} & {*whole.ids, *other.ids}
-    if kind == "sglang":  # vLLM's are of the tokens that were not banned, which the policy hardly draws
+    if (
+        kind == "sglang"
+    ):  # vLLM's are of the tokens that were not banned, which the policy hardly draws
         assert whole.log_probs == pytest.approx(expected_log_probs(whole, 0.7), abs=OP_FP64)
     first = whole.ids.index(stop)
     assert ended.ids == whole.ids[: first + 1] and ended.finish == "stop"
@@ -88,8 +95,21 @@ def test_every_sampling_field_is_sent_and_known_to_the_server(kind: Any) -> None
     with fleet(fake) as (engines, _):
         engines.threads.submit(engines.draw, request(params)).result()
     sent = fake.requests[0]["sampling_params"]
-    names = {"temperature": 0.0, "top_p": 0.9, "top_k": 3, "min_p": 0.1, "stop": ["x"], "stop_token_ids": [1], "n": 1}
-    names |= {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "ignore_eos": True}
+    names = {
+        "temperature": 0.0,
+        "top_p": 0.9,
+        "top_k": 3,
+        "min_p": 0.1,
+        "stop": ["x"],
+        "stop_token_ids": [1],
+        "n": 1,
+    }
+    names |= {
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "ignore_eos": True,
+    }
     assert names.items() <= sent.items()
     assert fake.requests[0].get("cache_salt", fake.requests[0].get("extra_key")) == "run-7"
     if kind == "vllm":
@@ -98,9 +118,14 @@ def test_every_sampling_field_is_sent_and_known_to_the_server(kind: Any) -> None
 
 @KINDS
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_dead_replica_s_samples_go_on_elsewhere_with_their_tokens(kind: Any, temperature: float) -> None:
+def test_a_dead_replica_s_samples_go_on_elsewhere_with_their_tokens(
+    kind: Any, temperature: float
+) -> None:
     params = SamplingParams(max_new_tokens=60, temperature=temperature)
-    dying, other = FakeEngine(kind, stream_interval=4, dies_after=22), FakeEngine(kind, stream_interval=4)
+    dying, other = (
+        FakeEngine(kind, stream_interval=4, dies_after=22),
+        FakeEngine(kind, stream_interval=4),
+    )
     with fleet(dying, other) as (engines, losses):
         futures = [engines.threads.submit(engines.draw, request(params, row=i)) for i in range(6)]
         replies = [future.result(20) for future in futures]
@@ -111,7 +136,8 @@ def test_a_dead_replica_s_samples_go_on_elsewhere_with_their_tokens(kind: Any, t
     asked = [each.get("token_ids") or each["input_ids"] for each in other.requests]
     continued = [ids for ids in asked if len(ids) > len(PROMPT)]
     assert continued and all(
-        ids[len(PROMPT) :] in [reply.ids[: len(ids) - len(PROMPT)] for reply in replies] for ids in continued
+        ids[len(PROMPT) :] in [reply.ids[: len(ids) - len(PROMPT)] for reply in replies]
+        for ids in continued
     )
     if temperature == 0:
         assert len({tuple(reply.ids) for reply in replies}) == 1
@@ -121,17 +147,30 @@ def test_a_stop_string_may_span_replicas_so_its_sample_begins_anew() -> None:
     params = SamplingParams(max_new_tokens=30, temperature=0.0, stop=("end",))
     dying, other = FakeEngine(stream_interval=4, dies_after=10), FakeEngine()
     with fleet(dying, other) as (engines, _):
-        replies = [engines.threads.submit(engines.draw, request(params, row=i)).result(20) for i in range(2)]
+        replies = [
+            engines.threads.submit(engines.draw, request(params, row=i)).result(20)
+            for i in range(2)
+        ]
     assert [len(reply.ids) for reply in replies] == [30, 30]
     assert all(each["token_ids"] == PROMPT for each in other.requests)
 
 
 def test_silence_loses_a_replica_and_nothing_is_lost_with_it() -> None:
     params = SamplingParams(max_new_tokens=20, temperature=0.0)
-    with fleet(FakeEngine(stream_interval=2, stalls_after=6), FakeEngine(), silence=0.4) as (engines, losses):
-        replies = [engines.threads.submit(engines.draw, request(params, row=i)).result(20) for i in range(2)]
+    with fleet(FakeEngine(stream_interval=2, stalls_after=6), FakeEngine(), silence=0.4) as (
+        engines,
+        losses,
+    ):
+        replies = [
+            engines.threads.submit(engines.draw, request(params, row=i)).result(20)
+            for i in range(2)
+        ]
         assert not engines.replicas[0].serves and engines.replicas[1].serves
-    assert "no whole answer" in str(losses[0]) and replies[0].ids == replies[1].ids and len(replies[0].ids) == 20
+    assert (
+        "no whole answer" in str(losses[0])
+        and replies[0].ids == replies[1].ids
+        and len(replies[0].ids) == 20
+    )
 
 
 def test_a_push_is_no_silence_and_a_replica_that_does_not_take_it_is_left_at_once() -> None:
@@ -143,20 +182,29 @@ def test_a_push_is_no_silence_and_a_replica_that_does_not_take_it_is_left_at_onc
             over[which].wait(20)
         return hashed_logits(ids)
 
-    good, bad = (FakeEngine(stream_interval=1, logits=partial(standing, which)) for which in range(2))
+    good, bad = (
+        FakeEngine(stream_interval=1, logits=partial(standing, which)) for which in range(2)
+    )
     with fleet(good, bad, silence=0.3) as (engines, losses):
         futures = [
-            engines.threads.submit(engines.draw, request(SamplingParams(max_new_tokens=9), row=i)) for i in range(2)
+            engines.threads.submit(engines.draw, request(SamplingParams(max_new_tokens=9), row=i))
+            for i in range(2)
         ]
         with engines.pushing():
             threading.Event().wait(0.8)
             good.version = "8"
             engines.pushed(engines.replicas[0], 8, None)
-            engines.pushed(engines.replicas[1], 8, EngineError(bad.url, "/resume", None, "it did not take them"))
+            engines.pushed(
+                engines.replicas[1],
+                8,
+                EngineError(bad.url, "/resume", None, "it did not take them"),
+            )
         over[0].set()
         replies = [future.result(10) for future in futures]
         over[1].set()
-    assert [loss.message for loss in losses] == ["it did not take them"] and not engines.replicas[1].serves
+    assert [loss.message for loss in losses] == ["it did not take them"] and not engines.replicas[
+        1
+    ].serves
     assert [reply.versions for reply in replies] == [((7, 0, 4), (8, 4, 9)), ((7, 0, 3), (8, 3, 9))]
 
 
@@ -173,9 +221,18 @@ def test_a_busy_replica_is_asked_again_and_a_wrong_request_is_not() -> None:
     fake = FakeEngine()
     with fleet(fake) as (engines, losses):
         fake.failures = 2
-        assert len(engines.threads.submit(engines.draw, request(SamplingParams(max_new_tokens=5))).result(20).ids) == 5
+        assert (
+            len(
+                engines.threads.submit(engines.draw, request(SamplingParams(max_new_tokens=5)))
+                .result(20)
+                .ids
+            )
+            == 5
+        )
         with pytest.raises(EngineError, match="HTTP 400: 500 tokens behind 5"):
-            engines.threads.submit(engines.draw, request(SamplingParams(max_new_tokens=500))).result(20)
+            engines.threads.submit(
+                engines.draw, request(SamplingParams(max_new_tokens=500))
+            ).result(20)
         assert not losses and engines.replicas[0].serves
 
 
@@ -183,9 +240,13 @@ def test_a_replica_serves_only_after_a_push_that_it_took() -> None:
     fakes = FakeEngine(), FakeEngine()
     with fleet(*fakes) as (engines, losses):
         first = engines.replicas[0]
-        engines.pushed(first, 8, EngineError(first.client.url, "/update_weights", 500, "sum of lm_head.weight"))
+        engines.pushed(
+            first, 8, EngineError(first.client.url, "/update_weights", 500, "sum of lm_head.weight")
+        )
         replies = [
-            engines.threads.submit(engines.draw, request(SamplingParams(max_new_tokens=3), row=i)).result()
+            engines.threads.submit(
+                engines.draw, request(SamplingParams(max_new_tokens=3), row=i)
+            ).result()
             for i in range(4)
         ]
         assert not fakes[0].requests and len(fakes[1].requests) == 4 and len(replies) == 4
@@ -209,7 +270,9 @@ def test_requests_go_to_the_replica_with_the_fewest_and_a_prompt_s_to_its_own() 
         for fake in fakes:
             fake.logits = logits
         futures = [
-            engines.threads.submit(engines.draw, request(SamplingParams(max_new_tokens=2), row=i // 4, sample=i % 4))
+            engines.threads.submit(
+                engines.draw, request(SamplingParams(max_new_tokens=2), row=i // 4, sample=i % 4)
+            )
             for i in range(16)
         ]
         while sum(len(fake.requests) for fake in fakes) < 16:
@@ -220,9 +283,15 @@ def test_requests_go_to_the_replica_with_the_fewest_and_a_prompt_s_to_its_own() 
 
 
 MESSAGES = {
-    "dev mode": (FakeEngine(dev_mode=False), "start it with the environment variable VLLM_SERVER_DEV_MODE=1"),
+    "dev mode": (
+        FakeEngine(dev_mode=False),
+        "start it with the environment variable VLLM_SERVER_DEV_MODE=1",
+    ),
     "scale out": (FakeEngine(scale_out=False), "Scale-out endpoints are disabled"),
-    "no transfer": (FakeEngine(transfer=None), "takes no weights; start it with --weight-transfer-config"),
+    "no transfer": (
+        FakeEngine(transfer=None),
+        "takes no weights; start it with --weight-transfer-config",
+    ),
     "logits": (
         FakeEngine(log_probs="raw_logits"),
         "gives raw_logits; start it with --logprobs-mode processed_logprobs",
@@ -242,9 +311,13 @@ def test_a_server_of_another_vocabulary_or_kind_is_refused() -> None:
         for size, words in ((VOCABULARY - 1, "more than 23"), (VOCABULARY + 1, "fewer than 25")):
             with pytest.raises(ConfigError, match=f"a model with {words} token ids"):
                 probe(fake, size)
-        with pytest.raises(ConfigError, match=r"looks like SGLang, which rollout.backend=sglang is for"):
+        with pytest.raises(
+            ConfigError, match=r"looks like SGLang, which rollout.backend=sglang is for"
+        ):
             WIRES["vllm"].probe(Client(other.url), None)
-        with pytest.raises(ConfigError, match=r"looks like vLLM, which rollout.backend=vllm is for"):
+        with pytest.raises(
+            ConfigError, match=r"looks like vLLM, which rollout.backend=vllm is for"
+        ):
             WIRES["sglang"].probe(Client(fake.url), None)
 
 
@@ -262,7 +335,11 @@ def test_log_probs_that_training_does_not_compute_are_refused(kind: Any, mode: s
             SamplingParams(repetition_penalty=1.1),
         ],
         "penalized": [SamplingParams(), SamplingParams(top_p=0.9)],
-        "processed": [SamplingParams(), SamplingParams(temperature=0.0, top_p=0.9), SamplingParams(temperature=0.5)],
+        "processed": [
+            SamplingParams(),
+            SamplingParams(temperature=0.0, top_p=0.9),
+            SamplingParams(temperature=0.5),
+        ],
         "tempered": [
             SamplingParams(),
             SamplingParams(top_p=0.9),
@@ -288,11 +365,22 @@ def test_the_message_on_log_probs_names_the_start_that_helps() -> None:
     with FakeEngine(log_probs="raw_logprobs") as fake:
         server = probe(fake)
     with pytest.raises(
-        ConfigError, match=r"with temperature=0.5 training .*; start it with --logprobs-mode processed_logprobs$"
+        ConfigError,
+        match=r"with temperature=0.5 training .*; start it with --logprobs-mode processed_logprobs$",
     ):
-        check_log_probs(fake.url, server, WIRES["vllm"].starts, [SamplingParams(), SamplingParams(temperature=0.5)])
-    with pytest.raises(ConfigError, match=r"no start of it gives these, so change one of temperature=0.5, top_p=0.9"):
-        check_log_probs(fake.url, server, WIRES["vllm"].starts, [SamplingParams(temperature=0.5, top_p=0.9)])
+        check_log_probs(
+            fake.url,
+            server,
+            WIRES["vllm"].starts,
+            [SamplingParams(), SamplingParams(temperature=0.5)],
+        )
+    with pytest.raises(
+        ConfigError,
+        match=r"no start of it gives these, so change one of temperature=0.5, top_p=0.9",
+    ):
+        check_log_probs(
+            fake.url, server, WIRES["vllm"].starts, [SamplingParams(temperature=0.5, top_p=0.9)]
+        )
 
 
 def test_a_paused_server_is_not_asked_for_tokens() -> None:
@@ -326,16 +414,27 @@ class AwakePusher:
 
 
 def test_engines_give_memory_back_between_samplings() -> None:
-    one, other = fakes = FakeEngine(asleep=True), FakeEngine(asleep=False)  # the first as its last trainer left it
+    one, other = fakes = (
+        FakeEngine(asleep=True),
+        FakeEngine(asleep=False),
+    )  # the first as its last trainer left it
     with fleet(*fakes) as (engines, losses):
-        assert one.calls == ["/wake_up"] and all(replica.server.sleeps for replica in engines.replicas)
+        assert one.calls == ["/wake_up"] and all(
+            replica.server.sleeps for replica in engines.replicas
+        )
         pusher: Any = AwakePusher(*fakes)
-        sampler = RemoteSampler(Mesh.solo(torch.device("cpu")), torch.float32, VOCABULARY, engines, pusher, sleeps=True)
+        sampler = RemoteSampler(
+            Mesh.solo(torch.device("cpu")), torch.float32, VOCABULARY, engines, pusher, sleeps=True
+        )
         params = SamplingParams(samples=4, max_new_tokens=3)
         for step in range(2):
             sampler.push([], step + 8)
             for _ in range(2):
-                assert len(sampler.sample([Prompt(0, PROMPT)], params)) == 4 and one.asleep and other.asleep
+                assert (
+                    len(sampler.sample([Prompt(0, PROMPT)], params)) == 4
+                    and one.asleep
+                    and other.asleep
+                )
         assert other.calls == ["/sleep", "/wake_up"] * 3 + ["/sleep"] and not losses
         other.asleep = None  # it started anew
         assert len(sampler.sample([Prompt(0, PROMPT)], params)) == 4

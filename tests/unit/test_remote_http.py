@@ -20,11 +20,16 @@ KEY = "sk-quite-secret"
 
 
 def reply(body: bytes, status: str = "200 OK", kind: str = "application/json") -> bytes:
-    return f"HTTP/1.1 {status}\r\ncontent-type: {kind}\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
+    return (
+        f"HTTP/1.1 {status}\r\ncontent-type: {kind}\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+        + body
+    )
 
 
 @contextmanager
-def server(answer: Callable[[socket.socket, bytes], None], context: ssl.SSLContext | None = None) -> Iterator[str]:
+def server(
+    answer: Callable[[socket.socket, bytes], None], context: ssl.SSLContext | None = None
+) -> Iterator[str]:
     """`answer` gets a connection and the bytes of a request. context: of TLS."""
     listener = socket.create_server(("127.0.0.1", 0))
 
@@ -38,7 +43,14 @@ def server(answer: Callable[[socket.socket, bytes], None], context: ssl.SSLConte
             while head := connection.recv(1 << 16):
                 while b"\r\n\r\n" not in head:
                     head += connection.recv(1 << 16)
-                length = next((int(x[15:]) for x in head.lower().split(b"\r\n") if x.startswith(b"content-length:")), 0)
+                length = next(
+                    (
+                        int(x[15:])
+                        for x in head.lower().split(b"\r\n")
+                        if x.startswith(b"content-length:")
+                    ),
+                    0,
+                )
                 while len(head.partition(b"\r\n\r\n")[2]) < length:
                     head += connection.recv(1 << 16)
                 answer(connection, head)
@@ -64,7 +76,9 @@ def test_an_https_server_is_checked_and_its_trickle_ends_at_the_deadline(
 ) -> None:
     key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
     words = "openssl req -x509 -newkey rsa:2048 -nodes -days 1 -subj /CN=localhost -addext subjectAltName=IP:127.0.0.1"
-    subprocess.run([*words.split(), "-keyout", key, "-out", certificate], check=True, capture_output=True)
+    subprocess.run(
+        [*words.split(), "-keyout", key, "-out", certificate], check=True, capture_output=True
+    )
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(certificate, key)
 
@@ -128,7 +142,9 @@ def test_a_trickle_ends_at_the_deadline_wherever_it_drips() -> None:
             with pytest.raises(EngineError, match="no whole answer within") as error:
                 Client(url).get(path, timeout=0.3)
             assert time.monotonic() - begun > 0.25
-            assert error.value.status is None and error.value.path == path and error.value.url == url
+            assert (
+                error.value.status is None and error.value.path == path and error.value.url == url
+            )
 
 
 def test_the_deadline_of_a_stream_moves_with_its_events() -> None:
@@ -136,7 +152,9 @@ def test_the_deadline_of_a_stream_moves_with_its_events() -> None:
     gave_up = threading.Event()
 
     def answer(connection: socket.socket, request: bytes) -> None:
-        connection.sendall(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\ncontent-type: text/event-stream\r\n\r\n")
+        connection.sendall(
+            b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\ncontent-type: text/event-stream\r\n\r\n"
+        )
         events = [b'{"i": %d}' % i for i in range(4)]
         for event in events if b"/silent" in request else [*events, b"[DONE]"]:
             data = b"data: " + event + b"\n\n"
@@ -165,8 +183,14 @@ def test_the_deadline_of_a_stream_moves_with_its_events() -> None:
 
 def test_errors_say_what_the_server_says_without_the_key() -> None:
     bodies = {
-        "/vllm": ("400 Bad Request", json.dumps({"error": {"message": f"max_tokens is wrong {KEY}", "code": 400}})),
-        "/fastapi": ("422 Unprocessable", json.dumps({"detail": [{"loc": ["body"], "msg": "Field required"}]})),
+        "/vllm": (
+            "400 Bad Request",
+            json.dumps({"error": {"message": f"max_tokens is wrong {KEY}", "code": 400}}),
+        ),
+        "/fastapi": (
+            "422 Unprocessable",
+            json.dumps({"detail": [{"loc": ["body"], "msg": "Field required"}]}),
+        ),
         "/text": ("500 Internal Server Error", "boom"),
     }
 
@@ -185,7 +209,10 @@ def test_errors_say_what_the_server_says_without_the_key() -> None:
         assert KEY not in repr(client) + repr(vars(client).keys())
     assert said == {
         "/vllm": (400, f"engine {url}: /vllm: HTTP 400: max_tokens is wrong ***"),
-        "/fastapi": (422, f'engine {url}: /fastapi: HTTP 422: [{{"loc": ["body"], "msg": "Field required"}}]'),
+        "/fastapi": (
+            422,
+            f'engine {url}: /fastapi: HTTP 422: [{{"loc": ["body"], "msg": "Field required"}}]',
+        ),
         "/text": (500, f"engine {url}: /text: HTTP 500: boom"),
     }
     with socket.socket() as unused:

@@ -25,10 +25,15 @@ IMAGE = 20
 
 def media_of(*grids: list[int], width: int = 3) -> dict[str, torch.Tensor]:
     patches = [torch.arange(h * w * width) % 50 / 16 for _, h, w in grids]
-    return {"pixel_values": torch.cat(patches).view(-1, width), "image_grid_thw": torch.tensor(grids)}
+    return {
+        "pixel_values": torch.cat(patches).view(-1, width),
+        "image_grid_thw": torch.tensor(grids),
+    }
 
 
-@pytest.mark.parametrize("image", RECORDED["images"], ids=lambda image: f"{image['dtype']}-{image['grid'][1]}")
+@pytest.mark.parametrize(
+    "image", RECORDED["images"], ids=lambda image: f"{image['dtype']}-{image['grid'][1]}"
+)
 def test_the_bytes_of_an_image_are_those_that_vllm_writes(image: Any) -> None:
     rows = image["grid"][1] * image["grid"][2] // 4
     ids, media = [1, *[IMAGE] * rows, 2], media_of(image["grid"], width=image["width"])
@@ -39,7 +44,10 @@ def test_the_bytes_of_an_image_are_those_that_vllm_writes(image: Any) -> None:
 
 
 def test_images_lie_at_their_placeholders_and_are_known_by_weights_and_pixels() -> None:
-    ids, media = [1, *[IMAGE] * 6, *[IMAGE] * 1, 2, IMAGE], media_of([1, 4, 6], [1, 2, 2], [1, 2, 2])
+    ids, media = (
+        [1, *[IMAGE] * 6, *[IMAGE] * 1, 2, IMAGE],
+        media_of([1, 4, 6], [1, 2, 2], [1, 2, 2]),
+    )
     features = image_features(ids, media, IMAGE, torch.float32, "run-1")
     assert [(each["offset"], each["length"]) for each in features["mm_placeholders"]["image"]] == [
         (1, 6),
@@ -48,21 +56,35 @@ def test_images_lie_at_their_placeholders_and_are_known_by_weights_and_pixels() 
     ]
     first, second, third = features["mm_hashes"]["image"]
     assert second == third != first
-    assert first not in image_features(ids, media, IMAGE, torch.float32, "run-2")["mm_hashes"]["image"]
-    for wrong in ([*ids, IMAGE], ids[:-1], [1, 2], [1, *[IMAGE] * 3, 2, *[IMAGE] * 3, IMAGE, IMAGE]):
+    assert (
+        first not in image_features(ids, media, IMAGE, torch.float32, "run-2")["mm_hashes"]["image"]
+    )
+    for wrong in (
+        [*ids, IMAGE],
+        ids[:-1],
+        [1, 2],
+        [1, *[IMAGE] * 3, 2, *[IMAGE] * 3, IMAGE, IMAGE],
+    ):
         with pytest.raises(DataError, match="image tokens that are not the places of images"):
             image_features(wrong, media, IMAGE, torch.float32, "")
     with pytest.raises(DataError, match="has pixel_values_videos; engines"):
-        image_features(ids, {**media, "pixel_values_videos": torch.zeros(1)}, IMAGE, torch.float32, "")
+        image_features(
+            ids, {**media, "pixel_values_videos": torch.zeros(1)}, IMAGE, torch.float32, ""
+        )
 
 
 def test_a_sampler_sends_the_images_of_a_prompt_with_its_ids() -> None:
     fake, ids, media = FakeEngine(), [1, IMAGE, 2], media_of([1, 2, 2])
     with fleet(fake) as (engines, _):
         assert engines.replicas[0].server.images and engines.replicas[0].server.normalizes
-        sampler = RemoteSampler(Mesh.solo(torch.device("cpu")), torch.bfloat16, VOCABULARY, engines, None, None, IMAGE)
+        sampler = RemoteSampler(
+            Mesh.solo(torch.device("cpu")), torch.bfloat16, VOCABULARY, engines, None, None, IMAGE
+        )
         sampler.version = 7
-        prompts, params = [Prompt(0, ids, media), Prompt(1, [5])], SamplingParams(samples=2, max_new_tokens=3)
+        prompts, params = (
+            [Prompt(0, ids, media), Prompt(1, [5])],
+            SamplingParams(samples=2, max_new_tokens=3),
+        )
         assert len(sampler.sample(prompts, params)) == 4
         with mock.patch.object(FakeEngine, "expanded", lambda _, ids: [*ids, IMAGE]):
             with pytest.raises(MachineError, match="changed the ids of a prompt with images"):
@@ -79,14 +101,32 @@ def test_a_sampler_sends_the_images_of_a_prompt_with_its_ids() -> None:
 
 
 def test_images_that_an_engine_cannot_be_given_are_refused_before_the_run() -> None:
-    vllm = Abilities(kind="vllm", model="m", version="0.33.0", max_length=None, log_probs="processed", images=True)
-    again, instead = "; start it with --no-mm-device-do-normalize", "; set rollout.backend=transformers"
+    vllm = Abilities(
+        kind="vllm",
+        model="m",
+        version="0.33.0",
+        max_length=None,
+        log_probs="processed",
+        images=True,
+    )
+    again, instead = (
+        "; start it with --no-mm-device-do-normalize",
+        "; set rollout.backend=transformers",
+    )
     wrong = {
-        f"SGLang turns the ids .* tokenizes that again{instead}": (replace(vllm, kind="sglang"), "qwen2_vl", False),
+        f"SGLang turns the ids .* tokenizes that again{instead}": (
+            replace(vllm, kind="sglang"),
+            "qwen2_vl",
+            False,
+        ),
         f"takes pixels of kimi_vl in another form.*{instead}": (vllm, "kimi_vl", False),
         f"of a video's frames.*{instead}": (vllm, "qwen2_vl", True),
         f"this version of vLLM.*{instead}": (replace(vllm, images=False), "qwen2_vl", False),
-        f"which vLLM would normalize a second time{again}": (replace(vllm, normalizes=True), "qwen2_vl", False),
+        f"which vLLM would normalize a second time{again}": (
+            replace(vllm, normalizes=True),
+            "qwen2_vl",
+            False,
+        ),
     }
     for message, (server, family, videos) in wrong.items():
         with pytest.raises(ConfigError, match=message):

@@ -25,10 +25,14 @@ def test_experts_of_a_reply_that_vllm_s_own_classes_wrote(name: str) -> None:
     reply = RECORDED[name]
     choice = json.loads(reply["event"])["choices"][0]
     layers, experts = tuple(reply["sparse"]), np.array(reply["experts"])
-    moe = MoeSpec(layers=layers, num_experts=reply["num_experts"], top_k=experts.shape[2], ffn_width=16)
+    moe = MoeSpec(
+        layers=layers, num_experts=reply["num_experts"], top_k=experts.shape[2], ffn_width=16
+    )
     drawn = read_experts(choice["routed_experts"], len(experts) + 1, moe)
     assert drawn.tolist() == experts[:, list(moe.numbers)].tolist()
-    assert as_npy(experts.astype(reply["dtype"])) == choice["routed_experts"], "the stand-in writes otherwise"
+    assert as_npy(experts.astype(reply["dtype"])) == choice["routed_experts"], (
+        "the stand-in writes otherwise"
+    )
 
 
 @KINDS
@@ -36,7 +40,9 @@ def test_routes_come_with_a_sample_where_they_are_asked_for(kind: Any) -> None:
     fake = FakeEngine(kind, experts=hashed_experts, stream_interval=4)
     with fleet(fake) as (engines, _):
         traced, plain = (
-            engines.threads.submit(engines.draw, request(SamplingParams(max_new_tokens=9, trace=trace))).result()
+            engines.threads.submit(
+                engines.draw, request(SamplingParams(max_new_tokens=9, trace=trace))
+            ).result()
             for trace in (True, False)
         )
         assert engines.replicas[0].server.routes and not plain.routes
@@ -53,8 +59,13 @@ def test_a_traced_sample_of_a_lost_replica_begins_anew(kind: Any) -> None:
     dying = FakeEngine(kind, experts=hashed_experts, stream_interval=4, dies_after=10)
     other = FakeEngine(kind, experts=hashed_experts)
     with fleet(dying, other) as (engines, losses):
-        replies = [engines.threads.submit(engines.draw, request(params, row=i)).result(20) for i in range(2)]
-    assert len(losses) == 1 and all((each.get("token_ids") or each["input_ids"]) == PROMPT for each in other.requests)
+        replies = [
+            engines.threads.submit(engines.draw, request(params, row=i)).result(20)
+            for i in range(2)
+        ]
+    assert len(losses) == 1 and all(
+        (each.get("token_ids") or each["input_ids"]) == PROMPT for each in other.requests
+    )
     for reply in replies:
         experts = read_experts(reply.routes, len(PROMPT) + 30, MOE)
         assert experts.tolist() == hashed_experts([*PROMPT, *reply.ids][:-1])[:, 1:].tolist()

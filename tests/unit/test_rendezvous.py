@@ -92,7 +92,9 @@ def stuck(notes: list[list[Note]], model: Model) -> list[int]:
     """The ranks that never end."""
     at = [0] * len(notes)
     begun: Counter[tuple[str, Any]] = Counter()
-    places: list[dict[int, tuple[Any, int]]] = [{} for _ in notes]  # of each transfer by its note: the n-th on a road
+    places: list[dict[int, tuple[Any, int]]] = [
+        {} for _ in notes
+    ]  # of each transfer by its note: the n-th on a road
     open_: list[set[tuple[Any, int]]] = [set() for _ in notes]
 
     def ended(place: tuple[Any, int]) -> bool:
@@ -140,7 +142,10 @@ def plans(ranks: int, micros: tuple[int, ...]) -> dict[str, Plan]:
 def test_no_plan_deadlocks_where_every_host_waits_for_its_device(ranks: int) -> None:
     for name, plan in plans(ranks, (1, 2, 5) if ranks < 8 else (1, 9)).items():
         notes = notes_of(plan)
-        assert {model: stuck(notes, model) for model in ("streams", "device")} == {"streams": [], "device": []}, name
+        assert {model: stuck(notes, model) for model in ("streams", "device")} == {
+            "streams": [],
+            "device": [],
+        }, name
 
 
 @pytest.mark.soak

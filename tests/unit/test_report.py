@@ -75,8 +75,29 @@ def test_it_is_small_and_needs_nothing_else(long: Path, tmp_path: Path) -> None:
     html = render(page_data(read_runs([long])))
     assert len(html) < MOST_BYTES
     for tag, attributes in Page(html).elements:
-        assert tag in ("html", "head", "meta", "link", "title", "style", "body", "main", "noscript", "script")
-        assert not attributes.keys() - {"lang", "charset", "http-equiv", "content", "name", "rel", "href", "id", "type"}
+        assert tag in (
+            "html",
+            "head",
+            "meta",
+            "link",
+            "title",
+            "style",
+            "body",
+            "main",
+            "noscript",
+            "script",
+        )
+        assert not attributes.keys() - {
+            "lang",
+            "charset",
+            "http-equiv",
+            "content",
+            "name",
+            "rel",
+            "href",
+            "id",
+            "type",
+        }
         assert attributes.get("href", "data:,") == "data:,"
     rows = [{**sample(i, 0, 1), "completion": HOSTILE * 1000} for i in range(1000)]
     write_lines(make_run(tmp_path / "large", 1) / "rollouts" / "step_000001.jsonl", rows)
@@ -87,7 +108,9 @@ def test_text_of_a_run_is_only_text(page: Page) -> None:
     assert page.scripts == 2
     assert page.data["runs"][0]["events"][0]["cause"] == SHOWN
     assert any(row["completion"].endswith(SHOWN) for row in page.data["samples"])
-    other = Page(render({**page.data, "runs": [{**page.data["runs"][0], "name": HOSTILE}]}))  # in the title, too
+    other = Page(
+        render({**page.data, "runs": [{**page.data["runs"][0], "name": HOSTILE}]})
+    )  # in the title, too
     assert (other.scripts, other.data["runs"][0]["name"]) == (2, SHOWN)
 
 
@@ -96,9 +119,16 @@ def test_samples_are_of_all_steps_and_of_the_same_prompts(long: Path, page: Page
     assert {row["step"] for row in samples} == set(range(1, 201))
     assert {row["step"] for row in samples if row["id"] == "p4"} == set(range(1, 201, 4))
     first = samples[0]
-    assert (first["prompt"], first["parts"], first["tokens"]) == ("[user] What is 4?", {"format": 0.5}, 3)
+    assert (first["prompt"], first["parts"], first["tokens"]) == (
+        "[user] What is 4?",
+        {"format": 0.5},
+        3,
+    )
     few = choose(long, 400, 10**6)
-    assert [(row["step"], row["reward"]) for row in few[:2]] == [(1, 1.0), (1, 0.0)]  # the best one, and the worst
+    assert [(row["step"], row["reward"]) for row in few[:2]] == [
+        (1, 1.0),
+        (1, 0.0),
+    ]  # the best one, and the worst
     assert few[0]["id"] == few[1]["id"]
     assert choose(long, 10, 10) == []
 
@@ -149,7 +179,12 @@ def test_long_runs_keep_their_peaks(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", 1)
     write_lines(run / "metrics.jsonl", [metrics(step, 3001) for step in range(1, 3002)])
     (data,) = page_of(run).data["runs"]
-    assert len(data["x"]["step"]) == len(data["series"]["loss"]["v"]) == len(data["phases"]["push"]) <= MOST_POINTS
+    assert (
+        len(data["x"]["step"])
+        == len(data["series"]["loss"]["v"])
+        == len(data["phases"]["push"])
+        <= MOST_POINTS
+    )
     assert data["x"]["step"][-1] == 3001
     assert max(data["series"]["grad_norm"]["hi"]) == 50.0
     assert max(data["series"]["grad_norm"]["v"]) < 50.0
@@ -163,7 +198,9 @@ def test_a_report_is_written_anew_until_the_run_is_finished(tmp_path: Path) -> N
     assert write_report([run], out, 5.0)
     assert Page(out.read_bytes()).data["reload"] == 0
     assert [path.name for path in tmp_path.iterdir() if path.name != "run"] == ["report.html"]
-    with pytest.raises(ConfigError, match="cannot be written: No such file or directory; give the path of a file"):
+    with pytest.raises(
+        ConfigError, match="cannot be written: No such file or directory; give the path of a file"
+    ):
         write_report([run], tmp_path / "none" / "report.html")
 
 
@@ -172,8 +209,13 @@ def test_samples_in_the_terminal(long: Path) -> None:
     steps = [row["step"] for row in select(long, None, "p4", None)]
     assert (steps[0], steps[-1], sorted(steps)) == (1, 197, steps)
     assert {row["id"] for row in select(long, None, None, "WHAT IS 3?")} == {"p3"}
-    assert [row["reward"] for row in sort(select(long, 9, None, None), "worst", 5)] == [0.0] * 4 + [1.0]
-    text = describe(next(select(long, None, "p3", None)) | {"completion": "one\ntwo \x1b[31m\u202e", "reward": None})
+    assert [row["reward"] for row in sort(select(long, 9, None, None), "worst", 5)] == [0.0] * 4 + [
+        1.0
+    ]
+    text = describe(
+        next(select(long, None, "p3", None))
+        | {"completion": "one\ntwo \x1b[31m\u202e", "reward": None}
+    )
     assert "\x1b" not in text
     assert "completion one\n             two \\x1b[31m\\u202e\n" in text
     assert "reward none" in text
@@ -183,7 +225,10 @@ def test_samples_in_the_terminal(long: Path) -> None:
     ("value", "text"),
     [
         ("plain", "plain"),
-        ([{"role": "user", "content": [{"type": "text", "text": "Hi"}, {"type": "image"}]}], "[user] Hi <image>"),
+        (
+            [{"role": "user", "content": [{"type": "text", "text": "Hi"}, {"type": "image"}]}],
+            "[user] Hi <image>",
+        ),
         ([{"role": "tool", "content": None}], "[tool] null"),
         ({"a": 1}, '{"a": 1}'),
         ([], "[]"),
@@ -197,7 +242,9 @@ def test_evaluations_are_named_by_their_files(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", 1)
     for name in ("step_000010.jsonl", "gsm8k/step_000010.jsonl", "math.step_000020.jsonl"):
         (run / "eval" / name).parent.mkdir(parents=True, exist_ok=True)
-        (run / "eval" / name).write_text(json.dumps({"id": 1, "completion": "x", "reward": 1}) + "\n")
+        (run / "eval" / name).write_text(
+            json.dumps({"id": 1, "completion": "x", "reward": 1}) + "\n"
+        )
     found = {(row["kind"], row["step"]) for row in page_of(run).data["samples"]}
     assert found == {("rollout", 1), ("eval", 10), ("eval gsm8k", 10), ("eval math", 20)}
 
@@ -226,7 +273,9 @@ def test_counts_and_shares_begin_at_zero_and_evaluations_are_joined(tmp_path: Pa
     assert set(data["joined"]) == {"eval_reward_mean", "eval_solved"}
 
 
-@pytest.mark.parametrize(("ranks", "layout"), [(8, "tp=2,dp=4"), (2, "tp=2"), (None, "tp=2,dp=auto")])
+@pytest.mark.parametrize(
+    ("ranks", "layout"), [(8, "tp=2,dp=4"), (2, "tp=2"), (None, "tp=2,dp=auto")]
+)
 def test_the_layout_is_the_resolved_one(ranks: int | None, layout: str, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", 4)
     (run / "config.yaml").write_text("layout: {tp: 2, dp: auto}\nrun_dir: run\n")

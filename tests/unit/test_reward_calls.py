@@ -69,7 +69,9 @@ def test_a_function_gets_the_batch_that_it_asks_for(
     directory: Path, function: str, batch: str, expected: list[float]
 ) -> None:
     limits = CallLimits(batch=batch, workers=2)
-    with RewardRunner(function=f"my_calls:{function}", directory=directory, limits=limits) as runner:
+    with RewardRunner(
+        function=f"my_calls:{function}", directory=directory, limits=limits
+    ) as runner:
         results = runner.score(samples(["a", "aaa", "bb", "b"]), groups=[0, 0, 1, 1])
     assert [result.value for result in results] == expected
 
@@ -78,16 +80,24 @@ def test_async_calls_run_at_the_same_time_and_fail_alone(directory: Path) -> Non
     """Each waits for all to have begun: one after the other none would end."""
     texts = ["a", "raise", "hang", *["bb"] * 21]
     with RewardRunner(
-        function="my_calls:slow", directory=directory, timeout=2.0, limits=CallLimits(concurrency=24)
+        function="my_calls:slow",
+        directory=directory,
+        timeout=2.0,
+        limits=CallLimits(concurrency=24),
     ) as runner:
         results = runner.score(samples(texts))
     assert results[0] == RewardResult(1.0)
     assert str(results[1].error).startswith("RuntimeError: broken on purpose")
-    assert results[2].error == "no answer within 2 s; where it needs longer, raise reward.timeout_seconds"
+    assert (
+        results[2].error
+        == "no answer within 2 s; where it needs longer, raise reward.timeout_seconds"
+    )
     assert results[3:] == [RewardResult(2.0)] * 21
 
 
-def test_async_callables_are_awaited_and_coroutines_of_other_functions_are_not(directory: Path) -> None:
+def test_async_callables_are_awaited_and_coroutines_of_other_functions_are_not(
+    directory: Path,
+) -> None:
     with RewardRunner(function="my_calls:scorer", directory=directory) as runner:
         assert runner.score(samples(["abc"])) == [RewardResult(3.0)]
     with RewardRunner(function="my_calls:wrapper", directory=directory) as runner:
@@ -112,5 +122,7 @@ def test_no_more_async_calls_at_a_time_than_the_limit(directory: Path) -> None:
             return seen
         """)
     )
-    with RewardRunner(function="counted:peak", directory=directory, limits=CallLimits(concurrency=3)) as runner:
+    with RewardRunner(
+        function="counted:peak", directory=directory, limits=CallLimits(concurrency=3)
+    ) as runner:
         assert [result.value for result in runner.score(samples(["x"] * 7))].count(3.0) == 6

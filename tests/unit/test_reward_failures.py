@@ -72,7 +72,9 @@ runner = RewardRunner(function="spawns:f", directory={str(tmp_path)!r})
 runner.score([RewardInput(completion="daemon {marker}")])
 os.kill(os.getpid(), signal.SIGKILL)
 """
-        assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGKILL
+        assert (
+            subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGKILL
+        )
     else:
         with RewardRunner(function="spawns:f", directory=tmp_path, timeout=timeout) as runner:
             (result,) = runner.score([RewardInput(completion=f"{what} {marker}")])
@@ -109,7 +111,9 @@ def f(data_source, solution_str, ground_truth, extra_info):
 """
 
 
-def test_a_reward_that_writes_into_every_open_file_spoils_its_own_sample_only(tmp_path: Path) -> None:
+def test_a_reward_that_writes_into_every_open_file_spoils_its_own_sample_only(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "forges.py").write_text(FORGING)
     texts = ["", "forge", "", "babble", "", "list", "patch", ""]
     with RewardRunner(function="forges:f", directory=tmp_path) as runner:
@@ -118,7 +122,9 @@ def test_a_reward_that_writes_into_every_open_file_spoils_its_own_sample_only(tm
         if text in ("", "patch"):
             assert results[number] == RewardResult(0.25), text
         else:
-            assert "wrote into the pipe that its answers go through" in str(results[number].error), text
+            assert "wrote into the pipe that its answers go through" in str(
+                results[number].error
+            ), text
 
 
 FAILING = """
@@ -134,13 +140,19 @@ def f(data_source, solution_str, ground_truth, extra_info):
 
 
 @pytest.mark.parametrize("what", ["raise", "hang"])
-def test_a_reward_that_always_fails_is_not_asked_for_every_sample(tmp_path: Path, what: str) -> None:
+def test_a_reward_that_always_fails_is_not_asked_for_every_sample(
+    tmp_path: Path, what: str
+) -> None:
     (tmp_path / "fails.py").write_text(FAILING)
     timeout = 0.2 if what == "hang" else HANG
-    runner = RewardRunner(function="fails:f", directory=tmp_path, timeout=timeout, limits=CallLimits(workers=4))
+    runner = RewardRunner(
+        function="fails:f", directory=tmp_path, timeout=timeout, limits=CallLimits(workers=4)
+    )
     results = runner.score([RewardInput(completion=what)] * 1000, 0.05)
     assert (
-        sum(result.scored for result in results) == sum(result.error is not None for result in results) == FIRST_SAMPLES
+        sum(result.scored for result in results)
+        == sum(result.error is not None for result in results)
+        == FIRST_SAMPLES
     )
     assert runner._workers == []
 
@@ -148,10 +160,16 @@ def test_a_reward_that_always_fails_is_not_asked_for_every_sample(tmp_path: Path
 def test_failures_stop_the_scoring_when_they_are_more_than_may_be(tmp_path: Path) -> None:
     """Not before, however many of them come first: a row that always fails has all its samples side by side."""
     (tmp_path / "fails.py").write_text(FAILING)
-    with RewardRunner(function="fails:f", directory=tmp_path, limits=CallLimits(workers=2)) as runner:
-        results = runner.score([RewardInput(completion="raise")] * 10 + [RewardInput(completion="ok")] * 190, 0.05)
+    with RewardRunner(
+        function="fails:f", directory=tmp_path, limits=CallLimits(workers=2)
+    ) as runner:
+        results = runner.score(
+            [RewardInput(completion="raise")] * 10 + [RewardInput(completion="ok")] * 190, 0.05
+        )
         assert [result.error is None for result in results] == [False] * 10 + [True] * 190
-        results = runner.score([RewardInput(completion="raise")] * 100 + [RewardInput(completion="ok")] * 100, 0.05)
+        results = runner.score(
+            [RewardInput(completion="raise")] * 100 + [RewardInput(completion="ok")] * 100, 0.05
+        )
     assert sum(result.error is not None for result in results) == 11
     assert sum(result.scored for result in results) < 100
 
@@ -170,8 +188,14 @@ def test_failed_rewards_are_counted_or_end_the_run() -> None:
             [GOOD] * 94 + [BAD] * 6,
             "6 of the last 100 samples, more than 5% of 100; first cause: a cause, on row 94; fix",
         ),
-        ([GOOD] * 90 + [LEFT] * 4 + [BAD] * 6, f"6 of the last 100 samples, more than 5% of 100 {not_scored}"),
-        ([LEFT] * 90 + [BAD] * 8 + [LEFT] * 902, f"all of the first 8 of 1000 samples {not_scored}"),
+        (
+            [GOOD] * 90 + [LEFT] * 4 + [BAD] * 6,
+            f"6 of the last 100 samples, more than 5% of 100 {not_scored}",
+        ),
+        (
+            [LEFT] * 90 + [BAD] * 8 + [LEFT] * 902,
+            f"all of the first 8 of 1000 samples {not_scored}",
+        ),
     ):
         with pytest.raises(DataError, match=rf"^step 1: the reward failed on {re.escape(words)}"):
             RecentFailures().count(results, range(len(results)), "step 1")
@@ -181,21 +205,29 @@ def test_failures_of_small_steps_are_counted_over_the_last_64_samples() -> None:
     failures = RecentFailures()
     small = [GOOD] * 15 + [BAD]
     for step in range(3):
-        assert failures.count(small, range(16), f"step {step}") == (1, "a cause"), "3 of 64 are less than 5 %"
+        assert failures.count(small, range(16), f"step {step}") == (1, "a cause"), (
+            "3 of 64 are less than 5 %"
+        )
     whole = [GOOD] * 16
     for step in range(3, 5):
         assert failures.count(whole, range(16), f"step {step}") == (0, None)
     assert failures.count(small, range(16), "step 5") == (1, "a cause"), "the first two have left"
-    with pytest.raises(DataError, match="failed on 4 of the last 64 samples, more than 5% of 64; first cause"):
+    with pytest.raises(
+        DataError, match="failed on 4 of the last 64 samples, more than 5% of 64; first cause"
+    ):
         failures.count(small[:13] + [BAD] * 3, range(16), "step 6")
     failures = RecentFailures()
-    with pytest.raises(DataError, match="failed on 4 of the last 4 samples, more than 5% of 64; first cause"):
+    with pytest.raises(
+        DataError, match="failed on 4 of the last 4 samples, more than 5% of 64; first cause"
+    ):
         failures.count([BAD] * 4, range(4), "step 1")
 
 
 def test_too_many_killed_processes_are_a_failure_of_the_machine() -> None:
     killed = RewardResult(None, "the worker process was killed by SIGKILL", killed=True)
-    with pytest.raises(MachineError, match=r"first cause: the worker process was killed by SIGKILL, on row 0$"):
+    with pytest.raises(
+        MachineError, match=r"first cause: the worker process was killed by SIGKILL, on row 0$"
+    ):
         RecentFailures().count([killed] * 4 + [GOOD] * 12, range(16), "step 1")
     with pytest.raises(DataError, match="first cause: a cause, on row 0; fix the reward function"):
         RecentFailures().count([BAD, *[killed] * 3, *[GOOD] * 12], range(16), "step 1")
@@ -234,7 +266,9 @@ def test_the_end_of_a_reward_process_by_the_system_is_told_from_its_own(
 
 def test_a_reward_that_is_killed_while_it_loads_is_a_failure_of_the_machine(tmp_path: Path) -> None:
     (tmp_path / "heavy.py").write_text("import os\nos.kill(os.getpid(), 9)\n")
-    with pytest.raises(MachineError, match="cannot be loaded: the worker process was killed by SIGKILL"):
+    with pytest.raises(
+        MachineError, match="cannot be loaded: the worker process was killed by SIGKILL"
+    ):
         RewardRunner(function="heavy:f", directory=tmp_path)
 
 
@@ -267,11 +301,25 @@ def test_a_sum_with_a_failed_term_is_dropped_and_none_counts_nothing() -> None:
 
 
 def test_a_worker_whose_runner_is_gone_ends_without_a_word() -> None:
-    setup = {"id": 0, "name": "exact_match", "function": None, "address": None, "options": {}, "directory": None}
+    setup = {
+        "id": 0,
+        "name": "exact_match",
+        "function": None,
+        "address": None,
+        "options": {},
+        "directory": None,
+    }
     command = [sys.executable, "-c", "from dovetail.rewards.worker import main; main()"]
-    for sent in ("", json.dumps({**setup, "timeout": 1.0, "metric": False, "log": None, "columns": None}) + "\n"):
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as worker:
-            assert worker.stdin is not None and worker.stdout is not None and worker.stderr is not None
+    for sent in (
+        "",
+        json.dumps({**setup, "timeout": 1.0, "metric": False, "log": None, "columns": None}) + "\n",
+    ):
+        with subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        ) as worker:
+            assert (
+                worker.stdin is not None and worker.stdout is not None and worker.stderr is not None
+            )
             worker.stdout.close()
             worker.stdin.write(sent.encode())
             worker.stdin.flush() if sent else worker.stdin.close()

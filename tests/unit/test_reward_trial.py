@@ -52,9 +52,21 @@ async def paid(completions, **columns):
         ("spread", GOOD, ""),
         ("paid", GOOD, ""),
         ("by_level", {**GOOD, "level": 3}, ""),
-        ("by_level", GOOD, "mine:by_level needs level, but the rows give prompts, completions, answer, finish\n"),
-        ("fails", GOOD, "mine:fails was tried on D.jsonl:1 with the completion '4': ZeroDivisionError: division by"),
-        ("mistyped", GOOD, "the reward returned 'good', which is not a finite number; correct the function"),
+        (
+            "by_level",
+            GOOD,
+            "mine:by_level needs level, but the rows give prompts, completions, answer, finish\n",
+        ),
+        (
+            "fails",
+            GOOD,
+            "mine:fails was tried on D.jsonl:1 with the completion '4': ZeroDivisionError: division by",
+        ),
+        (
+            "mistyped",
+            GOOD,
+            "the reward returned 'good', which is not a finite number; correct the function",
+        ),
         ("short", {**GOOD, "prompt": "a"}, "expected a list of 8 rewards for 8 completions, got 1"),
         ("absent", GOOD, "mine.py has no function 'absent'"),
     ],
@@ -90,7 +102,9 @@ def test_a_slow_function_is_left_alone_after_a_second() -> None:
     assert time.monotonic() - begun < 30
 
 
-def test_columns_of_every_file_are_compared(started: list[object], capsys: pytest.CaptureFixture[str]) -> None:
+def test_columns_of_every_file_are_compared(
+    started: list[object], capsys: pytest.CaptureFixture[str]
+) -> None:
     Path("mine.py").write_text(MODULE)
     write({**GOOD, "level": 3})
     write(GOOD, name="held.jsonl")

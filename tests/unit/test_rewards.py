@@ -11,7 +11,13 @@ import pytest
 
 from dovetail.errors import ConfigError
 from dovetail.jsonl import json_line
-from dovetail.rewards.built_in import final_number, format_match, number_only, numbers, numeric_match
+from dovetail.rewards.built_in import (
+    final_number,
+    format_match,
+    number_only,
+    numbers,
+    numeric_match,
+)
 from dovetail.rewards.runner import CallLimits, RewardInput, RewardResult, RewardRunner
 
 HANG = 2.0  # seconds that a reward may take; any but the one that hangs takes none, on a busy machine, too
@@ -106,9 +112,15 @@ def sample(completion: str, **more: object) -> RewardInput:
         ("-7 and 7 - 5, 3-2 x=-5", ["-7", "7", "5", "3", "2", "-5"]),
         ("3/4 of .5, 1/0", ["3/4", "1/2", "1", "0"]),
         (r"\frac{3}{4} or -\dfrac{1}{2}", ["3/4", "-1/2"]),
-        (r"\displaystyle\frac{1}{2}, 3\cdot\frac{3}{4}, 5-\frac{1}{2}", ["1/2", "3", "3/4", "5", "1/2"]),
+        (
+            r"\displaystyle\frac{1}{2}, 3\cdot\frac{3}{4}, 5-\frac{1}{2}",
+            ["1/2", "3", "3/4", "5", "1/2"],
+        ),
         (r"2\frac{1}{2}", ["2", "1/2"]),
-        (r"1{,}200 and 36,\!000 and 1\,234\,567.5 of (3,\,400)", ["1200", "36000", "1234567.5", "3", "400"]),
+        (
+            r"1{,}200 and 36,\!000 and 1\,234\,567.5 of (3,\,400)",
+            ["1200", "36000", "1234567.5", "3", "400"],
+        ),
         (r"12\text{ cm}^2, 5 m^{-2}, x^2-5, 10^6/2", ["12", "5", "5", "10", "2"]),
         ("2e-3 and 1e9999", ["1/500", "1"]),
         ("the answer is 94.", ["94"]),
@@ -182,7 +194,9 @@ def test_format() -> None:
 
 def test_built_ins_run_in_workers_and_keep_the_order() -> None:
     with RewardRunner("exact_match", limits=CallLimits(workers=2)) as runner:
-        results = runner.score([RewardInput(completion=str(i), answer=str(i % 3)) for i in range(9)])
+        results = runner.score(
+            [RewardInput(completion=str(i), answer=str(i % 3)) for i in range(9)]
+        )
         assert results == [RewardResult(float(i < 3)) for i in range(9)]
         assert runner.score([]) == []
     with RewardRunner("format", options={"pattern": "a+"}) as runner:
@@ -191,10 +205,15 @@ def test_built_ins_run_in_workers_and_keep_the_order() -> None:
 
 def test_both_signatures(directory: Path) -> None:
     def score(function: str, samples: list[RewardInput], **options: float) -> list[RewardResult]:
-        with RewardRunner(function=f"my_rewards:{function}", directory=directory, options=options) as runner:
+        with RewardRunner(
+            function=f"my_rewards:{function}", directory=directory, options=options
+        ) as runner:
             return runner.score(samples)
 
-    assert score("verl_like", [sample("42"), sample("41")]) == [RewardResult(1.0), RewardResult(0.0)]
+    assert score("verl_like", [sample("42"), sample("41")]) == [
+        RewardResult(1.0),
+        RewardResult(0.0),
+    ]
     assert score("trl_like", [sample("abc"), sample("")]) == [RewardResult(8.0), RewardResult(5.0)]
     assert score("weighted", [sample("abc")], factor=2.0) == [RewardResult(6.0)]
     messages = [{"role": "user", "content": "hello"}]
@@ -206,14 +225,18 @@ def test_both_signatures(directory: Path) -> None:
 
 def test_bytes_of_a_row_are_the_text_that_they_hold() -> None:
     with RewardRunner("exact_match") as runner:
-        results = runner.score([RewardInput(completion=text, answer=text.encode()) for text in ("42", "\u00e9")])
+        results = runner.score(
+            [RewardInput(completion=text, answer=text.encode()) for text in ("42", "\u00e9")]
+        )
     assert [result.value for result in results] == [1.0, 1.0]
     assert json_line({"answer": b"\xc3\xa9\xff"}) == '{"answer": "\u00e9\\\\xff"}\n'
 
 
 def test_a_mapping_gives_its_score(directory: Path) -> None:
     with RewardRunner(function="my_rewards:as_verl", directory=directory) as runner:
-        number, none, text, lacking = runner.score([sample("x"), sample("none"), sample("text"), sample("")])
+        number, none, text, lacking = runner.score(
+            [sample("x"), sample("none"), sample("text"), sample("")]
+        )
     assert (number, none) == (RewardResult(0.5), RewardResult(None))
     assert text.error == "the reward returned '1.0', which is not a finite number"
     assert lacking.error == "the reward returned {'acc': 1.0}, a mapping without 'score'"
@@ -221,14 +244,19 @@ def test_a_mapping_gives_its_score(directory: Path) -> None:
 
 def test_messages_name_lines_of_the_user_only(directory: Path) -> None:
     """Not those of the library that the reward calls, nor ours, where a built-in or the form of an answer is at fault."""
-    line = 1 + MODULE.splitlines().index('    return [json.loads(text)["a"] for text in completions]')
+    line = 1 + MODULE.splitlines().index(
+        '    return [json.loads(text)["a"] for text in completions]'
+    )
     with RewardRunner(function="my_rewards:parses", directory=directory) as runner:
         bad, missing = runner.score([sample("{"), sample("{}")])
     for result, kind in ((bad, "JSONDecodeError: "), (missing, "KeyError: ")):
         assert str(result.error).startswith(kind)
         assert str(result.error).endswith(f" ({directory}/my_rewards.py:{line})")
     with RewardRunner(function="my_rewards:two_for_one", directory=directory) as runner:
-        assert runner.score([sample("x")])[0].error == "ValueError: expected a list of 1 reward for 1 completion, got 2"
+        assert (
+            runner.score([sample("x")])[0].error
+            == "ValueError: expected a list of 1 reward for 1 completion, got 2"
+        )
     with RewardRunner(function="my_rewards:no_list", directory=directory) as runner:
         for text, got in (("x", "0.5"), ("nothing", "None")):
             told = f"TypeError: expected a list of 1 reward for 1 completion, got {got}"
@@ -237,17 +265,36 @@ def test_messages_name_lines_of_the_user_only(directory: Path) -> None:
         assert runner.score([RewardInput(completion="1", answer="none")])[0].error == (
             "ValueError: the answer 'none' holds no number"
         )
-    with pytest.raises(ConfigError, match=rf"No module named 'does_not_exist' \({directory}/broken.py:1\)$"):
+    with pytest.raises(
+        ConfigError, match=rf"No module named 'does_not_exist' \({directory}/broken.py:1\)$"
+    ):
         RewardRunner(function="broken:f", directory=directory)
     with pytest.raises(ConfigError, match=r"No module named 'nowhere'$"):
         RewardRunner(function="nowhere:f", directory=directory)
 
 
 def test_what_a_reward_may_not_do_drops_its_sample_only(directory: Path) -> None:
-    texts = ["ok", "raise", "exit", "crash", "hang", "nan", "inf", "none", "text", "list", "big", "secret", "read"]
+    texts = [
+        "ok",
+        "raise",
+        "exit",
+        "crash",
+        "hang",
+        "nan",
+        "inf",
+        "none",
+        "text",
+        "list",
+        "big",
+        "secret",
+        "read",
+    ]
     with RewardRunner(function="my_rewards:by_text", directory=directory, timeout=HANG) as runner:
         results = dict(zip(texts, runner.score([sample(text) for text in texts]), strict=True))
-        assert runner.score([sample("ok"), sample("bool")]) == [RewardResult(0.5), RewardResult(1.0)]
+        assert runner.score([sample("ok"), sample("bool")]) == [
+            RewardResult(0.5),
+            RewardResult(1.0),
+        ]
     assert results["ok"] == RewardResult(0.5)
     assert results["read"] == RewardResult(0.0), "standard input is empty"
     assert results["none"] == RewardResult(None), "None drops a sample without being an error"
@@ -272,13 +319,18 @@ def test_what_a_reward_may_not_do_drops_its_sample_only(directory: Path) -> None
 
 def test_hanging_samples_do_not_wait_for_each_other(directory: Path) -> None:
     with RewardRunner(
-        function="my_rewards:by_text", directory=directory, timeout=HANG, limits=CallLimits(workers=3)
+        function="my_rewards:by_text",
+        directory=directory,
+        timeout=HANG,
+        limits=CallLimits(workers=3),
     ) as runner:
         results = runner.score([sample("note")] * 3 + [sample("ok")])
     assert [r.value for r in results] == [None, None, None, 0.5]
     begun = [float(line) for line in (directory / "begun").read_text().split()]
     assert len(begun) == 3
-    assert max(begun) - min(begun) < HANG, "one after the other, each would begin when the one before is given up"
+    assert max(begun) - min(begun) < HANG, (
+        "one after the other, each would begin when the one before is given up"
+    )
 
 
 @pytest.mark.parametrize("timeout", [3e6, 1e300])
@@ -300,7 +352,10 @@ def test_a_regular_expression_that_never_ends_is_killed() -> None:
         ({"name": "exact_mach"}, "did you mean 'exact_match'"),
         ({"function": "nowhere:f"}, "No module named 'nowhere'"),
         ({"function": "broken:f"}, "does_not_exist"),
-        ({"function": "my_rewards:absent"}, r"module my_rewards \(.*/my_rewards.py\) has no function 'absent'"),
+        (
+            {"function": "my_rewards:absent"},
+            r"module my_rewards \(.*/my_rewards.py\) has no function 'absent'",
+        ),
         ({"function": "my_rewards:not_a_function"}, "no function 'not_a_function'"),
         ({"function": "my_rewards:neither"}, "neither signature"),
         (

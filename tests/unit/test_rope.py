@@ -26,12 +26,42 @@ VARIANTS: list[dict[str, Any]] = [
     {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
     {"rope_type": "dynamic", "factor": 1.7, "rope_theta": 5e5, "partial_rotary_factor": 0.5},
     {**LLAMA3, "factor": 8.0, "rope_theta": 5e5, "original_max_position_embeddings": 64},
-    {**LLAMA3, "factor": 32.0, "rope_theta": 5e5, "original_max_position_embeddings": 100, "high_freq_factor": 9.0},
-    {**LLAMA3, "factor": 8.0, "rope_theta": 1e4, "original_max_position_embeddings": 9, "partial_rotary_factor": 0.5},
+    {
+        **LLAMA3,
+        "factor": 32.0,
+        "rope_theta": 5e5,
+        "original_max_position_embeddings": 100,
+        "high_freq_factor": 9.0,
+    },
+    {
+        **LLAMA3,
+        "factor": 8.0,
+        "rope_theta": 1e4,
+        "original_max_position_embeddings": 9,
+        "partial_rotary_factor": 0.5,
+    },
     {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 64},
-    {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e6, "original_max_position_embeddings": 64, "truncate": False},
-    {"rope_type": "yarn", "factor": None, "rope_theta": 1e6, "original_max_position_embeddings": 64},
-    {"rope_type": "yarn", "factor": 8.0, "rope_theta": 1e4, "beta_fast": 16.0, "beta_slow": 2, "truncate": None},
+    {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "rope_theta": 1e6,
+        "original_max_position_embeddings": 64,
+        "truncate": False,
+    },
+    {
+        "rope_type": "yarn",
+        "factor": None,
+        "rope_theta": 1e6,
+        "original_max_position_embeddings": 64,
+    },
+    {
+        "rope_type": "yarn",
+        "factor": 8.0,
+        "rope_theta": 1e4,
+        "beta_fast": 16.0,
+        "beta_slow": 2,
+        "truncate": None,
+    },
     {"rope_type": "yarn", "factor": 8.0, "rope_theta": 1e4, "mscale": 0.7, "mscale_all_dim": 1.3},
     {"rope_type": "yarn", "factor": 8.0, "rope_theta": 1e4, "mscale": 0.7},
     {"rope_type": "yarn", "factor": 8.0, "rope_theta": 1e4, "attention_factor": 1.25},
@@ -50,7 +80,11 @@ LONGROPES: list[dict[str, Any]] = [
 
 def with_factors(rope: dict[str, Any], head_dim: int = 32) -> dict[str, Any]:
     count = int(head_dim * rope.get("partial_rotary_factor", 1.0)) // 2
-    return {**rope, "short_factor": [1 + i / 7 for i in range(count)], "long_factor": [2.0 + i for i in range(count)]}
+    return {
+        **rope,
+        "short_factor": [1 + i / 7 for i in range(count)],
+        "long_factor": [2.0 + i for i in range(count)],
+    }
 
 
 def hf_config(rope: dict[str, Any], head_dim: int = 32) -> LlamaConfig:
@@ -63,7 +97,9 @@ def hf_config(rope: dict[str, Any], head_dim: int = 32) -> LlamaConfig:
 def our_spec(rope: dict[str, Any], head_dim: int = 32) -> RopeSpec:
     shape = {"hidden_size": 64, "num_attention_heads": 4, "head_dim": head_dim}
     limits = {"max_position_embeddings": MAX_POSITIONS}
-    return spec_from_config({"model_type": "llama", **shape, **limits, "rope_parameters": rope}).rope
+    return spec_from_config(
+        {"model_type": "llama", **shape, **limits, "rope_parameters": rope}
+    ).rope
 
 
 def name_of(rope: dict[str, Any]) -> str:
@@ -84,7 +120,9 @@ def test_frequencies_are_those_of_transformers(rope: dict[str, Any], head_dim: i
 
 
 @pytest.mark.parametrize("factor", [1.0, 2.0, 1.7])
-@pytest.mark.parametrize("length", [1, MAX_POSITIONS - 1, MAX_POSITIONS, MAX_POSITIONS + 1, 3 * MAX_POSITIONS])
+@pytest.mark.parametrize(
+    "length", [1, MAX_POSITIONS - 1, MAX_POSITIONS, MAX_POSITIONS + 1, 3 * MAX_POSITIONS]
+)
 def test_dynamic_frequencies_follow_the_length(factor: float, length: int) -> None:
     rope = {"rope_type": "dynamic", "factor": factor, "rope_theta": 10000.0}
     plain = our_spec({"rope_type": "default", "rope_theta": 10000.0})
@@ -119,7 +157,10 @@ def test_longrope_tables_follow_the_length(rope: dict[str, Any], length: int) ->
         ({"short_factor": None}, "short_factor is None; supported: a list of 16 numbers above 0"),
         ({"long_factor": [1.0] * 15}, "long_factor is .*; supported: a list of 16 numbers above 0"),
         ({"long_factor": [0.0] * 16}, "long_factor is .*; supported: a list of 16 numbers above 0"),
-        ({"original_max_position_embeddings": 1}, "original_max_position_embeddings is 1; supported: .* 2 or more"),
+        (
+            {"original_max_position_embeddings": 1},
+            "original_max_position_embeddings is 1; supported: .* 2 or more",
+        ),
     ],
 )
 def test_longrope_that_makes_no_table_is_refused(given: dict[str, Any], words: str) -> None:
@@ -128,7 +169,9 @@ def test_longrope_that_makes_no_table_is_refused(given: dict[str, Any], words: s
 
 
 @pytest.mark.parametrize(
-    "rope", [{"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}, with_factors(LONGROPE)], ids=name_of
+    "rope",
+    [{"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}, with_factors(LONGROPE)],
+    ids=name_of,
 )
 def test_lengths_are_each_sequences_own(rope: dict[str, Any]) -> None:
     """A long sequence leaves the tables of a short one packed beside it bit for bit, and the other way round."""
@@ -139,12 +182,16 @@ def test_lengths_are_each_sequences_own(rope: dict[str, Any]) -> None:
         return rope_tables(spec, positions, lengths, torch.float32)
 
     short, long = 40, 2 * MAX_POSITIONS
-    for packed, alone_short, alone_long in zip(tables([short, long]), tables([short]), tables([long]), strict=True):
+    for packed, alone_short, alone_long in zip(
+        tables([short, long]), tables([short]), tables([long]), strict=True
+    ):
         assert torch.equal(packed, torch.cat((alone_short, alone_long)))
         assert not torch.equal(alone_short, alone_long[:short])
 
 
-@pytest.mark.parametrize("rope", [v for v in VARIANTS if "partial_rotary_factor" not in v], ids=name_of)
+@pytest.mark.parametrize(
+    "rope", [v for v in VARIANTS if "partial_rotary_factor" not in v], ids=name_of
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_rotation_is_that_of_transformers(rope: dict[str, Any], dtype: torch.dtype) -> None:
     torch.manual_seed(0)
@@ -163,13 +210,17 @@ def test_rotation_is_that_of_transformers(rope: dict[str, Any], dtype: torch.dty
 def hf_rotation(config: LlamaConfig, x: Tensor, positions: Tensor) -> Tensor:
     """x [T, H, C] as the queries of one sequence in transformers."""
     cos, sin = LlamaRotaryEmbedding(config)(x, positions[None])
-    return apply_rotary_pos_emb(x.transpose(0, 1)[None], x.transpose(0, 1)[None], cos, sin)[0][0].transpose(0, 1)
+    return apply_rotary_pos_emb(x.transpose(0, 1)[None], x.transpose(0, 1)[None], cos, sin)[0][
+        0
+    ].transpose(0, 1)
 
 
 def test_partial_rotation_leaves_the_other_channels_alone() -> None:
     torch.manual_seed(0)
     x, positions = torch.randn(50, 4, 32), torch.arange(50)
-    partial = our_spec({"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4, "partial_rotary_factor": 0.5})
+    partial = our_spec(
+        {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    )
     assert partial.rotary_dim == 16
     ours = reference.rope(x, *rope_tables(partial, positions, [50], torch.float32))
     assert torch.equal(ours[..., 16:], x[..., 16:])
@@ -183,7 +234,9 @@ def test_float64_stays_float64() -> None:
     spec = RopeSpec(theta=1e4, rotary_dim=8, max_positions=64)
     x, positions = torch.randn(60, 2, 8, dtype=torch.float64), torch.arange(60)
     turn = torch.outer(positions.double(), 1e4 ** (-torch.arange(4, dtype=torch.float64) / 4))
-    turned = torch.complex(x[..., :4], x[..., 4:]) * torch.polar(torch.ones_like(turn), turn)[:, None]
+    turned = (
+        torch.complex(x[..., :4], x[..., 4:]) * torch.polar(torch.ones_like(turn), turn)[:, None]
+    )
     ours = reference.rope(x, *rope_tables(spec, positions, [60], torch.float64))
     assert ours.dtype == torch.float64
     assert_close(ours, torch.cat((turned.real, turned.imag), dim=-1), OP_FP64)
@@ -191,7 +244,9 @@ def test_float64_stays_float64() -> None:
 
 @pytest.mark.parametrize("kind", ["proportional", "su", "mrope"])
 def test_other_kinds_are_refused_by_name(kind: str) -> None:
-    with pytest.raises(ModelError, match=f"'{kind}'; supported: default, linear, dynamic, llama3, yarn, longrope"):
+    with pytest.raises(
+        ModelError, match=f"'{kind}'; supported: default, linear, dynamic, llama3, yarn, longrope"
+    ):
         our_spec({"rope_type": kind, "factor": 2.0})
     with pytest.raises(ModelError, match=kind):
         inverse_frequencies(RopeSpec(kind=kind, rotary_dim=8, max_positions=64), torch.float32)

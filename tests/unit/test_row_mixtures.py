@@ -33,10 +33,24 @@ def test_parts_have_their_share_of_every_block_and_their_rows_are_taken_alike() 
 @pytest.mark.parametrize("seed", [0, None])
 def test_a_mixture_is_a_function_of_its_position(seed: int | None) -> None:
     whole = mixed_rows(PARTS, 60, seed, BLOCK - 30)
-    pieces = [row for start in range(BLOCK - 30, BLOCK + 30, 4) for row in mixed_rows(PARTS, 4, seed, start)]
+    pieces = [
+        row
+        for start in range(BLOCK - 30, BLOCK + 30, 4)
+        for row in mixed_rows(PARTS, 4, seed, start)
+    ]
     assert pieces == whole
     if seed is None:
-        assert [row for row in mixed_rows(PARTS, 40, seed, 0) if row < 7][:9] == [0, 1, 2, 3, 4, 5, 6, 0, 1]
+        assert [row for row in mixed_rows(PARTS, 40, seed, 0) if row < 7][:9] == [
+            0,
+            1,
+            2,
+            3,
+            4,
+            5,
+            6,
+            0,
+            1,
+        ]
     else:
         assert whole != mixed_rows(PARTS, 60, 1, BLOCK - 30)
 
@@ -56,7 +70,10 @@ def test_parts_are_read_by_their_own_formats_and_columns(tmp_path: Path) -> None
     a.write_text(json.dumps({"problem": "1+1=", "target": "2"}))
     b.write_text('{"prompt": "0", "label": 0}\n{"prompt": "1", "label": 1, "id": "own"}')
     columns = {"prompt": "problem", "answer": "target"}
-    mixture = [{"path": str(a), "weight": 2.0, "columns": columns}, {"path": str(b), "weight": 1.0, "format": "slime"}]
+    mixture = [
+        {"path": str(a), "weight": 2.0, "columns": columns},
+        {"path": str(b), "weight": 1.0, "format": "slime"},
+    ]
     rows, parts = load({"train": mixture})
     assert [(row.id, row.answer) for row in rows] == [(f"{a}:0", "2"), (f"{b}:0", 0), ("own", 1)]
     assert parts == ((1, 2.0), (2, 1.0))
@@ -84,20 +101,32 @@ def test_mistakes_in_parts_get_one_message(train: Any, words: str) -> None:
 def test_steps_by_epochs_and_steps_of_a_mixture() -> None:
     trainer = {"prompts_per_step": 4, "seed": 1}
     recipe = make_recipe(
-        {"model": {"path": "m"}, "data": {"train": "x", "epochs": 3}, "run_dir": "r", "trainer": trainer}
+        {
+            "model": {"path": "m"},
+            "data": {"train": "x", "epochs": 3},
+            "run_dir": "r",
+            "trainer": trainer,
+        }
     )
     assert with_epochs(recipe, 10).trainer.steps == 8
     assert step_rows(recipe, 12, 2, 0, PARTS) == mixed_rows(PARTS, 4, 1, 8)
 
 
 def test_a_label_is_needed_where_a_reward_reads_it(tmp_path: Path) -> None:
-    assert [reads_answer(RewardSection(name=name)) for name in ("exact_match", "numeric_match", "format")] == [
+    assert [
+        reads_answer(RewardSection(name=name))
+        for name in ("exact_match", "numeric_match", "format")
+    ] == [
         True,
         True,
         False,
     ]
     assert not reads_answer(RewardSection(**{"import": "mine:score"}))  # type: ignore[arg-type]  # by its alias
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "answer": null}')
-    assert load_prompts(tmp_path / "rows.jsonl", PLAIN, Limits(260), answers=False)[0].answer is None
-    with pytest.raises(DataError, match=r"jsonl:1: answer is null, which no reward can compare with"):
+    assert (
+        load_prompts(tmp_path / "rows.jsonl", PLAIN, Limits(260), answers=False)[0].answer is None
+    )
+    with pytest.raises(
+        DataError, match=r"jsonl:1: answer is null, which no reward can compare with"
+    ):
         load_prompts(tmp_path / "rows.jsonl", PLAIN, Limits(260))

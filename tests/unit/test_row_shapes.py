@@ -69,7 +69,9 @@ def test_messages_written_as_text_are_messages(tmp_path: Path) -> None:
     for n, row in enumerate(({"messages": turns}, {"messages": json.dumps(turns)})):
         (tmp_path / f"{n}.jsonl").write_text(json.dumps(row))
         limits = Limits(vocab_size=260)
-        (example,) = examples.load_sft(tmp_path / f"{n}.jsonl", TOKENIZER, limits, renderer=RENDERER)
+        (example,) = examples.load_sft(
+            tmp_path / f"{n}.jsonl", TOKENIZER, limits, renderer=RENDERER
+        )
         loaded.append(marked(example.ids, example.mask))
     assert loaded[0] == loaded[1] and "[[" in loaded[0]
 
@@ -99,8 +101,12 @@ def trl() -> Mapping[str, Any]:
     return of_trl("trl_rows")
 
 
-@pytest.mark.parametrize("shape", [s for s in SHAPES if s.trl], ids=lambda shape: shape.name.replace(" ", "-"))
-def test_ids_and_masks_are_those_of_trl(shape: Shape, trl: Mapping[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "shape", [s for s in SHAPES if s.trl], ids=lambda shape: shape.name.replace(" ", "-")
+)
+def test_ids_and_masks_are_those_of_trl(
+    shape: Shape, trl: Mapping[str, Any], tmp_path: Path
+) -> None:
     example, theirs = read(shape, tmp_path / "rows.jsonl"), trl[shape.name]
     ours = [example.chosen, example.rejected] if shape.task == "preference" else [example]
     assert [each and list(each.ids) for each in ours] == [each and each[0] for each in theirs]
@@ -211,7 +217,14 @@ def test_places_of_images_become_content_parts(tmp_path: Path) -> None:
     text, parts = "<image>Which?", [{"type": "image"}, {"type": "text", "text": "Which?"}]
     address = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
     rows: tuple[tuple[dict[str, Any], Any], ...] = (
-        ({"prompt": [{"role": "user", "content": text}], "reward_model": {}, "images": ["a.png"]}, parts),
+        (
+            {
+                "prompt": [{"role": "user", "content": text}],
+                "reward_model": {},
+                "images": ["a.png"],
+            },
+            parts,
+        ),
         ({"prompt": [{"role": "user", "content": text}], "reward_model": {}, "images": None}, text),
         ({"conversations": [{"from": "human", "value": text}], "images": ["a.png"]}, parts),
         (
@@ -226,7 +239,9 @@ def test_places_of_images_become_content_parts(tmp_path: Path) -> None:
 
 
 def test_a_row_of_another_format_than_the_first_is_named(tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text('{"question": "a", "answer": "1"}\n{"prompt": "b", "answer": "2"}')
+    (tmp_path / "rows.jsonl").write_text(
+        '{"question": "a", "answer": "1"}\n{"prompt": "b", "answer": "2"}'
+    )
     words = r"rows\.jsonl:2: the row is written as TRL's are, but the first one \(.*rows\.jsonl:1\) as GSM8K's; put"
     with pytest.raises(DataError, match=words):
         list(rows_of(str(tmp_path / "rows.jsonl"), lambda _: None))
@@ -234,13 +249,17 @@ def test_a_row_of_another_format_than_the_first_is_named(tmp_path: Path) -> None
 
 def test_a_column_that_is_not_there_is_named(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "rows.jsonl")
-    with pytest.raises(DataError, match=r"rows\.jsonl:1: the row lacks 'question', which data\.columns names"):
+    with pytest.raises(
+        DataError, match=r"rows\.jsonl:1: the row lacks 'question', which data\.columns names"
+    ):
         list(rows_of(Source(path=str(path), columns={"prompt": "question"}), lambda _: None))
 
 
 @pytest.mark.parametrize(("side", "kept"), [("left", "-4="), ("right", "1+2")])
 def test_long_rows_lose_one_side(side: Any, kept: str, tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+2+3-4=", "answer": "2"}\n{"prompt": "1", "answer": "1"}')
+    (tmp_path / "rows.jsonl").write_text(
+        '{"prompt": "1+2+3-4=", "answer": "2"}\n{"prompt": "1", "answer": "1"}'
+    )
     notes: list[str] = []
     limits = Limits(vocab_size=260, max_tokens=3, truncate=side, warn=notes.append)
     cut, short = examples.load_prompts(tmp_path / "rows.jsonl", TOKENIZER, limits)
@@ -249,7 +268,9 @@ def test_long_rows_lose_one_side(side: Any, kept: str, tmp_path: Path) -> None:
 
 
 def test_an_sft_row_whose_completion_is_cut_away_is_refused_or_dropped(tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+2+3", "completion": "=6"}\n{"prompt": "1", "completion": "2"}')
+    (tmp_path / "rows.jsonl").write_text(
+        '{"prompt": "1+2+3", "completion": "=6"}\n{"prompt": "1", "completion": "2"}'
+    )
     limits = Limits(vocab_size=260, max_tokens=4, truncate="right")
     with pytest.raises(DataError, match=r"rows\.jsonl:1: 8 tokens, but at most 4 fit"):
         examples.load_sft(tmp_path / "rows.jsonl", TOKENIZER, limits)
@@ -261,7 +282,9 @@ def test_an_sft_row_whose_completion_is_cut_away_is_refused_or_dropped(tmp_path:
 
 
 def test_options_of_the_template_reach_it(tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": [{"role": "user", "content": "a"}], "answer": 1}))
+    (tmp_path / "rows.jsonl").write_text(
+        json.dumps({"prompt": [{"role": "user", "content": "a"}], "answer": 1})
+    )
     (row,) = examples.load_prompts(
         tmp_path / "rows.jsonl", TOKENIZER, LIMITS, renderer=Renderer({"enable_thinking": False})
     )
@@ -273,7 +296,9 @@ def test_a_template_that_marks_what_is_generated_says_what_is_trained(tmp_path: 
     content = "{% generation %}{{ m['content'] }}<|im_end|>\n{% endgeneration %}"
     marked = (
         "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' %}"
-        "{% if loop.last %}<think></think>{% endif %}" + content + "{% else %}{{ m['content'] }}<|im_end|>{% endif %}"
+        "{% if loop.last %}<think></think>{% endif %}"
+        + content
+        + "{% else %}{{ m['content'] }}<|im_end|>{% endif %}"
         "{% endfor %}"
     )
     silent = {**ASSISTANT, "content": "No", "weight": 0}
@@ -282,9 +307,14 @@ def test_a_template_that_marks_what_is_generated_says_what_is_trained(tmp_path: 
     assert spelled(row.ids, row.mask) == "It is 4<|im_end|>\nIt is 4<|im_end|>\n"
     assert spelled(row.ids).count("<think></think>") == 1
     once = marked.replace("m['role'] == 'assistant'", "loop.last")
-    with pytest.raises(DataError, match=r"rows.jsonl:1: the chat template marks 1 turns as generated, .* have 3"):
+    with pytest.raises(
+        DataError, match=r"rows.jsonl:1: the chat template marks 1 turns as generated, .* have 3"
+    ):
         examples.load_sft(path, make_tokenizer(template=once), LIMITS, renderer=RENDERER)
     with pytest.raises(DataError, match="without an assistant turn"):
         examples.load_sft(
-            write(tmp_path, {"messages": [USER, silent]}), make_tokenizer(template=marked), LIMITS, renderer=RENDERER
+            write(tmp_path, {"messages": [USER, silent]}),
+            make_tokenizer(template=marked),
+            LIMITS,
+            renderer=RENDERER,
         )

@@ -33,27 +33,42 @@ from tests.tolerances import MODEL_FP32, SUM_ORDER, assert_close
 LENGTHS = (9, 3, 17, 9, 1, 12)
 
 
-def sampler_of(config: PreTrainedConfig, dtype: torch.dtype = torch.float32, **options) -> NativeSampler:
-    sampler = NativeSampler(spec_from_config(config.to_dict()), Mesh.solo(), KernelSet(), dtype, **options)
+def sampler_of(
+    config: PreTrainedConfig, dtype: torch.dtype = torch.float32, **options
+) -> NativeSampler:
+    sampler = NativeSampler(
+        spec_from_config(config.to_dict()), Mesh.solo(), KernelSet(), dtype, **options
+    )
     sampler.refill(tiny_model(config).state_dict().items())
     return sampler
 
 
 def some_prompts(lengths=LENGTHS, seed: int = 3) -> list[Prompt]:
     generator = torch.Generator().manual_seed(seed)
-    return [Prompt(10 + i, torch.randint(0, VOCAB, (n,), generator=generator).tolist()) for i, n in enumerate(lengths)]
+    return [
+        Prompt(10 + i, torch.randint(0, VOCAB, (n,), generator=generator).tolist())
+        for i, n in enumerate(lengths)
+    ]
 
 
 @torch.no_grad()
-def full_scores(config: PreTrainedConfig, prompt: Prompt, done: Completion, temperature: float) -> Tensor:
+def full_scores(
+    config: PreTrainedConfig, prompt: Prompt, done: Completion, temperature: float
+) -> Tensor:
     """transformers' log-probs of a completion, from one pass over prompt and completion without a cache."""
     ids = torch.tensor([[*prompt.ids, *done.ids]])
-    log_probs = (tiny_model(config)(ids, use_cache=False).logits[0] / (temperature or 1.0)).log_softmax(-1)
+    log_probs = (
+        tiny_model(config)(ids, use_cache=False).logits[0] / (temperature or 1.0)
+    ).log_softmax(-1)
     return log_probs[len(prompt.ids) - 1 : -1].gather(1, torch.tensor(done.ids)[:, None])[:, 0]
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.soak] * (i % 2)) for i, name in enumerate(tiny_configs())]
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.soak] * (i % 2))
+        for i, name in enumerate(tiny_configs())
+    ],
 )
 def test_greedy_and_log_probs_equal_transformers(name: str) -> None:
     config = tiny_configs()[name]
@@ -71,14 +86,18 @@ def test_greedy_and_log_probs_equal_transformers(name: str) -> None:
             pad_token_id=0,
         )
         assert list(done.ids) == expected[0, len(prompt.ids) :].tolist()
-        assert_close(torch.tensor(done.log_probs), full_scores(config, prompt, done, 0.0), MODEL_FP32)
+        assert_close(
+            torch.tensor(done.log_probs), full_scores(config, prompt, done, 0.0), MODEL_FP32
+        )
 
 
 @pytest.mark.parametrize("name", ["llama_tied", "mistral_window", "qwen2_window", "qwen3_window"])
 def test_log_probs_of_samples_equal_full_scoring_at_the_temperature(name: str) -> None:
     config = tiny_configs()[name]
     prompts = some_prompts()
-    params = SamplingParams(samples=3, max_new_tokens=10, temperature=1.7, top_k=40, top_p=0.8, seed=5)
+    params = SamplingParams(
+        samples=3, max_new_tokens=10, temperature=1.7, top_k=40, top_p=0.8, seed=5
+    )
     done = sampler_of(config).sample(prompts, params)
     assert [(c.row, c.sample) for c in done] == [(p.row, s) for p in prompts for s in range(3)]
     for i, completion in enumerate(done):
@@ -91,7 +110,9 @@ def test_budget_and_order_of_prompts_change_no_sample(budget: int) -> None:
     config = tiny_configs()["qwen2_window"]
     prompts = some_prompts()
     params = SamplingParams(samples=4, max_new_tokens=8, temperature=1.3, stop_ids=tuple(range(20)))
-    expected = {(c.row, c.sample): c for c in sampler_of(config, torch.float64).sample(prompts, params)}
+    expected = {
+        (c.row, c.sample): c for c in sampler_of(config, torch.float64).sample(prompts, params)
+    }
     sampler = sampler_of(config, torch.float64, max_tokens=budget)
     for order in (prompts, prompts[::-1], prompts[2:4]):
         done = sampler.sample(order, params)
@@ -104,7 +125,10 @@ def test_budget_and_order_of_prompts_change_no_sample(budget: int) -> None:
 
 def test_no_step_is_captured_that_synchronizes() -> None:
     """Longer heads than those of the kernels take the reference, which asks for lengths."""
-    spec, mesh = spec_from_config(tiny_configs()["llama"].to_dict()), Mesh.abstract(Layout(), 0, "cuda")
+    spec, mesh = (
+        spec_from_config(tiny_configs()["llama"].to_dict()),
+        Mesh.abstract(Layout(), 0, "cuda"),
+    )
     kernels = KernelSet(decode_attention=lambda q, *_: q)
     long = replace(spec, attention=replace(spec.attention, head_dim=264))
     assert capture_for(spec, mesh, kernels, torch.float32) is not None
@@ -112,12 +136,19 @@ def test_no_step_is_captured_that_synchronizes() -> None:
     assert capture_for(spec, mesh, kernels, torch.float64) is None
     assert capture_for(spec, mesh, KernelSet(), torch.float32) is None
     experts = spec_from_config(moe_configs()["mixtral"].to_dict())
-    assert capture_for(experts, mesh, kernels, torch.bfloat16) is None  # the reference reads where their rows end
+    assert (
+        capture_for(experts, mesh, kernels, torch.bfloat16) is None
+    )  # the reference reads where their rows end
     grouped = replace(kernels, grouped_mm=cuda.grouped_mm)
     for stays in (False, True):
         with mock.patch.object(cuda, "grouped_mm_without_sync", return_value=stays):
             assert (capture_for(experts, mesh, grouped, torch.bfloat16) is not None) == stays
-            assert capture_for(experts, Mesh.abstract(Layout(dp=2, ep=2), 0, "cuda"), grouped, torch.bfloat16) is None
+            assert (
+                capture_for(
+                    experts, Mesh.abstract(Layout(dp=2, ep=2), 0, "cuda"), grouped, torch.bfloat16
+                )
+                is None
+            )
 
 
 def test_rows_that_stop_leave_at_any_step_and_change_nothing_for_the_others() -> None:
@@ -156,7 +187,9 @@ def test_rows_that_stopped_are_computed_no_longer() -> None:
     sampler, sizes = sampler_of(tiny_configs()["llama"]), []
     sampler.model.model.register_forward_pre_hook(lambda _, inputs: sizes.append(len(inputs[0])))
     stops = tuple(range(0, VOCAB, 3))
-    done = sampler.sample(some_prompts(), SamplingParams(samples=20, max_new_tokens=30, stop_ids=stops))
+    done = sampler.sample(
+        some_prompts(), SamplingParams(samples=20, max_new_tokens=30, stop_ids=stops)
+    )
     going = [sum(len(c.ids) > step for c in done) for step in range(1, 30)]
     assert len(sizes) == 1 + sum(n > 0 for n in going)
     assert sizes[1:] == [n for n in going if n]
@@ -180,7 +213,10 @@ def test_each_token_is_drawn_by_its_own_number() -> None:
     """With equal logits the id is the number times the vocabulary's size."""
     config = tiny_configs()["llama"]
     sampler = sampler_of(config)
-    weights = {n: torch.zeros_like(w) if "lm_head" in n else w for n, w in tiny_model(config).state_dict().items()}
+    weights = {
+        n: torch.zeros_like(w) if "lm_head" in n else w
+        for n, w in tiny_model(config).state_dict().items()
+    }
     sampler.refill(weights.items())
     params = SamplingParams(samples=3, max_new_tokens=9, seed=4, step=21)
     for c in sampler.sample(some_prompts(), params):
@@ -213,7 +249,8 @@ def test_refill_names_everything_that_is_wrong_after_reading_all() -> None:
             yield item
 
     with pytest.raises(
-        CheckpointError, match=r"(?s)transformer.wte: not a.*k_proj.bias: shape \[3\], expected.*norm.*missing"
+        CheckpointError,
+        match=r"(?s)transformer.wte: not a.*k_proj.bias: shape \[3\], expected.*norm.*missing",
     ):
         sampler.refill(stream())
     assert len(read) == len(weights) + 1
@@ -241,14 +278,18 @@ def test_refill_holds_one_tensor_at_a_time() -> None:
 def test_refill_of_a_tied_model_takes_the_table_and_ignores_a_listed_head() -> None:
     config = tiny_configs()["qwen3_tied"]
     sampler = sampler_of(config)
-    weights = {name: w for name, w in tiny_model(config).state_dict().items() if name != "lm_head.weight"}
+    weights = {
+        name: w for name, w in tiny_model(config).state_dict().items() if name != "lm_head.weight"
+    }
     params = SamplingParams(samples=2, max_new_tokens=5)
     expected = sampler.sample(some_prompts(), params)
     for head in ({}, {"lm_head.weight": torch.full((VOCAB, 64), 9.0)}):
         sampler.refill({**weights, **head}.items())
         assert sampler.sample(some_prompts(), params) == expected
     sampler.refill([("lm_head.weight", weights.pop("model.embed_tokens.weight")), *weights.items()])
-    assert sampler.sample(some_prompts(), params) == expected, "a checkpoint may list the head alone"
+    assert sampler.sample(some_prompts(), params) == expected, (
+        "a checkpoint may list the head alone"
+    )
 
 
 def test_parameters_are_held_once_in_the_compute_dtype() -> None:
@@ -263,7 +304,9 @@ def test_parameters_are_held_once_in_the_compute_dtype() -> None:
 def test_rope_by_length_is_refused_beyond_its_trained_positions(name: str) -> None:
     sampler, prompts = sampler_of(tiny_configs()[name]), some_prompts((50,))
     assert len(sampler.sample(prompts, SamplingParams(max_new_tokens=MAX_POSITIONS - 50))) == 1
-    with pytest.raises(ModelError, match=f"65 with max_new_tokens=15; beyond {MAX_POSITIONS} positions"):
+    with pytest.raises(
+        ModelError, match=f"65 with max_new_tokens=15; beyond {MAX_POSITIONS} positions"
+    ):
         sampler.sample(prompts, SamplingParams(max_new_tokens=MAX_POSITIONS - 49))
 
 
@@ -272,7 +315,9 @@ def test_prompts_that_cannot_be_continued_are_refused() -> None:
     with pytest.raises(DataError, match="row 4 has no tokens"):
         sampler.sample([Prompt(4, [])], SamplingParams())
     for bad in (VOCAB, -1):
-        with pytest.raises(DataError, match=f"row 2 has the id {bad}; this model has ids 0 to {VOCAB - 1}"):
+        with pytest.raises(
+            DataError, match=f"row 2 has the id {bad}; this model has ids 0 to {VOCAB - 1}"
+        ):
             sampler.sample([Prompt(2, [1, bad])], SamplingParams())
 
 
@@ -300,8 +345,11 @@ def test_pipeline_ranks_sample_as_tensor_parallel_ones() -> None:
     spec = spec_from_config(tiny_configs()["llama"].to_dict())
     assert sampling_layout(spec, Layout(tp=2, pp=2, cp=2, dp=3)) == Layout(tp=4, dp=6)
     assert sampling_layout(spec, Layout.parse("pp=2,dp=3,copy_engines=false")) == Layout(tp=2, dp=3)
-    odd = spec_from_config(tiny_configs()["llama"].to_dict() | {"num_attention_heads": 4, "num_key_value_heads": 4})
+    odd = spec_from_config(
+        tiny_configs()["llama"].to_dict() | {"num_attention_heads": 4, "num_key_value_heads": 4}
+    )
     with pytest.raises(
-        LayoutError, match=r"layout tp=4,pp=2: the sampler runs pipeline ranks as tp=8; .*use one of tp=1, 2, 4"
+        LayoutError,
+        match=r"layout tp=4,pp=2: the sampler runs pipeline ranks as tp=8; .*use one of tp=1, 2, 4",
     ):
         sampling_layout(odd, Layout(tp=4, pp=2))

@@ -11,7 +11,11 @@ from dovetail.rollout.base import SamplingParams
 from dovetail.rollout.sampling import cut, draw, inverse_cdf, uniforms
 from tests.tolerances import MODEL_FP32, assert_close
 
-CHI_SQUARE_LIMIT = {2: 13.8, 5: 20.5, 11: 31.3}  # exceeded once in a thousand draws, by degrees of freedom
+CHI_SQUARE_LIMIT = {
+    2: 13.8,
+    5: 20.5,
+    11: 31.3,
+}  # exceeded once in a thousand draws, by degrees of freedom
 
 
 def test_noise_is_golden_and_every_key_matters() -> None:
@@ -20,7 +24,9 @@ def test_noise_is_golden_and_every_key_matters() -> None:
     assert uniforms(-5, 12, rows, samples, 300).tolist() == GOLDEN_ELSEWHERE
     grid = np.arange(20)
     r, s = (x.ravel() for x in np.meshgrid(grid, grid))
-    keys = [(seed, step, position) for seed in range(3) for step in range(3) for position in range(6)]
+    keys = [
+        (seed, step, position) for seed in range(3) for step in range(3) for position in range(6)
+    ]
     drawn = np.concatenate([uniforms(seed, step, r, s, position) for seed, step, position in keys])
     assert len(np.unique(drawn)) == len(drawn)
     assert drawn.min() >= 0
@@ -28,7 +34,9 @@ def test_noise_is_golden_and_every_key_matters() -> None:
     counts = np.bincount((drawn * 12).astype(int), minlength=12)
     assert chi_square(counts, np.full(12, 1 / 12)) < CHI_SQUARE_LIMIT[11]
     ordered = drawn.reshape(len(keys), -1)
-    assert abs(np.corrcoef(ordered[:-1].ravel(), ordered[1:].ravel())[0, 1]) < 4 / math.sqrt(len(drawn))
+    assert abs(np.corrcoef(ordered[:-1].ravel(), ordered[1:].ravel())[0, 1]) < 4 / math.sqrt(
+        len(drawn)
+    )
 
 
 GOLDEN_AT_ZERO = [0.47141042966848024, 0.17732475569272, 0.2380165699112271, 0.1415867710518045]
@@ -51,7 +59,9 @@ def chi_square(counts: np.ndarray, probabilities: np.ndarray) -> float:
         (0, 1.0, 0.25, 3, 2),
     ],
 )
-def test_draws_follow_the_distribution(top_k: int, top_p: float, min_p: float, kept: int, freedom: int) -> None:
+def test_draws_follow_the_distribution(
+    top_k: int, top_p: float, min_p: float, kept: int, freedom: int
+) -> None:
     z = torch.randn(12, generator=torch.Generator().manual_seed(11)) * 1.5
     n, temperature = 40_000, 1.4
     p = (z.double() / temperature).softmax(-1)
@@ -63,7 +73,9 @@ def test_draws_follow_the_distribution(top_k: int, top_p: float, min_p: float, k
     ids, log_probs = draw(z.expand(n, -1), noise, params)
     counts = torch.bincount(ids, minlength=12)
     assert counts[expected == 0].sum() == 0
-    assert chi_square(counts.numpy(), (expected / expected.sum()).numpy()) < CHI_SQUARE_LIMIT[freedom]
+    assert (
+        chi_square(counts.numpy(), (expected / expected.sum()).numpy()) < CHI_SQUARE_LIMIT[freedom]
+    )
     assert_close(log_probs, p.log()[ids], MODEL_FP32, "log-probs before the cuts")
 
 
@@ -81,7 +93,10 @@ def test_banned_ids_are_never_drawn(temperature: float, gap: float) -> None:
     allowed[[2, 7]] = -torch.inf
     counts = torch.bincount(ids, minlength=12)
     if temperature:
-        assert chi_square(counts.numpy(), (allowed.double() / temperature).softmax(-1).numpy()) < CHI_SQUARE_LIMIT[11]
+        assert (
+            chi_square(counts.numpy(), (allowed.double() / temperature).softmax(-1).numpy())
+            < CHI_SQUARE_LIMIT[11]
+        )
     else:
         assert ids.unique().tolist() == [int(allowed.argmax())]
     p = (z.double() / (temperature or 1.0)).log_softmax(-1)
@@ -102,7 +117,11 @@ def nucleus_by_sorting(weights: Tensor, top_k: int, top_p: float) -> Tensor:
 )
 @pytest.mark.parametrize("columns", [131, 5000])
 def test_cut_equals_its_definition_by_sorting(columns: int, top_k: int, top_p: float) -> None:
-    weights = torch.randn(7, columns, generator=torch.Generator().manual_seed(2), dtype=torch.float64).mul(2).exp()
+    weights = (
+        torch.randn(7, columns, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+        .mul(2)
+        .exp()
+    )
     assert torch.equal(cut(weights, top_k, top_p), nucleus_by_sorting(weights, top_k, top_p))
 
 

@@ -13,14 +13,29 @@ import pytest
 import torch.distributed as dist
 
 from dovetail.checkpoint.reader import ShardedReader
-from dovetail.checkpoint.retention import Retention, SavedStep, clear_debris, open_newest, saved_steps
+from dovetail.checkpoint.retention import (
+    Retention,
+    SavedStep,
+    clear_debris,
+    open_newest,
+    saved_steps,
+)
 from dovetail.checkpoint.writer import Saver
 from dovetail.errors import DataError, MachineError
 from dovetail.parallel.mesh import Axis, Mesh
 from dovetail.rl.step_metrics import Row
 from dovetail.rl.tasks import SupervisedTask
 from dovetail.weights.safetensors import TensorFileWriter
-from tests.commands.program import Ended, failure, here, make_model, read_rows, refusal, write_recipe, write_rows
+from tests.commands.program import (
+    Ended,
+    failure,
+    here,
+    make_model,
+    read_rows,
+    refusal,
+    write_recipe,
+    write_rows,
+)
 from tests.fault.saves import NAMES, SIDES, export_of, made_of, order_of
 from tests.fault.training_checkpoint import state_of
 
@@ -48,7 +63,9 @@ def test_without_the_background_nothing_is_copied(tmp_path: Path) -> None:
     assert not saver.finish(), "it is told once"
 
 
-def test_steps_that_are_in_use_are_no_failure_of_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_that_are_in_use_are_no_failure_of_a_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Over NFS a file that is open stays under another name, and so does its directory. A later save removes it."""
 
     def in_use(*_: object, **__: object) -> None:
@@ -69,7 +86,9 @@ def test_steps_that_are_in_use_are_no_failure_of_a_save(tmp_path: Path, monkeypa
 
 
 @pytest.mark.parametrize("background", [False, True])
-@pytest.mark.parametrize("error", [ZeroDivisionError("planted"), OSError(errno.ENOSPC, "full"), KeyError("planted")])
+@pytest.mark.parametrize(
+    "error", [ZeroDivisionError("planted"), OSError(errno.ENOSPC, "full"), KeyError("planted")]
+)
 def test_no_failure_of_a_save_is_silent(background: bool, error: Exception, tmp_path: Path) -> None:
     class Failing(dict[str, Any]):
         def items(self) -> Any:
@@ -96,7 +115,9 @@ def test_snapshots_use_the_same_memory_again(tmp_path: Path) -> None:
     assert sizes == {len(NAMES) * 192}
 
 
-def test_ranks_wait_for_each_other_as_long_as_the_mesh_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_wait_for_each_other_as_long_as_the_mesh_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`trainer.timeouts` may give a save more than the half hour that groups are made with."""
     asked = []
     monkeypatch.setattr(dist, "new_group", lambda **how: asked.append(how))
@@ -111,7 +132,10 @@ def runs(folder: Path, steps: int, monkeypatch: pytest.MonkeyPatch, fails: set[i
     model = make_model(folder / "model")
     rows = write_rows(folder / "rows.jsonl", [{"prompt": "ab", "completion": "cd"}])
     recipe = write_recipe(
-        folder / "r.yaml", model, rows, trainer={"steps": steps, "save_every": 2, "keep_last": 9, "prompts_per_step": 1}
+        folder / "r.yaml",
+        model,
+        rows,
+        trainer={"steps": steps, "save_every": 2, "keep_last": 9, "prompts_per_step": 1},
     )
     original, counted = TensorFileWriter.close, [0]
 
@@ -141,13 +165,18 @@ def test_a_run_survives_saves_that_fail(monkeypatch: pytest.MonkeyPatch, tmp_pat
 def test_a_run_that_cannot_be_saved_stops(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The third failure in a row ends it; what was saved before is whole."""
     told = failure(runs(tmp_path, 100, monkeypatch, set(range(2, 100))))
-    assert "the run cannot be saved; what was saved before is whole" in told and "No space left" in told
+    assert (
+        "the run cannot be saved; what was saved before is whole" in told
+        and "No space left" in told
+    )
     assert len(read_rows(tmp_path / "run/metrics.jsonl")) <= 10
     (saved,) = saved_steps(tmp_path / "run/checkpoints")[0]
     ShardedReader(saved.path).verify()
 
 
-def test_the_model_is_written_even_where_the_last_save_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_model_is_written_even_where_the_last_save_fails(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     told = failure(runs(tmp_path, 4, monkeypatch, {2}))
     assert "the run cannot be saved; what was saved before is whole" in told
     assert (tmp_path / "run/hf/model.safetensors").is_file()
@@ -181,13 +210,27 @@ def test_scores_are_of_one_kind(tmp_path: Path) -> None:
     """With evaluations only the evaluated steps have a score; a step that fits the evaluation best is kept."""
     model = make_model(tmp_path / "model")
     rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": "ab", "completion": "cd"}])
-    trainer = {"steps": 6, "save_every": 1, "keep_last": 1, "keep_best": 1, "eval_every": 2, "prompts_per_step": 1}
+    trainer = {
+        "steps": 6,
+        "save_every": 1,
+        "keep_last": 1,
+        "keep_best": 1,
+        "eval_every": 2,
+        "prompts_per_step": 1,
+    }
     recipe = write_recipe(
-        tmp_path / "r.yaml", model, rows, trainer=trainer, data={"eval": str(rows)}, optim={"lr": 1.0}
+        tmp_path / "r.yaml",
+        model,
+        rows,
+        trainer=trainer,
+        data={"eval": str(rows)},
+        optim={"lr": 1.0},
     )
     assert here("train", recipe).code == 0
     evaluated = {
-        row["step"]: row["eval_loss"] for row in read_rows(tmp_path / "run/metrics.jsonl") if "eval_loss" in row
+        row["step"]: row["eval_loss"]
+        for row in read_rows(tmp_path / "run/metrics.jsonl")
+        if "eval_loss" in row
     }
     best = min(evaluated, key=lambda step: evaluated[step])
     steps = {saved.step: saved.score for saved in saved_steps(tmp_path / "run/checkpoints")[0]}
@@ -199,9 +242,21 @@ def test_which_steps_stay() -> None:
     def step(order: int, step: int, score: float | None) -> SavedStep:
         return SavedStep(Path(f"{order}"), step, order, score)
 
-    steps = [step(1, 10, 0.5), step(2, 20, 0.9), step(3, 30, None), step(4, 20, 0.9), step(5, 30, 0.1)]
+    steps = [
+        step(1, 10, 0.5),
+        step(2, 20, 0.9),
+        step(3, 30, None),
+        step(4, 20, 0.9),
+        step(5, 30, 0.1),
+    ]
     kept = {
         retention: sorted(int(path.name) for path in retention.keeps(steps))
-        for retention in (Retention(1), Retention(2), Retention(1, best=1), Retention(1, every=20), Retention(1, 10, 2))
+        for retention in (
+            Retention(1),
+            Retention(2),
+            Retention(1, best=1),
+            Retention(1, every=20),
+            Retention(1, 10, 2),
+        )
     }
     assert list(kept.values()) == [[5], [4, 5], [4, 5], [2, 4, 5], [1, 2, 3, 4, 5]]

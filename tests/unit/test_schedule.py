@@ -11,7 +11,10 @@ from tests.tolerances import SUM_ORDER
 RANKS, VIRTUAL, MICROS = range(1, 9), range(1, 5), range(1, 33)
 
 
-@pytest.fixture(params=[(*range(1, 10), 16, 17, 32), pytest.param(MICROS, marks=pytest.mark.soak)], ids=["few", "all"])
+@pytest.fixture(
+    params=[(*range(1, 10), 16, 17, 32), pytest.param(MICROS, marks=pytest.mark.soak)],
+    ids=["few", "all"],
+)
 def micros(request: pytest.FixtureRequest) -> Sequence[int]:
     """Numbers of micro-batches: below, at and beyond multiples of the ranks."""
     found: Sequence[int] = request.param
@@ -35,10 +38,16 @@ def check_roads(plan: Plan) -> None:
     """What a rank sends to another arrives in the order in which that one needs it."""
     last = max(action.stage for actions in plan for action in actions)
     forwards = [[(s, i) for kind, s, i in actions if kind == "forward"] for actions in plan]
-    grads = [[(s, i) for kind, s, i in actions if kind in ("input", "backward")] for actions in plan]
+    grads = [
+        [(s, i) for kind, s, i in actions if kind in ("input", "backward")] for actions in plan
+    ]
     for rank in range(len(plan)):
-        assert [(s + 1, i) for s, i in forwards[rank - 1] if s < last] == [(s, i) for s, i in forwards[rank] if s > 0]
-        assert [(s, i) for s, i in grads[rank - 1] if s < last] == [(s - 1, i) for s, i in grads[rank] if s > 0]
+        assert [(s + 1, i) for s, i in forwards[rank - 1] if s < last] == [
+            (s, i) for s, i in forwards[rank] if s > 0
+        ]
+        assert [(s, i) for s, i in grads[rank - 1] if s < last] == [
+            (s - 1, i) for s, i in grads[rank] if s > 0
+        ]
 
 
 def test_forward_is_whole_and_keeps_nothing(micros: Sequence[int]) -> None:
@@ -63,7 +72,9 @@ def test_gpipe_keeps_every_activation(micros: Sequence[int]) -> None:
             assert done.bubble == pytest.approx((p - 1) / (m + p - 1), abs=SUM_ORDER)
 
 
-def test_1f1b_keeps_no_more_than_the_ranks_that_follow_and_waits_as_long_as_it_must(micros: Sequence[int]) -> None:
+def test_1f1b_keeps_no_more_than_the_ranks_that_follow_and_waits_as_long_as_it_must(
+    micros: Sequence[int],
+) -> None:
     for p, v, m in cases(micros, 1):
         plan = make_plan("1f1b", p, v, m)
         done = simulate(plan)
@@ -94,7 +105,9 @@ def test_interleaved_and_1f1b_are_one_schedule() -> None:
 def check_zero_bubble(plan: Plan, p: int, m: int) -> None:
     """Every backward split in two; as many micro-batches live as on 1f1b's first rank."""
     for rank, actions in enumerate(plan):
-        assert set(actions) == {(kind, rank, i) for kind in ("forward", "input", "weight") for i in range(m)}
+        assert set(actions) == {
+            (kind, rank, i) for kind in ("forward", "input", "weight") for i in range(m)
+        }
         assert len(actions) == 3 * m
     check_roads(plan)
     assert max(simulate(plan).live) <= min(m, p)
@@ -119,7 +132,9 @@ def test_zero_bubble_between_unequal_stages_takes_at_most_as_long_as_1f1b() -> N
     generator, shorter = random.Random(0), 0
     for _ in range(200):
         p, m = generator.choice(RANKS), generator.choice(MICROS)
-        times = [tuple(generator.choice((0.5, 1.0, 1.5, 2.0, 3.0)) for _ in range(p)) for _ in range(3)]
+        times = [
+            tuple(generator.choice((0.5, 1.0, 1.5, 2.0, 3.0)) for _ in range(p)) for _ in range(3)
+        ]
         costs = Costs(*times)
         plan, other = make_plan("zero_bubble", p, 1, m, costs), make_plan("1f1b", p, 1, m)
         check_roads(plan)
@@ -160,8 +175,13 @@ def swapped(plan: Plan, rank: int, first: int, second: int) -> Plan:
 
 
 def test_a_deadlock_names_the_actions_that_wait() -> None:
-    plan = swapped(make_plan("1f1b", 2, 1, 2), 1, 0, 1)  # the last stage's backward before its forward
-    with pytest.raises(PlanError, match=r"deadlocks: rank 0 at Action\(kind='backward', stage=0, micro=0\); rank 1 at"):
+    plan = swapped(
+        make_plan("1f1b", 2, 1, 2), 1, 0, 1
+    )  # the last stage's backward before its forward
+    with pytest.raises(
+        PlanError,
+        match=r"deadlocks: rank 0 at Action\(kind='backward', stage=0, micro=0\); rank 1 at",
+    ):
         simulate(plan)
 
 
@@ -171,7 +191,9 @@ def test_two_ranks_that_wait_for_each_other_are_noticed() -> None:
     simulate(swapped(plan, 0, 1, 2))  # slower, but possible
     plan = swapped(plan, 1, 1, 2)
     simulate(plan)
-    with pytest.raises(PlanError, match=r"deadlocks.*rank 0 at .*micro=0.*rank 1 at .*'forward', stage=1, micro=1"):
+    with pytest.raises(
+        PlanError, match=r"deadlocks.*rank 0 at .*micro=0.*rank 1 at .*'forward', stage=1, micro=1"
+    ):
         simulate(swapped(plan, 0, 1, 2))
 
 

@@ -28,14 +28,24 @@ from tests.parity.configs import VOCAB, moe_configs, tiny_configs, tiny_model
 from tests.tolerances import SUM_ORDER, assert_close
 from tests.unit.test_sampler import some_prompts
 
-PARAMS = SamplingParams(samples=4, max_new_tokens=13, temperature=1.3, stop_ids=tuple(range(0, VOCAB, 9)), seed=2)
+PARAMS = SamplingParams(
+    samples=4, max_new_tokens=13, temperature=1.3, stop_ids=tuple(range(0, VOCAB, 9)), seed=2
+)
 
 
-def sampler_of(name: str, max_tokens: int | None = None, capture=None, **options: Any) -> NativeSampler:
+def sampler_of(
+    name: str, max_tokens: int | None = None, capture=None, **options: Any
+) -> NativeSampler:
     config = (tiny_configs() | moe_configs())[name]
     spec, chosen = spec_from_config(config.to_dict()), SamplerOptions(**options)
     sampler = NativeSampler(
-        spec, Mesh.solo(), KernelSet(), torch.float64, max_tokens=max_tokens, options=chosen, capture=capture
+        spec,
+        Mesh.solo(),
+        KernelSet(),
+        torch.float64,
+        max_tokens=max_tokens,
+        options=chosen,
+        capture=capture,
     )
     sampler.refill(tiny_model(config).state_dict().items())
     return sampler
@@ -63,10 +73,18 @@ def test_pages_are_free_without_references() -> None:
 
 @pytest.mark.parametrize("pages", [7, 8, 11, 40])
 @pytest.mark.parametrize("samples", [1, 3])
-def test_every_row_runs_once_on_pages_of_its_own_and_gives_all_back(pages: int, samples: int) -> None:
-    lengths, budget = {3: 9, 5: 4, 8: 10, 9: 1, 11: 8}, PageBudget(samples=samples, new_tokens=7, page_size=4)
+def test_every_row_runs_once_on_pages_of_its_own_and_gives_all_back(
+    pages: int, samples: int
+) -> None:
+    lengths, budget = (
+        {3: 9, 5: 4, 8: 10, 9: 1, 11: 8},
+        PageBudget(samples=samples, new_tokens=7, page_size=4),
+    )
     pool, order = PagePool(pages), sorted(lengths, key=lambda i: -lengths[i])
-    scheduler, none = Scheduler(pool, max_num_seqs=5, max_prefill_tokens=12), np.zeros(samples, np.int64)
+    scheduler, none = (
+        Scheduler(pool, max_num_seqs=5, max_prefill_tokens=12),
+        np.zeros(samples, np.int64),
+    )
     for i in order:
         scheduler.add(Group([i] * lengths[i], budget, none, none))
     assert max(map(budget.pages_for_first, lengths.values())) <= 7
@@ -86,7 +104,9 @@ def test_every_row_runs_once_on_pages_of_its_own_and_gives_all_back(pages: int, 
         most = max(most, len(running))
         assert len(running) <= 5
         for row in running:
-            assert len(row.pages) == budget.pages_for_sample(row.group.length) and 0 not in row.pages
+            assert (
+                len(row.pages) == budget.pages_for_sample(row.group.length) and 0 not in row.pages
+            )
         writable = [page for row in running for page in row.pages[row.group.length // 4 :]]
         shared = [page for row in running for page in row.pages[: row.group.length // 4]]
         assert len(set(writable)) == len(writable) and not set(writable) & set(shared)
@@ -106,20 +126,28 @@ def test_every_row_runs_once_on_pages_of_its_own_and_gives_all_back(pages: int, 
         (1, {"page_size": 16, "decode_steps": 8}),
     ],
 )
-def test_pages_budget_and_looks_change_no_sample(max_tokens: int | None, options: dict[str, int]) -> None:
+def test_pages_budget_and_looks_change_no_sample(
+    max_tokens: int | None, options: dict[str, int]
+) -> None:
     expected = sampler_of("qwen2_window").sample(some_prompts(), PARAMS)
     assert {c.finish for c in expected} == {"stop", "length"}
-    assert_same(sampler_of("qwen2_window", max_tokens, **options).sample(some_prompts(), PARAMS), expected)
+    assert_same(
+        sampler_of("qwen2_window", max_tokens, **options).sample(some_prompts(), PARAMS), expected
+    )
 
 
 def test_experts_are_told_however_often_the_host_looks() -> None:
     params = replace(PARAMS, trace=True)
     expected = sampler_of("mixtral_window").sample(some_prompts(), params)
-    found = sampler_of("mixtral_window", 60, page_size=4, decode_steps=3).sample(some_prompts(), params)
+    found = sampler_of("mixtral_window", 60, page_size=4, decode_steps=3).sample(
+        some_prompts(), params
+    )
     assert_same(found, expected)
     for a, b in zip(found, expected, strict=True):
         assert a.routing is not None and b.routing is not None
-        assert torch.equal(a.routing.indices, b.routing.indices) and torch.equal(a.routing.valid, b.routing.valid)
+        assert torch.equal(a.routing.indices, b.routing.indices) and torch.equal(
+            a.routing.valid, b.routing.valid
+        )
 
 
 @pytest.mark.parametrize("top_p", [1.0, 0.8])
@@ -144,8 +172,12 @@ def test_steps_are_captured_once_a_bucket_and_stay_valid(top_p: float) -> None:
     count, steps = len(captured), sum(captured)
     assert count == 2, "of 8 rows, and of 32"
     assert_same(sampler.sample(some_prompts(), params), expected)
-    assert (len(captured), sum(captured)) == (count, 2 * steps), "a second call captures nothing again"
-    weights = {name: 0.5 * w for name, w in tiny_model(tiny_configs()["llama"]).state_dict().items()}
+    assert (len(captured), sum(captured)) == (count, 2 * steps), (
+        "a second call captures nothing again"
+    )
+    weights = {
+        name: 0.5 * w for name, w in tiny_model(tiny_configs()["llama"]).state_dict().items()
+    }
     sampler.refill(weights.items())
     other = sampler.sample(some_prompts(), replace(params, seed=8, step=3))
     fresh = sampler_of("llama")
@@ -160,7 +192,9 @@ def test_bans_hold_and_change_with_a_kept_runner() -> None:
     sampler = sampler_of("llama", keep_cache=True)
     even, odd = tuple(range(0, VOCAB, 2)), tuple(range(1, VOCAB, 2))
     for banned in (even, odd, ()):
-        completions = sampler.sample(some_prompts(), replace(PARAMS, stop_ids=(), banned_ids=banned))
+        completions = sampler.sample(
+            some_prompts(), replace(PARAMS, stop_ids=(), banned_ids=banned)
+        )
         drawn = {token for c in completions for token in c.ids}
         assert not drawn & set(banned)
     assert drawn & set(even) and drawn & set(odd)
@@ -182,7 +216,10 @@ def test_pages_that_others_left_change_nothing() -> None:
     assert_same(sampler.sample(some_prompts(), PARAMS), expected)
     assert sampler._runner is runner
     longer = replace(PARAMS, max_new_tokens=40, stop_ids=())
-    assert_same(sampler.sample(some_prompts(), longer), sampler_of("qwen2_window").sample(some_prompts(), longer))
+    assert_same(
+        sampler.sample(some_prompts(), longer),
+        sampler_of("qwen2_window").sample(some_prompts(), longer),
+    )
     assert sampler._runner is not runner, "a longer row needs a wider table"
 
 
@@ -196,7 +233,9 @@ class OnMeta(TorchDispatchMode):
         return found
 
 
-@pytest.mark.parametrize("cuts", [{}, {"top_k": 20, "temperature": 0.6, "banned_ids": (2, 5)}, {"temperature": 0.0}])
+@pytest.mark.parametrize(
+    "cuts", [{}, {"top_k": 20, "temperature": 0.6, "banned_ids": (2, 5)}, {"temperature": 0.0}]
+)
 def test_a_step_neither_synchronizes_nor_copies(cuts: dict[str, float]) -> None:
     """On a device without numbers, where asking for one raises: what is captured as a CUDA graph must not."""
     mesh = Mesh.solo("meta")
@@ -213,7 +252,9 @@ def test_a_step_neither_synchronizes_nor_copies(cuts: dict[str, float]) -> None:
         runner._decode_step(partial(runner._forward, 4), 4)
 
 
-def by_cu_seqlens(q: Tensor, k: Tensor, v: Tensor, queries: Spans, keys: Spans, window: int | None) -> Tensor:
+def by_cu_seqlens(
+    q: Tensor, k: Tensor, v: Tensor, queries: Spans, keys: Spans, window: int | None
+) -> Tensor:
     """Lengths from the device alone, as FlashAttention's kernels; `Spans.lengths` of a captured prefill are not real."""
     spans = Spans(queries.cu_seqlens, tuple(queries.cu_seqlens.diff().tolist()))
     assert queries.longest >= spans.longest and torch.equal(queries.cu_seqlens, keys.cu_seqlens)
@@ -247,10 +288,15 @@ def test_captured_prefills_are_those_of_before(name: str) -> None:
         for lengths in ((5, 17, 1), (3,), (120, 8), (64, 66), (130, 130), (1,) * 63, (1,) * 64):
             pages = iter(range(1, 90))
             prompts = [
-                (drawing.choices(range(VOCAB), k=length), [next(pages) for _ in range(-(-length // 4))])
+                (
+                    drawing.choices(range(VOCAB), k=length),
+                    [next(pages) for _ in range(-(-length // 4))],
+                )
                 for length in lengths
             ]
-            one, other = ((runner.prefill(prompts)[0], runner.cache.entries[:, :, 1:]) for runner in runners)
+            one, other = (
+                (runner.prefill(prompts)[0], runner.cache.entries[:, :, 1:]) for runner in runners
+            )
             assert_close(one[0], other[0], SUM_ORDER)
             assert_close(one[1], other[1], SUM_ORDER)
     assert fed == [4, 1, 1], "128 tokens, 256 and 512; 64 prompts are too many"

@@ -38,7 +38,9 @@ def test_a_missing_extra_is_named(
 ) -> None:
     find = importlib.util.find_spec
     gone = ("uvicorn", "httptools")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name in gone else find(name, *more))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *more: None if name in gone else find(name, *more)
+    )
     with pytest.raises(ConfigError, match=r"here: pip install 'dovetail-rl\[serve\]'"):
         require_serve("rollout.start with backend native")
     assert run_command(["serve", "nowhere"]) == 2
@@ -54,7 +56,9 @@ def test_the_extra_has_all_that_is_asked_for() -> None:
 
 def test_a_server_of_a_run_takes_files_from_the_runs_directory(tmp_path: Path) -> None:
     rollout = {"backend": "native", "start": {}, "push": {"directory": str(tmp_path)}}
-    recipe = make_recipe({"model": {"path": "."}, "data": {"train": "d"}, "run_dir": "r", "rollout": rollout})
+    recipe = make_recipe(
+        {"model": {"path": "."}, "data": {"train": "d"}, "run_dir": "r", "rollout": rollout}
+    )
     start = engine_start(recipe, ranks_on_gpus=False)
     assert start is not None
     (words,) = start.commands

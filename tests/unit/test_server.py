@@ -77,7 +77,10 @@ def running(server: HttpServer) -> Iterator[HttpServer]:
 
 
 def fleet_of(*servers: HttpServer) -> Fleet:
-    replicas = [Replica(client, Native().probe(client, VOCAB)) for client in (Client(each.url) for each in servers)]
+    replicas = [
+        Replica(client, Native().probe(client, VOCAB))
+        for client in (Client(each.url) for each in servers)
+    ]
     for replica in replicas:
         replica.problem = None
     return Fleet(replicas, Native(), silence=20.0, on_loss=lambda _: None)
@@ -87,13 +90,19 @@ def remote(folder: Path, transport: Any, *servers: HttpServer) -> RemoteSampler:
     fleet = fleet_of(*servers)
     clients = [replica.client for replica in fleet.replicas]
     section = PushSection(transport=transport, directory=str(folder), timeout=10.0)
-    return RemoteSampler(Mesh.solo(), torch.float64, VOCAB, fleet, Pusher(clients, section, kind="vllm"))
+    return RemoteSampler(
+        Mesh.solo(), torch.float64, VOCAB, fleet, Pusher(clients, section, kind="vllm")
+    )
 
 
-def pusher(server: HttpServer, folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Pusher:
+def pusher(
+    server: HttpServer, folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any
+) -> Pusher:
     """By buckets of kilobytes."""
     fill = transports.fill
-    monkeypatch.setattr(push, "fill", lambda pairs, transport, _, **given: fill(pairs, transport, 16384, **given))
+    monkeypatch.setattr(
+        push, "fill", lambda pairs, transport, _, **given: fill(pairs, transport, 16384, **given)
+    )
     section = PushSection(transport="file", directory=str(folder), timeout=10.0, **options)
     return Pusher([Client(server.url)], section, kind="vllm")
 
@@ -116,7 +125,10 @@ def test_a_batch_has_the_bits_of_the_sampler(transport: str, tmp_path: Path) -> 
         for step, (prompts, params) in enumerate(
             [
                 (some_prompts(), replace(PARAMS, banned_ids=(2, 5))),
-                (some_prompts((3, 9, 5))[::-1], replace(PARAMS, max_new_tokens=40, step=3, top_p=0.8)),
+                (
+                    some_prompts((3, 9, 5))[::-1],
+                    replace(PARAMS, max_new_tokens=40, step=3, top_p=0.8),
+                ),
             ],
             1,
         ):
@@ -136,7 +148,9 @@ def test_two_servers_share_a_batch_and_repeat_it(tmp_path: Path) -> None:
         sampler.refill(weights().items())
         found = sampler.sample(some_prompts(), PARAMS)
         assert found == sampler.sample(some_prompts(), PARAMS)
-        assert all(next(server.engine._slots) == 1 + 2 * 12 for server in (one, other)), "one is the probe's"
+        assert all(next(server.engine._slots) == 1 + 2 * 12 for server in (one, other)), (
+            "one is the probe's"
+        )
         for each, expected in zip(found, local.sample(some_prompts(), PARAMS), strict=True):
             assert each.ids == expected.ids
             assert_close(torch.tensor(each.log_probs), torch.tensor(expected.log_probs), SUM_ORDER)
@@ -145,14 +159,22 @@ def test_two_servers_share_a_batch_and_repeat_it(tmp_path: Path) -> None:
 
 def test_requests_join_what_runs_and_draw_the_same() -> None:
     """One after another, of several lengths, kinds and page counts, more than fit at once."""
-    prompts, long = some_prompts((5, 17, 1)), replace(PARAMS, samples=1, max_new_tokens=14, stop_ids=())
-    kinds = [long, replace(long, max_new_tokens=9, top_k=7), replace(long, max_new_tokens=18, temperature=0.5)]
+    prompts, long = (
+        some_prompts((5, 17, 1)),
+        replace(PARAMS, samples=1, max_new_tokens=14, stop_ids=()),
+    )
+    kinds = [
+        long,
+        replace(long, max_new_tokens=9, top_k=7),
+        replace(long, max_new_tokens=18, temperature=0.5),
+    ]
     local = sampler_of(MODEL)
     with serving(page_size=4, max_tokens=120) as server:
         fleet = fleet_of(server)
         asked = [(prompt, params) for prompt in prompts for params in kinds]
         futures = [
-            fleet.threads.submit(fleet.draw, request(prompt.ids, params, prompt.row)) for prompt, params in asked
+            fleet.threads.submit(fleet.draw, request(prompt.ids, params, prompt.row))
+            for prompt, params in asked
         ]
         alone = zip(*(local.sample(prompts, params) for params in kinds), strict=True)
         for expected, future in zip(chain(*alone), futures, strict=True):
@@ -170,13 +192,22 @@ def test_requests_join_what_runs_and_draw_the_same() -> None:
 
 
 @pytest.mark.parametrize("kv", ["keep", "recompute"])
-def test_a_push_through_running_requests(kv: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_push_through_running_requests(
+    kv: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     params, prompts = replace(GREEDY, max_new_tokens=24), some_prompts((9, 4))
     with serving(page_size=4) as server:
-        made, fleet, engine = pusher(server, tmp_path, monkeypatch, kv=kv), fleet_of(server), server.engine
+        made, fleet, engine = (
+            pusher(server, tmp_path, monkeypatch, kv=kv),
+            fleet_of(server),
+            server.engine,
+        )
         assert made.push(weights().items(), 3) == [None]
         engine.call(partial(engine.pause, clear_cache=False))
-        futures = [fleet.threads.submit(fleet.draw, request(prompt.ids, params, prompt.row)) for prompt in prompts]
+        futures = [
+            fleet.threads.submit(fleet.draw, request(prompt.ids, params, prompt.row))
+            for prompt in prompts
+        ]
         wait_for(lambda: len(engine._living) == 2)
         while not all(len(sample.new) > 2 for sample in engine._living.values()):
             engine.call(engine.resume)
@@ -192,18 +223,28 @@ def test_a_push_through_running_requests(kv: str, tmp_path: Path, monkeypatch: p
 def check_parts(prompt: Prompt, reply: Reply, params: SamplingParams, kv: str) -> None:
     """Tokens of version 3 are as without the push; those of version 4, with `recompute`, as if its weights had drawn on."""
     (_, _, cut), second = reply.versions
-    assert [version for version, _, _ in reply.versions] == [3, 4] and second[1:] == (cut, 24) and 2 < cut < 24
+    assert (
+        [version for version, _, _ in reply.versions] == [3, 4]
+        and second[1:] == (cut, 24)
+        and 2 < cut < 24
+    )
     old, new = sampler_of(MODEL), sampler_of(MODEL)
     new.refill(weights(0.5).items())
     (before,) = old.sample([prompt], params)
-    (after,) = new.sample([Prompt(0, [*prompt.ids, *reply.ids[:cut]])], replace(params, max_new_tokens=24 - cut))
+    (after,) = new.sample(
+        [Prompt(0, [*prompt.ids, *reply.ids[:cut]])], replace(params, max_new_tokens=24 - cut)
+    )
     assert reply.ids[:cut] == list(before.ids[:cut]) and reply.ids != list(before.ids)
-    assert_close(torch.tensor(reply.log_probs[:cut]), torch.tensor(before.log_probs[:cut]), SUM_ORDER)
+    assert_close(
+        torch.tensor(reply.log_probs[:cut]), torch.tensor(before.log_probs[:cut]), SUM_ORDER
+    )
     if kv == "recompute":
         assert reply.ids[cut:] == list(after.ids)
         assert_close(torch.tensor(reply.log_probs[cut:]), torch.tensor(after.log_probs), SUM_ORDER)
     else:
-        assert abs(reply.log_probs[cut] - after.log_probs[0]) > MODEL_FP32, "keys and values are the old weights'"
+        assert abs(reply.log_probs[cut] - after.log_probs[0]) > MODEL_FP32, (
+            "keys and values are the old weights'"
+        )
 
 
 def wait_for(condition: Any) -> None:
@@ -221,12 +262,17 @@ def test_a_push_that_is_not_whole_leaves_the_server_alive_and_silent(
         name = "model.layers.1.mlp.up_proj.weight"
         monkeypatch.setattr("dovetail.rollout.remote.transports.FileTransport.publish", flipped)
         (error,) = made.push(given.items(), 1)
-        assert error is not None and "its bytes have the sum" in error.message and error.status == 400
+        assert (
+            error is not None and "its bytes have the sum" in error.message and error.status == 400
+        )
         monkeypatch.undo()
         made = pusher(server, tmp_path, monkeypatch)
         for wrong, says in (
             ({n: w for n, w in given.items() if n != name}, f"{name}: missing"),
-            (given | {"model.extra": torch.zeros(3)}, "model.extra: not a tensor of this qwen2 model"),
+            (
+                given | {"model.extra": torch.zeros(3)},
+                "model.extra: not a tensor of this qwen2 model",
+            ),
             (given | {name: torch.zeros(3)}, rf"{name}: shape [3], expected"),
         ):
             (error,) = made.push(wrong.items(), 1)
@@ -234,9 +280,13 @@ def test_a_push_that_is_not_whole_leaves_the_server_alive_and_silent(
             assert client.get("/is_paused") == {"is_paused": True} and client.get("/health") == {}
             with pytest.raises(EngineError, match="HTTP 400: the weights are not whole"):
                 client.post("/resume")
-        assert made.push(given.items(), 2) == [None] and client.get("/is_paused") == {"is_paused": False}
+        assert made.push(given.items(), 2) == [None] and client.get("/is_paused") == {
+            "is_paused": False
+        }
         fleet = fleet_of(server)
-        assert fleet.threads.submit(fleet.draw, request([1, 2], GREEDY)).result().versions == ((2, 0, 1),)
+        assert fleet.threads.submit(fleet.draw, request([1, 2], GREEDY)).result().versions == (
+            (2, 0, 1),
+        )
         fleet.close()
         with pytest.raises(EngineError, match="call /pause"):
             client.post("/start_weight_update")
@@ -273,16 +323,22 @@ def test_a_pause_keeps_requests_and_clients_that_leave_free_their_pages() -> Non
     with serving(page_size=4) as server:
         client, fleet, engine = Client(server.url), fleet_of(server), server.engine
         client.post("/pause?mode=keep&clear_cache=false")
-        future = fleet.threads.submit(fleet.draw, request([3, 4], replace(GREEDY, max_new_tokens=7)))
+        future = fleet.threads.submit(
+            fleet.draw, request([3, 4], replace(GREEDY, max_new_tokens=7))
+        )
         wait_for(lambda: len(engine._living) == 1)
         assert not future.done() and engine.pool.num_free == 1024
         client.post("/resume")
         assert len(future.result().ids) == 7
-        body = generate_body(fleet.replicas[0].server, request([1], replace(GREEDY, max_new_tokens=4000)), [])
+        body = generate_body(
+            fleet.replicas[0].server, request([1], replace(GREEDY, max_new_tokens=4000)), []
+        )
         events = client.stream("/inference/v1/generate", body, lambda: time.monotonic() + 20)
         next(events)
         (leaves,) = engine._living.values()
-        stays = fleet.threads.submit(fleet.draw, request([3, 4], replace(GREEDY, max_new_tokens=600)))
+        stays = fleet.threads.submit(
+            fleet.draw, request([3, 4], replace(GREEDY, max_new_tokens=600))
+        )
         wait_for(lambda: len(engine._living) == 2)
         events.close()  # type: ignore[attr-defined]  # it is a generator
         assert len(stays.result().ids) == 600 and stays.result().ids[:7] == future.result().ids
@@ -291,14 +347,19 @@ def test_a_pause_keeps_requests_and_clients_that_leave_free_their_pages() -> Non
         fleet.close()
 
 
-def test_a_batch_that_does_not_get_whole_begins_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_that_does_not_get_whole_begins_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("dovetail.rollout.server.HOLD_SECONDS", 0.1)
     with serving() as server:
         fleet = fleet_of(server)
         lone = replace(request([1], GREEDY), batch=("b", 2, 0))
         assert len(fleet.threads.submit(fleet.draw, lone).result().ids) == 1
         pair = [replace(request([n], GREEDY), batch=("c", 2, n)) for n in (0, 1)]
-        assert all(len(future.result().ids) == 1 for future in [fleet.threads.submit(fleet.draw, one) for one in pair])
+        assert all(
+            len(future.result().ids) == 1
+            for future in [fleet.threads.submit(fleet.draw, one) for one in pair]
+        )
         assert len(fleet.threads.submit(fleet.draw, pair[0]).result().ids) == 1, (
             "a request that is sent again begins at once"
         )
@@ -320,7 +381,12 @@ def test_its_share_of_a_gpus_memory_arrives_and_is_enough(
     monkeypatch.setattr(NativeSampler, "max_entries", entries)
     monkeypatch.setattr(serving_parts, "make_server", make)
     monkeypatch.setattr(serve, "read_model", lambda _: None)
-    assert run_command(["serve", "model", "--port", "0", "--device", "cpu", "--gpu-memory-utilization", "0.35"]) == 2
+    assert (
+        run_command(
+            ["serve", "model", "--port", "0", "--device", "cpu", "--gpu-memory-utilization", "0.35"]
+        )
+        == 2
+    )
     assert asked == [(0.35, True)]
     said = "has 1 pages of 64 tokens, expected 2 or more; raise --gpu-memory-utilization"
     assert said in " ".join(capsys.readouterr().err.split())
@@ -338,14 +404,18 @@ def test_what_the_server_refuses() -> None:
     with serving(key="sk-quite-secret", max_tokens=256) as server:
         client = Client(server.url, key="sk-quite-secret")
 
-        def refused(status: int, path: str, body: Mapping[str, Any] | None = None, mine: Client = client) -> str:
+        def refused(
+            status: int, path: str, body: Mapping[str, Any] | None = None, mine: Client = client
+        ) -> str:
             with pytest.raises(EngineError) as error:
                 mine.post(path, body)
             assert error.value.status == status, error.value
             return error.value.message
 
         def generate(ids: Any = (1,), **sampling: Any) -> str:
-            return refused(400, "/inference/v1/generate", {"token_ids": ids, "sampling_params": sampling})
+            return refused(
+                400, "/inference/v1/generate", {"token_ids": ids, "sampling_params": sampling}
+            )
 
         assert refused(401, "/resume", mine=Client(server.url)).startswith("Unauthorized")
         assert Client(server.url).get("/health") == {}
@@ -364,5 +434,8 @@ def test_what_the_server_refuses() -> None:
         for wire in (Sglang(), Vllm()):
             with pytest.raises(ConfigError, match=r"SGLang|fewer than"):
                 wire.probe(client, VOCAB + 1)
-        with FakeEngine() as other, pytest.raises(ConfigError, match="not started by `dovetail serve`"):
+        with (
+            FakeEngine() as other,
+            pytest.raises(ConfigError, match="not started by `dovetail serve`"),
+        ):
             Native().probe(Client(other.url), None)

@@ -22,7 +22,7 @@ from dovetail.parallel.layout import Layout
 from dovetail.parallel.mesh import Mesh
 from dovetail.weights.hf_reader import HFReader
 from dovetail.weights.load import load
-from dovetail.weights.safe_paths import MANIFEST, side_files
+from dovetail.weights.safe_paths import MANIFEST, auxiliary_files
 from dovetail.weights.save import save
 from dovetail.weights.stream import stream
 from tests.checkpoints import assert_same_tensors, decoder_on, digests, tensors_of, write_tiny
@@ -41,7 +41,9 @@ def cut(source: Path, tmp_path: Path) -> Path:
 
 
 def _cut(source: Path, target: Path, **options: Any) -> Path:
-    return convert_to_sharded(source, target, LAYOUT, lambda mesh: decoder_on(source, mesh), Mesh.solo(), **options)
+    return convert_to_sharded(
+        source, target, LAYOUT, lambda mesh: decoder_on(source, mesh), Mesh.solo(), **options
+    )
 
 
 def _loaded(source: Path) -> tuple[nn.Module, Mesh]:
@@ -54,7 +56,9 @@ def _loaded(source: Path) -> tuple[nn.Module, Mesh]:
 def test_one_process_cuts_for_all_ranks(source: Path, cut: Path, tmp_path: Path) -> None:
     manifest = ShardedReader(cut).manifest
     assert dict(manifest.layout) == {"tp": 2, "pp": 1, "cp": 1, "dp": 2, "ep": 1}
-    assert sorted(manifest.pieces) == [f"pieces-{rank:05}-of-00004.safetensors" for rank in range(4)]
+    assert sorted(manifest.pieces) == [
+        f"pieces-{rank:05}-of-00004.safetensors" for rank in range(4)
+    ]
     assert list(manifest.tensors) == list(HFReader(source).names)
     convert_to_hf(cut, tmp_path / "hf", Mesh.solo())
     assert_same_tensors(tensors_of(tmp_path / "hf"), tensors_of(source))
@@ -95,7 +99,8 @@ def test_truncated_swapped_and_missing_files_are_refused(cut: Path) -> None:
     whole = first.read_bytes()
     first.write_bytes(whole[:-1])
     with pytest.raises(
-        CheckpointError, match=f"{first.name} has {len(whole) - 1} bytes, but the manifest says {len(whole)}"
+        CheckpointError,
+        match=f"{first.name} has {len(whole) - 1} bytes, but the manifest says {len(whole)}",
     ):
         ShardedReader(cut)
     first.unlink()
@@ -110,7 +115,9 @@ def test_truncated_swapped_and_missing_files_are_refused(cut: Path) -> None:
 def test_even_the_blanks_of_a_header_are_covered(cut: Path) -> None:
     file = next(file for file in sorted(cut.glob("pieces-*")) if b"}} " in file.read_bytes())
     file.write_bytes(file.read_bytes().replace(b"}} ", b"}}\t", 1))
-    with pytest.raises(CheckpointError, match=f"{file.name}: its header does not match its checksum"):
+    with pytest.raises(
+        CheckpointError, match=f"{file.name}: its header does not match its checksum"
+    ):
         ShardedReader(cut)
 
 
@@ -145,16 +152,30 @@ def _leave(body: dict[str, Any]) -> None:
         (lambda body: body.pop("tensors"), "not a manifest of version 2"),
         (lambda body: body.update(tensors=[]), "not a manifest of version 2"),
         (lambda body: body["tensors"][NORM].update(dtype="F4"), "not a manifest of version 2"),
-        (lambda body: body["tensors"][NORM].update(dtype="F32"), "does not hold model.norm.weight as"),
-        (lambda body: body["tensors"][NORM]["regions"][0].update(file="nowhere"), "not among its pieces"),
-        (lambda body: body["tensors"][NORM]["regions"][0].update(slice=[[20, 32]]), "outside of it"),
-        (lambda body: body["tensors"][NORM]["regions"][0].update(slice=[[0, -1]]), "not a manifest of version 2"),
+        (
+            lambda body: body["tensors"][NORM].update(dtype="F32"),
+            "does not hold model.norm.weight as",
+        ),
+        (
+            lambda body: body["tensors"][NORM]["regions"][0].update(file="nowhere"),
+            "not among its pieces",
+        ),
+        (
+            lambda body: body["tensors"][NORM]["regions"][0].update(slice=[[20, 32]]),
+            "outside of it",
+        ),
+        (
+            lambda body: body["tensors"][NORM]["regions"][0].update(slice=[[0, -1]]),
+            "not a manifest of version 2",
+        ),
         (_move_region, "two regions of model.norm.weight overlap"),
         (_drop_region, "hold 12 of its 24 elements"),
         (_leave, "not inside the directory"),
     ],
 )
-def test_a_forged_manifest_is_refused(cut: Path, change: Callable[[dict[str, Any]], None], message: str) -> None:
+def test_a_forged_manifest_is_refused(
+    cut: Path, change: Callable[[dict[str, Any]], None], message: str
+) -> None:
     _forge(cut, change)
     with pytest.raises(CheckpointError, match=message):
         ShardedReader(cut)
@@ -172,7 +193,9 @@ def test_a_cast_is_told_to_the_config(source: Path, tmp_path: Path) -> None:
 
 def test_targets_that_are_occupied_are_refused(source: Path, cut: Path) -> None:
     before = digests(cut)
-    with pytest.raises(CheckpointError, match="is not an empty directory; remove it or choose another"):
+    with pytest.raises(
+        CheckpointError, match="is not an empty directory; remove it or choose another"
+    ):
         _cut(source, cut)
     with pytest.raises(CheckpointError, match="is not an empty directory"):
         convert_to_hf(cut, source, Mesh.solo())
@@ -205,22 +228,28 @@ def _crash_at(count: int, action: Callable[[], object]) -> bool:
 
 
 @pytest.mark.parametrize("stride", [3, pytest.param(1, marks=pytest.mark.soak)])
-def test_every_crash_leaves_the_old_checkpoint_or_the_new(stride: int, source: Path, tmp_path: Path) -> None:
+def test_every_crash_leaves_the_old_checkpoint_or_the_new(
+    stride: int, source: Path, tmp_path: Path
+) -> None:
     model, mesh = _loaded(source)
-    sides = side_files(source)
+    auxiliary = auxiliary_files(source)
     old = tensors_of(source)
-    first = save_sharded(model, tmp_path / "run", mesh, sides=sides, step=5)
+    first = save_sharded(model, tmp_path / "run", mesh, auxiliary=auxiliary, step=5)
     assert first.resolve() == (tmp_path / "run" / "step_000005").resolve()
     nn.init.constant_(model.get_parameter(NORM), 3.0)
     new = dict(stream(model, mesh))
     outcomes = set()
     for count in range(0, 100, stride):
-        died = _crash_at(count, lambda: save_sharded(model, tmp_path / "run", mesh, sides=sides, step=5))
+        died = _crash_at(
+            count, lambda: save_sharded(model, tmp_path / "run", mesh, auxiliary=auxiliary, step=5)
+        )
         reader = ShardedReader(tmp_path / "run" / "step_000005")
         reader.verify()
         found = reader.read(NORM)
         is_new = bool((found == 3).all())
-        assert_same_tensors({name: reader.read(name) for name in reader.names}, new if is_new else old)
+        assert_same_tensors(
+            {name: reader.read(name) for name in reader.names}, new if is_new else old
+        )
         outcomes.add((died, is_new))
         if not died:
             break
@@ -228,7 +257,9 @@ def test_every_crash_leaves_the_old_checkpoint_or_the_new(stride: int, source: P
     assert stride > 1 or (True, True) in outcomes, "none died before the link was on the disk"
     out = tmp_path / "hf"
     for count in range(0, 100, stride):
-        died = _crash_at(count, lambda: save(model, out, mesh, sides=sides, shard_bytes=5000))
+        died = _crash_at(
+            count, lambda: save(model, out, mesh, auxiliary=auxiliary, shard_bytes=5000)
+        )
         if out.exists():
             assert_same_tensors(tensors_of(out), new)
             shutil.rmtree(out)

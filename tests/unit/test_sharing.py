@@ -48,7 +48,9 @@ def stretches_of(lines: int, chance: Random) -> Iterator[list[slice]]:
         [(0, total)],
         [(0, 1), (0, total - SIZE), (total - 1, total)],
     ]
-    ends += [[tuple(sorted(chance.sample(range(total + 1), 2))) for _ in range(2)] for _ in range(20)]  # type: ignore[misc]
+    for _ in range(20):
+        pairs = [sorted(chance.sample(range(total + 1), 2)) for _ in range(2)]
+        ends.append([(first, last) for first, last in pairs])
     for some in ends:
         yield [slice(*pair) for pair in some]
 
@@ -58,7 +60,9 @@ def test_stretches_are_laid_down_as_autograd_adds_them(lines: int) -> None:
     draw, chance = torch.Generator().manual_seed(lines), Random(lines)
     for stretches in stretches_of(lines, chance):
         lengths = [stretch.stop - stretch.start for stretch in stretches for _ in range(2)]
-        grads = [torch.randn(n, GROUPS, CHANNELS, generator=draw, dtype=torch.float64) for n in lengths]
+        grads = [
+            torch.randn(n, GROUPS, CHANNELS, generator=draw, dtype=torch.float64) for n in lengths
+        ]
         with poisoned():
             found = scatter_kv_grads(grads, stretches, 2 * SIZE, lines)
         assert found.is_contiguous()
@@ -68,17 +72,23 @@ def test_stretches_are_laid_down_as_autograd_adds_them(lines: int) -> None:
 def test_gradients_need_not_be_dense() -> None:
     """Attention may return views of something wider, with its dims turned."""
     draw, stretches = torch.Generator().manual_seed(0), [slice(0, 9), slice(4, 24)]
-    wide = [torch.randn(CHANNELS + 1, GROUPS, 20, generator=draw, dtype=torch.float64) for _ in range(4)]
+    wide = [
+        torch.randn(CHANNELS + 1, GROUPS, 20, generator=draw, dtype=torch.float64) for _ in range(4)
+    ]
     lengths = [stretch.stop - stretch.start for stretch in stretches for _ in range(2)]
     grads = [x.permute(2, 1, 0)[:n, :, 1:] for x, n in zip(wide, lengths, strict=True)]
     with poisoned():
-        assert torch.equal(scatter_kv_grads(grads, stretches, 2 * SIZE, 2), plain(grads, stretches, 2))
+        assert torch.equal(
+            scatter_kv_grads(grads, stretches, 2 * SIZE, 2), plain(grads, stretches, 2)
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_sums_are_in_order_and_rounded_once(dtype: torch.dtype) -> None:
     draw = torch.Generator().manual_seed(0)
-    parts = (torch.randn(8, 5, 7, generator=draw) * torch.randn(8, 5, 7, generator=draw).mul(8).exp()).to(dtype)
+    parts = (
+        torch.randn(8, 5, 7, generator=draw) * torch.randn(8, 5, 7, generator=draw).mul(8).exp()
+    ).to(dtype)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     total = parts[0].to(wide)
     for part in parts[1:]:

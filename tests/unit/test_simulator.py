@@ -52,11 +52,17 @@ def test_engines_that_wait_for_the_trainer_sample_as_early_as_they_may() -> None
     fast = replace(PLAIN, decode=((1, 1e9),), train_tokens_per_second=1.0, max_running=1000)
     for max_lag in range(4):
         lags = Simulation(replace(fast, max_lag=max_lag), [[10]]).run().lags
-        assert lags == {lag: 80 * (20 - max_lag if lag == max_lag else 1) for lag in range(max_lag + 1)}
+        assert lags == {
+            lag: 80 * (20 - max_lag if lag == max_lag else 1) for lag in range(max_lag + 1)
+        }
 
 
 def test_prompts_are_prefilled_once_by_each_engine() -> None:
-    for engines, prompts in ((1, 4), (2, 4), (8, 1)):  # each takes the engine with the fewest samples
+    for engines, prompts in (
+        (1, 4),
+        (2, 4),
+        (8, 1),
+    ):  # each takes the engine with the fewest samples
         setup = replace(PLAIN, engines=engines, prompt_tokens=30, prefill_tokens_per_second=1000.0)
         setup = replace(setup, train_tokens_per_second=inf, push_ms=0.0, decode=((1, 100.0),))
         found = Simulation(setup, [[10]]).run()
@@ -91,7 +97,9 @@ def test_spans_of_a_sample_say_which_version_sampled_which_tokens() -> None:
     assert engine.end() == (7, [(0, 3), (1, 4), (2, 3)])
 
 
-@pytest.mark.parametrize("seeds", [range(300), pytest.param(range(300, 10_300), marks=pytest.mark.soak)], ids=len)
+@pytest.mark.parametrize(
+    "seeds", [range(300), pytest.param(range(300, 10_300), marks=pytest.mark.soak)], ids=len
+)
 def test_no_lag_beyond_the_bound_and_every_group_in_its_turn(seeds: range) -> None:
     for seed in seeds:
         luck = random.Random(seed)
@@ -113,17 +121,33 @@ def test_no_lag_beyond_the_bound_and_every_group_in_its_turn(seeds: range) -> No
         lengths = [[luck.choice((1, 3, 10, 200)) for _ in range(setup.samples)] for _ in range(5)]
         found = Simulation(setup, lengths, seed).run()
         assert max(found.lags) <= setup.max_lag and min(found.lags) >= 0, seed
-        assert [group for batch in found.batches for group in batch] == list(range(8 * setup.groups_per_step)), seed
+        assert [group for batch in found.batches for group in batch] == list(
+            range(8 * setup.groups_per_step)
+        ), seed
         assert 0 <= found.trainer_idle <= 1 and 0 <= found.engine_idle <= 1, seed
         again = Simulation(setup, lengths, seed)
-        drawn = [length for group in range(8 * setup.groups_per_step) for length in again.group_lengths(group)]
+        drawn = [
+            length
+            for group in range(8 * setup.groups_per_step)
+            for length in again.group_lengths(group)
+        ]
         assert sum(found.lags.values()) == sum(drawn), seed
 
 
 def test_more_lag_is_faster_on_long_tails() -> None:
     lengths = [[length] for length in lognormal(200, 1600)]
-    setup = replace(PLAIN, max_running=64, groups_per_step=8, samples=4, decode=((1, 100.0), (64, 3000.0)), steps=40)
-    speeds = [Simulation(replace(setup, max_lag=lag), lengths).run().tokens_per_second for lag in (0, 1, 2, 4)]
+    setup = replace(
+        PLAIN,
+        max_running=64,
+        groups_per_step=8,
+        samples=4,
+        decode=((1, 100.0), (64, 3000.0)),
+        steps=40,
+    )
+    speeds = [
+        Simulation(replace(setup, max_lag=lag), lengths).run().tokens_per_second
+        for lag in (0, 1, 2, 4)
+    ]
     assert all(slower < faster for slower, faster in pairwise(speeds))
 
 
@@ -151,7 +175,9 @@ PLAN = [
 ]
 
 
-def test_plan_compares_layouts_and_says_which_to_take(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_compares_layouts_and_says_which_to_take(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "lengths.json").write_text(json.dumps(lognormal(200, 1600)))
     outputs = []
     for lengths in ("200:1600", str(tmp_path / "lengths.json")):
@@ -160,9 +186,14 @@ def test_plan_compares_layouts_and_says_which_to_take(tmp_path: Path, capsys: py
     assert outputs[0] == outputs[1]
     first, _, _, *rows, _, advice = outputs[0].splitlines()
     assert first == "8 prompts x 4 responses a step of 200 tokens, at most 1,600"
-    cells = [row.replace("0, in turns", "turns").replace(" x ", " ").replace(" s ", " ").split() for row in rows]
+    cells = [
+        row.replace("0, in turns", "turns").replace(" x ", " ").replace(" s ", " ").split()
+        for row in rows
+    ]
     assert [row[0] for row in cells] == ["turns", "0", "1", "4"]
-    assert cells[0][1:4] == ["64", "4", "4"] and all(int(row[2]) + int(row[3]) == 4 for row in cells[1:])
+    assert cells[0][1:4] == ["64", "4", "4"] and all(
+        int(row[2]) + int(row[3]) == 4 for row in cells[1:]
+    )
     assert {row[1] for row in cells} <= {"1", "8", "64"}
     speeds = [float(row[4].replace(",", "")) for row in cells]
     assert speeds[1] < speeds[2] < speeds[3]
@@ -173,11 +204,15 @@ def test_plan_compares_layouts_and_says_which_to_take(tmp_path: Path, capsys: py
     )
 
 
-def test_plan_reads_the_lengths_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_reads_the_lengths_of_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "config.yaml").write_text("")
     (tmp_path / "rollouts").mkdir()
     rows = [{"id": i // 2, "completion": "", "token_ids": [0] * (10 + i % 2)} for i in range(8)]
-    (tmp_path / "rollouts" / "step_000001.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (tmp_path / "rollouts" / "step_000001.jsonl").write_text(
+        "".join(f"{json.dumps(row)}\n" for row in rows)
+    )
     assert run_command([*PLAN, "--rollout", str(tmp_path)]) == 0
     assert "of 10 tokens, at most 11" in capsys.readouterr().out
     assert lengths_of(str(tmp_path)) == [[10, 11]] * 4
@@ -191,16 +226,27 @@ def test_plan_with_one_gpu_has_turns_alone(capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["--rollout", "nowhere"], "--rollout 'nowhere': expected a run_dir, a JSON list of lengths, or MEAN:LONGEST"),
-        (["--rollout", "9:3"], "--rollout 9:3: expected MEAN:LONGEST with LONGEST 1 to 100 times MEAN"),
-        (["--rollout", "9:30", "--decode", "8:100,4:90"], "8:100,4:90: expected rising numbers of samples"),
+        (
+            ["--rollout", "nowhere"],
+            "--rollout 'nowhere': expected a run_dir, a JSON list of lengths, or MEAN:LONGEST",
+        ),
+        (
+            ["--rollout", "9:3"],
+            "--rollout 9:3: expected MEAN:LONGEST with LONGEST 1 to 100 times MEAN",
+        ),
+        (
+            ["--rollout", "9:30", "--decode", "8:100,4:90"],
+            "8:100,4:90: expected rising numbers of samples",
+        ),
         (["--rollout", "9:30", "--decode", "0:100"], "0 is not more than 0"),
         (["--rollout", "9:30", "--max-lag", "1,-1"], "-1 is less than 0"),
         (["--rollout", "9:30", "--engine-gpus", "5"], "--engine-gpus 5: there are only --gpus 4"),
         (["--rollout", "LIST"], "expected a JSON list of lengths in tokens, such as [512, 2048]"),
     ],
 )
-def test_mistakes(given: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes(
+    given: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "list.json").write_text("[3, 0]")
     given = [str(tmp_path / "list.json") if word == "LIST" else word for word in given]
     assert run_command([*PLAN, *given]) == 2

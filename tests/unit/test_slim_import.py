@@ -23,7 +23,19 @@ MODULES = (
 
 
 COMMANDS = (
-    *("train", "score", "generate", "eval", "convert", "inspect", "report", "rollouts", "plan", "serve", "docs"),
+    *(
+        "train",
+        "score",
+        "generate",
+        "eval",
+        "convert",
+        "inspect",
+        "report",
+        "rollouts",
+        "plan",
+        "serve",
+        "docs",
+    ),
     *("import-config", "doctor"),
 )
 NO_TORCH = f"""
@@ -43,7 +55,10 @@ for name in {MODULES}:
 def test_help_and_what_checks_a_recipe_load_no_torch() -> None:
     done = subprocess.run([sys.executable, "-c", NO_TORCH], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert [line.split()[2] for line in done.stdout.splitlines() if line.startswith("usage: ")] == ["[-h]", *COMMANDS]
+    assert [line.split()[2] for line in done.stdout.splitlines() if line.startswith("usage: ")] == [
+        "[-h]",
+        *COMMANDS,
+    ]
 
 
 WITHOUT_RECIPES = """

@@ -14,11 +14,16 @@ from dovetail.weights.stream import Export, _buckets
 def test_buckets_stay_within_the_bound(bound: int) -> None:
     """What all ranks gather together, rows as long as the longest; a larger tensor comes by itself."""
     rng, world = random.Random(bound), 4
-    specs, owners = dict[str, TensorSpec](), dict[str, list[tuple[int, tuple[tuple[int, int], ...]]]]()
+    specs, owners = (
+        dict[str, TensorSpec](),
+        dict[str, list[tuple[int, tuple[tuple[int, int], ...]]]](),
+    )
     for i in range(60):
         ends = sorted(rng.choices(range(200), k=world))
         specs[f"t{i}"] = TensorSpec(f"t{i}", torch.float32, (ends[-1],))
-        owners[f"t{i}"] = [(rank, ((a, b),)) for rank, (a, b) in enumerate(zip([0, *ends], ends, strict=False))]
+        owners[f"t{i}"] = [
+            (rank, ((a, b),)) for rank, (a, b) in enumerate(zip([0, *ends], ends, strict=False))
+        ]
     buckets = list(_buckets(Export(specs, owners, {}), list(specs), world, bound))
     assert [name for bucket in buckets for name in bucket.names] == list(specs)
     for bucket in buckets:

@@ -29,12 +29,27 @@ from dovetail.rollout.remote.wire import Request
 from dovetail.rollout.stream import StreamSampler
 from dovetail.run.directory import POLICY
 from tests.checkpoints import assert_same_tensors, tensors_of
-from tests.commands.program import _as_rank, _captured, make_model, read_rows, write_recipe, write_rows
+from tests.commands.program import (
+    _as_rank,
+    _captured,
+    make_model,
+    read_rows,
+    write_recipe,
+    write_rows,
+)
 from tests.harness import run
 from tests.remote.model_engine import ModelEngine
 
 BATCH, SAMPLES, ROWS = 2, 2, 7
-NUMBERS = ("step", "loss", "reward_mean", "grad_norm", "tokens", "eval_reward_mean", "correction_weight")
+NUMBERS = (
+    "step",
+    "loss",
+    "reward_mean",
+    "grad_norm",
+    "tokens",
+    "eval_reward_mean",
+    "correction_weight",
+)
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +59,9 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def recipe(policy: Path, tmp_path: Path) -> Path:
-    rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": f"{i} ab", "answer": "c"} for i in range(ROWS)])
+    rows = write_rows(
+        tmp_path / "rows.jsonl", [{"prompt": f"{i} ab", "answer": "c"} for i in range(ROWS)]
+    )
     (tmp_path / "mine.py").write_text(
         "def spread(data_source, solution_str, ground_truth):\n    return len(set(solution_str))\n"
     )
@@ -55,7 +72,11 @@ def recipe(policy: Path, tmp_path: Path) -> Path:
         algorithm={"name": "grpo"},
         data={"eval": str(rows)},
         reward={"import": "mine:spread"},
-        rollout={"samples_per_prompt": SAMPLES, "max_new_tokens": 6, "push": {"directory": str(tmp_path / "push")}},
+        rollout={
+            "samples_per_prompt": SAMPLES,
+            "max_new_tokens": 6,
+            "push": {"directory": str(tmp_path / "push")},
+        },
         trainer={"prompts_per_step": BATCH, "eval_every": 2, "save_every": 2, "steps": 5},
     )
 
@@ -99,7 +120,9 @@ def unversioned(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def salts(engine: ModelEngine, step: int) -> set[int]:
     """Versions of the prefix cache of the requests of a step, counted from 0."""
-    asked = [body for body in engine.requests if body["sampling_params"].get("seed") in seeds_of(step)]
+    asked = [
+        body for body in engine.requests if body["sampling_params"].get("seed") in seeds_of(step)
+    ]
     return {int(body["cache_salt"].rpartition("-")[2]) for body in asked}
 
 
@@ -115,13 +138,21 @@ def test_it_trains_on_the_rows_of_the_synchronous_run_and_without_lag_equals_it(
 ) -> None:
     runs = {"sync": ("null", 2), "none": ("0", 2), "two": ("2", 0)}
     for name, (lag, save_every) in runs.items():
-        given = f"trainer.max_lag={lag}", f"trainer.save_every={save_every}", f"trainer.steps={steps}"
+        given = (
+            f"trainer.max_lag={lag}",
+            f"trainer.save_every={save_every}",
+            f"trainer.steps={steps}",
+        )
         with ModelEngine(model=policy) as engine:
             train(recipe, f"rollout.engines={engine.url}", f"run_dir={tmp_path / name}", *given)
         if name == "two":
-            assert [salts(engine, step) for step in range(steps)] == [{max(0, step - 2)} for step in range(steps)]
+            assert [salts(engine, step) for step in range(steps)] == [
+                {max(0, step - 2)} for step in range(steps)
+            ]
         if name != "sync":
-            assert engine.pushes == [str(version) for version in range(steps + 1)], "one push for a step"
+            assert engine.pushes == [str(version) for version in range(steps + 1)], (
+                "one push for a step"
+            )
     sync, none, two = (tmp_path / name for name in runs)
     assert numbers(metrics(none)) == numbers(metrics(sync))
     assert_same_tensors(tensors_of(none / "hf"), tensors_of(sync / "hf"))
@@ -132,11 +163,16 @@ def test_it_trains_on_the_rows_of_the_synchronous_run_and_without_lag_equals_it(
         assert ids[0] == ids[1]
     for step, row in enumerate(metrics(two), 1):
         own, later = lags(two, step), BATCH * min(2, steps - step)
-        assert max(own) <= 2 and (row["lag_mean"], row["lag_max"]) == (pytest.approx(sum(own) / len(own)), max(own))
+        assert max(own) <= 2 and (row["lag_mean"], row["lag_max"]) == (
+            pytest.approx(sum(own) / len(own)),
+            max(own),
+        )
         assert row["pool_running"] + row["pool_finished"] == later and 0 <= row["trainer_idle"] <= 1
         assert "tokens_per_second/rollout" not in row and "correction_weight" in row
     assert any(max(lags(two, step)) > 0 for step in range(1, steps + 1))
-    assert saved_steps(none) == {steps - 2, steps - 1}, "of the older of two checkpoints, saved after step steps - 2"
+    assert saved_steps(none) == {steps - 2, steps - 1}, (
+        "of the older of two checkpoints, saved after step steps - 2"
+    )
     assert saved_steps(two) == {steps - 1}, "without checkpoints what was trained is of no use"
 
 
@@ -161,20 +197,29 @@ def test_a_run_that_was_killed_repeats_the_steps_after_its_checkpoint(
     first, second = (read_rows(folder / "step_000003.jsonl") for folder in folders)
     assert first == second
     again = seeds(engine.requests[asked:])
-    assert not again & {seed for step in (2, 3) for seed in seeds_of(step)}, "finished groups are not sampled again"
+    assert not again & {seed for step in (2, 3) for seed in seeds_of(step)}, (
+        "finished groups are not sampled again"
+    )
 
 
 def seeds(requests: Sequence[dict[str, Any]]) -> set[int]:
-    return {body["sampling_params"]["seed"] for body in requests if "seed" in body["sampling_params"]}
+    return {
+        body["sampling_params"]["seed"] for body in requests if "seed" in body["sampling_params"]
+    }
 
 
 def seeds_of(step: int) -> set[int]:
     """Of the requests of a step, counted from 0."""
     params, places = SamplingParams(seed=0, step=step), product(range(BATCH), range(SAMPLES))
-    return {Request(ids=[1], row=row, sample=sample, params=params, salt="").seed(0) for row, sample in places}
+    return {
+        Request(ids=[1], row=row, sample=sample, params=params, salt="").seed(0)
+        for row, sample in places
+    }
 
 
-def test_a_changed_run_keeps_the_groups_of_policies_that_it_has(recipe: Path, policy: Path, tmp_path: Path) -> None:
+def test_a_changed_run_keeps_the_groups_of_policies_that_it_has(
+    recipe: Path, policy: Path, tmp_path: Path
+) -> None:
     """Saved after step 4, which made the newest policy; the groups of step 5 are older."""
     with ModelEngine(model=policy) as engine:
         given = (f"rollout.engines={engine.url}", "trainer.max_lag=2", "data.eval=null")
@@ -196,12 +241,12 @@ def test_a_changed_run_keeps_the_groups_of_policies_that_it_has(recipe: Path, po
     ],
 )
 def test_groups_of_later_policies_stay_where_these_are_made_again(
-    deterministic: bool, resumed: Any, repeats: bool
+    deterministic: bool, resumed: Any, repeats: bool, tmp_path: Path
 ) -> None:
     recipe: Any = SimpleNamespace(trainer=SimpleNamespace(deterministic=deterministic))
     stream = mock.Mock()
     stream.resume.return_value = ["3 groups"]
-    run = mock.Mock(resumed=resumed)
+    run = mock.Mock(resumed=resumed, path=tmp_path)
     contents: Any = SimpleNamespace(engines={POLICY: mock.Mock()})
     given: Any = {"recipe": recipe, "run": run, "contents": contents, "stream": stream}
     with mock.patch("dovetail.factory.job.compile_kernels"):
@@ -234,7 +279,9 @@ def test_a_step_alone_takes_its_groups(change: dict[str, Any], of_step: bool) ->
 
 def test_finished_groups_are_of_the_same_inputs_and_sampling(recipe: Path, tmp_path: Path) -> None:
     def key(*changes: str, inputs: Sequence[str] = ("model", "rows"), **sampling: Any) -> str:
-        made = load_recipe(str(recipe), [*changes, "trainer.max_lag=1", "rollout.engines=http://127.0.0.1:9"])
+        made = load_recipe(
+            str(recipe), [*changes, "trainer.max_lag=1", "rollout.engines=http://127.0.0.1:9"]
+        )
         first_row = sampling.pop("first_row", 0)
         run: Any = SimpleNamespace(path=tmp_path, first_row=first_row, resumed=None, mesh=None)
         sampler: Any = SimpleNamespace(fleet=object(), watch=None)
@@ -253,11 +300,23 @@ def test_finished_groups_are_of_the_same_inputs_and_sampling(recipe: Path, tmp_p
     assert key("trainer.max_lag=4", "trainer.steps=9", "optim.lr=1") == key()
 
 
-def test_a_step_that_needs_more_groups_has_these_without_lag(recipe: Path, policy: Path, tmp_path: Path) -> None:
+def test_a_step_that_needs_more_groups_has_these_without_lag(
+    recipe: Path, policy: Path, tmp_path: Path
+) -> None:
     """DAPO: groups with equal rewards are left out, and the rows of later steps fill the step."""
     with ModelEngine(model=policy) as engine:
-        more = "algorithm.drop_zero_std_groups=true", "algorithm.max_num_gen_batches=3", "trainer.steps=3"
-        train(recipe, f"rollout.engines={engine.url}", "trainer.max_lag=1", "rollout.max_new_tokens=2", *more)
+        more = (
+            "algorithm.drop_zero_std_groups=true",
+            "algorithm.max_num_gen_batches=3",
+            "trainer.steps=3",
+        )
+        train(
+            recipe,
+            f"rollout.engines={engine.url}",
+            "trainer.max_lag=1",
+            "rollout.max_new_tokens=2",
+            *more,
+        )
     found = False
     for step in (1, 2, 3):
         spans = {row["id"]: row["versions"] for row in drawn(tmp_path / "run", step)}
@@ -271,7 +330,10 @@ def test_an_engine_that_refuses_a_push_serves_no_more_and_its_requests_go_on_els
     recipe: Path, policy: Path, tmp_path: Path
 ) -> None:
     """A push is longer than the silence after which an engine counts as lost. The answers of step 3 run through one."""
-    good, bad = ModelEngine(model=policy, push_seconds=0.6), ModelEngine(model=policy, refuses=("1",))
+    good, bad = (
+        ModelEngine(model=policy, push_seconds=0.6),
+        ModelEngine(model=policy, refuses=("1",)),
+    )
 
     def until_the_second_push(engine: ModelEngine, seed: int, length: int) -> bool:
         return length > 12 and seed in seeds_of(2) and len(engine.pushes) < 2
@@ -279,18 +341,39 @@ def test_an_engine_that_refuses_a_push_serves_no_more_and_its_requests_go_on_els
     for engine in (good, bad):
         engine.holds = partial(until_the_second_push, engine)
     with good, bad:
-        given = f"rollout.engines=[{good.url},{bad.url}]", "trainer.max_lag=2", "trainer.steps=3", "data.eval=null"
-        train(recipe, *given, "rollout.request_timeout=0.5", "rollout.max_new_tokens=20", "rollout.ignore_eos=true")
+        given = (
+            f"rollout.engines=[{good.url},{bad.url}]",
+            "trainer.max_lag=2",
+            "trainer.steps=3",
+            "data.eval=null",
+        )
+        train(
+            recipe,
+            *given,
+            "rollout.request_timeout=0.5",
+            "rollout.max_new_tokens=20",
+            "rollout.ignore_eos=true",
+        )
     assert good.pushes == ["0", "1", "2"] and bad.pushes == ["0", "2"]
     lost = (tmp_path / "run" / "console.log").read_text()
-    assert lost.count("the run goes on without this engine") == 1 and "these weights are refused" in lost
+    assert (
+        lost.count("the run goes on without this engine") == 1
+        and "these weights are refused" in lost
+    )
     spans = [row["versions"] for row in drawn(tmp_path / "run", 3)]
     assert all(len(own) > 1 and own[0][0] == 0 and own[-1][2] == 20 for own in spans)
 
 
-def test_a_run_without_engines_ends_and_goes_on_later(recipe: Path, policy: Path, tmp_path: Path) -> None:
+def test_a_run_without_engines_ends_and_goes_on_later(
+    recipe: Path, policy: Path, tmp_path: Path
+) -> None:
     with ModelEngine(model=policy, refuses=("2",)) as engine:
-        given = f"rollout.engines={engine.url}", "trainer.max_lag=1", "trainer.steps=3", "trainer.save_every=1"
+        given = (
+            f"rollout.engines={engine.url}",
+            "trainer.max_lag=1",
+            "trainer.steps=3",
+            "trainer.save_every=1",
+        )
         with pytest.raises(MachineError, match="these weights are refused"):
             train(recipe, *given)
         engine.refuses = ()
@@ -309,7 +392,15 @@ def served(recipe: Path, policy: Path) -> list[str]:
             address = [stack.enter_context(ModelEngine(model=policy)).url]
         dist.broadcast_object_list(address)
         ended = _as_rank(
-            ["train", str(recipe), "--layout", "dp=2", f"rollout.engines={address[0]}", "trainer.max_lag=1", *SHORT]
+            [
+                "train",
+                str(recipe),
+                "--layout",
+                "dp=2",
+                f"rollout.engines={address[0]}",
+                "trainer.max_lag=1",
+                *SHORT,
+            ]
         )
         dist.barrier()
     assert ended.code == 0, ended
@@ -322,5 +413,7 @@ def test_the_first_of_two_ranks_keeps_the_pool(recipe: Path, policy: Path, tmp_p
     assert [row["step"] for row in rows] == [1, 2, 3]
     for step in (1, 2, 3):
         assert [row["id"] for row in drawn(tmp_path / "run", step)] == [
-            row for row in step_rows(load_recipe(str(recipe)), ROWS, step - 1) for _ in range(SAMPLES)
+            row
+            for row in step_rows(load_recipe(str(recipe)), ROWS, step - 1)
+            for _ in range(SAMPLES)
         ]

@@ -17,13 +17,28 @@ import pytest
 import torch
 
 from dovetail.launch.hang import Frame, RankStatus, Stack, main_stack, suspects
-from dovetail.launch.progress import LIMITS, PHASES, Phase, Progress, State, calling_every, read_state
+from dovetail.launch.progress import (
+    LIMITS,
+    PHASES,
+    Phase,
+    Progress,
+    State,
+    calling_every,
+    read_state,
+)
 from dovetail.launch.supervisor import PORTS
 from dovetail.parallel.collectives import Handle
 from tests.fault.processes import SECONDS, is_alive, waited
 
-WAITS = Stack((Frame("x/torch/distributed/distributed_c10d.py", "9", "all_reduce"), Frame("a.py", "1", "step")))
-WAITS_ELSEWHERE = Stack((Frame("x/torch/distributed/distributed_c10d.py", "7", "barrier"), Frame("a.py", "2", "save")))
+WAITS = Stack(
+    (
+        Frame("x/torch/distributed/distributed_c10d.py", "9", "all_reduce"),
+        Frame("a.py", "1", "step"),
+    )
+)
+WAITS_ELSEWHERE = Stack(
+    (Frame("x/torch/distributed/distributed_c10d.py", "7", "barrier"), Frame("a.py", "2", "save"))
+)
 WORKS = Stack((Frame("user/reward.py", "3", "loop"), Frame("a.py", "1", "step")))
 DUMP = """Thread 0x00007f1 (most recent call first):
   File "lib/threading.py", line 331 in wait
@@ -38,7 +53,9 @@ Extension modules: numpy (total: 1)
 """
 
 
-def seen(rank: int, stack: Stack, *, kernel: str = "S", entries: int = 5, phase: Phase = "update") -> RankStatus:
+def seen(
+    rank: int, stack: Stack, *, kernel: str = "S", entries: int = 5, phase: Phase = "update"
+) -> RankStatus:
     return RankStatus(rank, 100 + rank, State(entries, phase, 3, 0.0, 0.0), kernel, stack)
 
 
@@ -55,7 +72,17 @@ def seen(rank: int, stack: Stack, *, kernel: str = "S", entries: int = 5, phase:
         ([seen(0, WAITS), seen(1, WAITS)], []),
         ([seen(0, WAITS), seen(1, WAITS_ELSEWHERE)], []),
     ],
-    ids=["stopped", "silent", "at work", "elsewhere", "left early", "behind", "alone", "together", "no majority"],
+    ids=[
+        "stopped",
+        "silent",
+        "at work",
+        "elsewhere",
+        "left early",
+        "behind",
+        "alone",
+        "together",
+        "no majority",
+    ],
 )
 def test_the_rank_that_the_others_wait_for_is_told(ranks: list[RankStatus], odd: list[int]) -> None:
     assert suspects(ranks)[0] == odd
@@ -65,7 +92,10 @@ def test_the_main_threads_stack_is_read_from_what_faulthandler_writes() -> None:
     stack = main_stack(DUMP)
     assert stack.waits
     assert [frame.line for frame in stack.frames] == ["83", "12", "40"]
-    assert str(stack) == "distributed/distributed_c10d.py:83 wrapper < app.py:12 step < app.py:40 <module>"
+    assert (
+        str(stack)
+        == "distributed/distributed_c10d.py:83 wrapper < app.py:12 step < app.py:40 <module>"
+    )
     assert not main_stack("").frames
 
 
@@ -135,16 +165,24 @@ Supervise = Callable[..., subprocess.Popen[str]]
 def supervise(tmp_path: Path) -> Supervise:
     """Ranks that run a few lines of Python without torch, under a supervisor that is in less of a hurry to wait."""
 
-    def begin(body: str, *, ranks: int = 2, restarts: int = 0, limit: float = SECONDS) -> subprocess.Popen[str]:
-        (tmp_path / "rank.py").write_text(RANK.format(body=textwrap.indent(textwrap.dedent(body), "    ")))
-        (tmp_path / "job.py").write_text(SUPERVISOR.format(ranks=ranks, restarts=restarts, limit=limit))
+    def begin(
+        body: str, *, ranks: int = 2, restarts: int = 0, limit: float = SECONDS
+    ) -> subprocess.Popen[str]:
+        (tmp_path / "rank.py").write_text(
+            RANK.format(body=textwrap.indent(textwrap.dedent(body), "    "))
+        )
+        (tmp_path / "job.py").write_text(
+            SUPERVISOR.format(ranks=ranks, restarts=restarts, limit=limit)
+        )
         (tmp_path / "run").mkdir()
         (tmp_path / "run/config.yaml").write_text("")
         (tmp_path / "tmp").mkdir()
         source = str(Path(__file__).parents[2] / "src")
         env = {**os.environ, "PYTHONPATH": source, "TMPDIR": str(tmp_path / "tmp")}
         pipe = subprocess.PIPE
-        return subprocess.Popen([sys.executable, "job.py"], stdout=pipe, stderr=pipe, text=True, cwd=tmp_path, env=env)
+        return subprocess.Popen(
+            [sys.executable, "job.py"], stdout=pipe, stderr=pipe, text=True, cwd=tmp_path, env=env
+        )
 
     return begin
 
@@ -159,7 +197,9 @@ def events(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def test_a_dead_rank_is_written_down_and_leaves_nothing(supervise: Supervise, tmp_path: Path) -> None:
+def test_a_dead_rank_is_written_down_and_leaves_nothing(
+    supervise: Supervise, tmp_path: Path
+) -> None:
     """Not even what it has started in a session of its own."""
     body = """
     import subprocess
@@ -189,7 +229,9 @@ def test_what_a_rank_says_reaches_the_user_whatever_letters_it_has(supervise: Su
     assert (code, err) == (2, r"dovetail: \ud800 is odd")
 
 
-def test_a_signal_to_the_command_asks_the_first_rank_for_a_profile(supervise: Supervise, tmp_path: Path) -> None:
+def test_a_signal_to_the_command_asks_the_first_rank_for_a_profile(
+    supervise: Supervise, tmp_path: Path
+) -> None:
     body = """
     from dovetail.launch.rank import StopHandler
     StopHandler(me)
@@ -206,7 +248,9 @@ def test_a_signal_to_the_command_asks_the_first_rank_for_a_profile(supervise: Su
     assert [(tmp_path / f"asked{rank}").read_text() for rank in range(2)] == ["True", "False"]
 
 
-def test_a_stopped_rank_is_found_by_its_limit_and_named(supervise: Supervise, tmp_path: Path) -> None:
+def test_a_stopped_rank_is_found_by_its_limit_and_named(
+    supervise: Supervise, tmp_path: Path
+) -> None:
     """And the other one's stack is waited for, as long as it takes on a busy machine."""
     body = """
     if rank == 1:
@@ -274,7 +318,10 @@ def test_mistakes_and_stops_are_not_started_again(
     supervise: Supervise, tmp_path: Path, code: int, expected: int
 ) -> None:
     """A rank that was told to stop stops the others."""
-    assert ended(supervise(f"os._exit({code}) if rank else time.sleep(600)", restarts=3))[0] == expected
+    assert (
+        ended(supervise(f"os._exit({code}) if rank else time.sleep(600)", restarts=3))[0]
+        == expected
+    )
     assert events(tmp_path) == []
 
 
@@ -282,16 +329,23 @@ GIVEN_TO_ANYBODY = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 @pytest.mark.skipif(not GIVEN_TO_ANYBODY.exists(), reason="the range of ports is told by /proc")
-def test_ranks_meet_at_a_port_that_nobody_else_is_given(supervise: Supervise, tmp_path: Path) -> None:
+def test_ranks_meet_at_a_port_that_nobody_else_is_given(
+    supervise: Supervise, tmp_path: Path
+) -> None:
     """It is chosen seconds before the first rank listens there."""
-    assert ended(supervise("Path('port').write_text(os.environ['MASTER_PORT'])", ranks=1)) == (0, "")
+    assert ended(supervise("Path('port').write_text(os.environ['MASTER_PORT'])", ranks=1)) == (
+        0,
+        "",
+    )
     first, last = map(int, GIVEN_TO_ANYBODY.read_text().split())
     port = int((tmp_path / "port").read_text())
     assert port in PORTS
     assert not first <= port <= last or first <= PORTS[0], "a machine may give away all"
 
 
-def test_a_rank_that_fails_after_a_stop_is_not_started_again(supervise: Supervise, tmp_path: Path) -> None:
+def test_a_rank_that_fails_after_a_stop_is_not_started_again(
+    supervise: Supervise, tmp_path: Path
+) -> None:
     body = """
     signal.signal(signal.SIGTERM, lambda *_: os._exit(1))
     Path("ready").write_text("x")
@@ -307,7 +361,9 @@ def test_a_rank_that_fails_after_a_stop_is_not_started_again(supervise: Supervis
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_second_signal_ends_everything_at_once(supervise: Supervise, tmp_path: Path, number: int) -> None:
+def test_a_second_signal_ends_everything_at_once(
+    supervise: Supervise, tmp_path: Path, number: int
+) -> None:
     body = """
     told = lambda *_: Path(f"told{rank}").write_text("x")
     signal.signal(signal.SIGTERM, told)
@@ -319,7 +375,9 @@ def test_a_second_signal_ends_everything_at_once(supervise: Supervise, tmp_path:
     process = supervise(body, restarts=3)
     assert waited(lambda: all((tmp_path / f"ready{rank}").exists() for rank in range(2)))
     process.send_signal(number)
-    assert waited(lambda: all((tmp_path / f"told{rank}").exists() for rank in range(2))), "the first one is passed on"
+    assert waited(lambda: all((tmp_path / f"told{rank}").exists() for rank in range(2))), (
+        "the first one is passed on"
+    )
     assert process.poll() is None
     process.send_signal(number)
     assert ended(process) == ({signal.SIGTERM: 143, signal.SIGINT: 130}[signal.Signals(number)], "")

@@ -70,17 +70,25 @@ def test_the_mask_covers_the_predictions_of_the_response() -> None:
 
 @pytest.mark.parametrize(("epochs", "parts"), [(1, 1), (2, 1), (1, 2), (3, 4), (1, 5)])
 def test_every_epoch_deals_every_sequence_once(epochs: int, parts: int) -> None:
-    batch = weighted(batch_of().with_fields(number=batch_of().sequence_ids.to(torch.float32)), RECIPE)
+    batch = weighted(
+        batch_of().with_fields(number=batch_of().sequence_ids.to(torch.float32)), RECIPE
+    )
     recipe = recipe_of(epochs=epochs, num_mini_batches=parts)
     inner = list(inner_batches(batch, recipe, step=3))
     assert len(inner) == epochs * parts
     orders = []
     for epoch in range(epochs):
         mine = inner[epoch * parts : (epoch + 1) * parts]
-        dealt = [int(x) for part in mine for x in part.fields["number"][part.cu_seqlens[:-1].long()]]
+        dealt = [
+            int(x) for part in mine for x in part.fields["number"][part.cu_seqlens[:-1].long()]
+        ]
         assert sorted(dealt) == [0, 1, 2, 3, 4]
-        assert max(part.num_sequences for part in mine) - min(part.num_sequences for part in mine) <= 1
-        assert sum((part.fields["weight"].sum() for part in mine), torch.zeros(())) == batch.mask.sum()
+        assert (
+            max(part.num_sequences for part in mine) - min(part.num_sequences for part in mine) <= 1
+        )
+        assert (
+            sum((part.fields["weight"].sum() for part in mine), torch.zeros(())) == batch.mask.sum()
+        )
         orders.append(dealt)
     again = [int(x) for part in inner_batches(batch, recipe, step=3) for x in part.fields["number"]]
     assert again == [int(x) for part in inner for x in part.fields["number"]]
@@ -116,7 +124,9 @@ def pretended_ppo(policy: StepReport, critic: StepReport, **algorithm: Any) -> R
         )
 
     prompts = [Prompt(id=i, ids=(5, 6)) for i in range(4)]
-    sampler = mock.Mock(sample=lambda asked, _: [Completion(p.row, 0, (1, 2), (-1.0, -1.0), "stop") for p in asked])
+    sampler = mock.Mock(
+        sample=lambda asked, _: [Completion(p.row, 0, (1, 2), (-1.0, -1.0), "stop") for p in asked]
+    )
     return RLTask(
         recipe=recipe_of("ppo", epochs=2, num_mini_batches=2, **algorithm),
         policy=engine(policy),
@@ -150,7 +160,11 @@ def test_evaluation_stops_and_bans_as_training_does() -> None:
     trained, evaluated = (call.args[1] for call in sampled.call_args_list)
     assert trained.stop_ids == evaluated.stop_ids == (2, 5)
     assert trained.banned_ids == evaluated.banned_ids == (7, 9)
-    assert (trained.temperature, evaluated.temperature, evaluated.samples) == (given.temperature, 0.0, 1)
+    assert (trained.temperature, evaluated.temperature, evaluated.samples) == (
+        given.temperature,
+        0.0,
+        1,
+    )
 
 
 class Judge(TrainerCallback):
@@ -162,7 +176,10 @@ class Judge(TrainerCallback):
 
 
 def test_callbacks_replace_rewards_and_drop_samples() -> None:
-    task, on = pretended_ppo(report(1.0), report(1.0)), Callbacks(TrainerState(RECIPE, True), Mesh.solo())
+    task, on = (
+        pretended_ppo(report(1.0), report(1.0)),
+        Callbacks(TrainerState(RECIPE, True), Mesh.solo()),
+    )
     task.rollout_end = on.replaced
     on.callbacks = [
         Judge(lambda samples: [replace(s, reward=float(s.group)) for s in samples if s.group != 1]),
@@ -170,20 +187,30 @@ def test_callbacks_replace_rewards_and_drop_samples() -> None:
     ]
     row = task.step(0)
     assert row is not None and row["reward_mean"] == pytest.approx((0 + 2 + 3) / 3)
-    assert [each["reward"] for each in task.sample_rows()] == [0.0, 2.0, 3.0] and row["tokens"] == 3 * 4
+    assert [each["reward"] for each in task.sample_rows()] == [0.0, 2.0, 3.0] and row[
+        "tokens"
+    ] == 3 * 4
     on.callbacks = [Judge(lambda _: [])]
     row = task.step(1)
     assert row is not None and row["tokens"] == 0
     for judge, message in (
-        (lambda samples: [s.reward for s in samples], "TypeError: expected None, or a list of samples it was given"),
-        (lambda samples: [replace(s, group=9) for s in samples], "TypeError: expected None, or a list of samples"),
+        (
+            lambda samples: [s.reward for s in samples],
+            "TypeError: expected None, or a list of samples it was given",
+        ),
+        (
+            lambda samples: [replace(s, group=9) for s in samples],
+            "TypeError: expected None, or a list of samples",
+        ),
         (
             lambda samples: [replace(s, reward=math.nan) for s in samples],
             "ValueError: the reward nan of 1: not a finite number",
         ),
     ):
         on.callbacks = [Judge(judge)]
-        with pytest.raises(CallbackError, match=f"Judge.on_rollout_end failed, after step 0 of 0: {message}"):
+        with pytest.raises(
+            CallbackError, match=f"Judge.on_rollout_end failed, after step 0 of 0: {message}"
+        ):
             task.step(2)
 
 
@@ -193,7 +220,8 @@ def test_too_many_failed_rewards_of_an_evaluation_are_told_as_such() -> None:
     failed = [RewardResult(None, "a cause")] * 4
     task.rewards = mock.Mock(return_value=failed, failures=RecentFailures())
     with pytest.raises(
-        DataError, match=r"^the evaluation after step 10: the reward failed on 4 of the last 4 .* a cause"
+        DataError,
+        match=r"^the evaluation after step 10: the reward failed on 4 of the last 4 .* a cause",
     ):
         task.evaluate(10)
 
@@ -206,7 +234,8 @@ def test_a_reward_that_gives_no_number_for_three_steps_ends_the_run() -> None:
     for step, task.rewards in enumerate(managers):
         task.step(step)
     with pytest.raises(
-        DataError, match=r"^step 6: 3 steps in a row have no sample with a reward.* grader:f returned None"
+        DataError,
+        match=r"^step 6: 3 steps in a row have no sample with a reward.* grader:f returned None",
     ):
         task.step(5)
 
@@ -233,7 +262,9 @@ def test_groups_of_equal_rewards_are_dropped() -> None:
     assert "equal_groups" not in sample_metrics(SAMPLES, compared=False)
 
 
-def dynamic(rewards: Mapping[int, Seq[float | None]], **algorithm: Any) -> tuple[RLTask, list[list[int]]]:
+def dynamic(
+    rewards: Mapping[int, Seq[float | None]], **algorithm: Any
+) -> tuple[RLTask, list[list[int]]]:
     """GRPO on prompts with these rewards of their two samples, and the rows that were asked for."""
     asked: list[list[int]] = []
     prompts = [Prompt(id=i, ids=(5, 6)) for i in rewards]
@@ -241,16 +272,26 @@ def dynamic(rewards: Mapping[int, Seq[float | None]], **algorithm: Any) -> tuple
     def draw(requests: Seq[Any], _: SamplingParams) -> list[Completion]:
         asked.append([request.row for request in requests])
         lengths = (2, 9)
-        return [Completion(r.row, i, (1,) * n, (-1.0,) * n, "stop") for r in requests for i, n in enumerate(lengths)]
+        return [
+            Completion(r.row, i, (1,) * n, (-1.0,) * n, "stop")
+            for r in requests
+            for i, n in enumerate(lengths)
+        ]
 
-    def judge(prompts: Seq[Prompt], completions: Seq[Completion], _: Seq[str]) -> list[RewardResult]:
-        return [RewardResult(rewards[p.id][c.sample]) for p, c in zip(prompts, completions, strict=True)]
+    def judge(
+        prompts: Seq[Prompt], completions: Seq[Completion], _: Seq[str]
+    ) -> list[RewardResult]:
+        return [
+            RewardResult(rewards[p.id][c.sample]) for p, c in zip(prompts, completions, strict=True)
+        ]
 
     recipe = recipe_of("grpo", shuffle=False, **{"drop_zero_std_groups": True, **algorithm})
     recipe = recipe.model_copy(
         update={"trainer": recipe.trainer.model_copy(update={"prompts_per_step": 2, "steps": 3})}
     )
-    recipe = recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update={"max_new_tokens": 10})})
+    recipe = recipe.model_copy(
+        update={"rollout": recipe.rollout.model_copy(update={"max_new_tokens": 10})}
+    )
     task = RLTask(
         recipe=recipe, policy=mock.Mock(), sampler=mock.Mock(sample=draw), policy_loss=mock.Mock(), sampling=SamplingParams(),
         prompts=prompts, held_out=[], rewards=mock.Mock(side_effect=judge, failures=RecentFailures()), decode=lambda _: "",
@@ -269,19 +310,42 @@ EQUAL, UNEQUAL = [1.0, 1.0], [0.0, 1.0]
 
 def test_more_prompts_are_sampled_until_a_step_is_full() -> None:
     """Rows of the steps after the last one, in groups of their own; those beyond a full step are left out."""
-    rewards = {0: EQUAL, 1: UNEQUAL, 2: EQUAL, 3: EQUAL, 4: EQUAL, 5: EQUAL, 6: UNEQUAL, 7: UNEQUAL, 8: UNEQUAL}
+    rewards = {
+        0: EQUAL,
+        1: UNEQUAL,
+        2: EQUAL,
+        3: EQUAL,
+        4: EQUAL,
+        5: EQUAL,
+        6: UNEQUAL,
+        7: UNEQUAL,
+        8: UNEQUAL,
+    }
     task, asked = dynamic(rewards, max_num_gen_batches=3)
     kept, row = rolled(task, 0)
     assert asked == [[0, 1], [2, 3]]  # step 0 and step 3 of rows 0 to 8: rows 0, 1 and 6, 7
-    assert [(s.prompt.id, s.group, s.completion.sample) for s in kept] == [(1, 1, 0), (1, 1, 1), (6, 2, 0), (6, 2, 1)]
-    assert len(task.samples) == 8 and row["work"]["rollout"] == (4 * 11, 8) and row["reward_mean"] == 5 / 8
+    assert [(s.prompt.id, s.group, s.completion.sample) for s in kept] == [
+        (1, 1, 0),
+        (1, 1, 1),
+        (6, 2, 0),
+        (6, 2, 1),
+    ]
+    assert (
+        len(task.samples) == 8
+        and row["work"]["rollout"] == (4 * 11, 8)
+        and row["reward_mean"] == 5 / 8
+    )
     task, asked = dynamic(dict.fromkeys(range(9), EQUAL), max_num_gen_batches=3)
     kept, row = rolled(task, 1)
     assert kept == [] and len(asked) == 3 and row["equal_groups"] == 1.0
     task, asked = dynamic(rewards)
     assert len(rolled(task, 0)[0]) == 2 and len(asked) == 1
-    task, asked = dynamic({0: [None, None], 1: UNEQUAL}, drop_zero_std_groups=False, max_num_gen_batches=3)
-    assert len(rolled(task, 0)[0]) == 2 and len(asked) == 1  # whose reward failed is not sampled again
+    task, asked = dynamic(
+        {0: [None, None], 1: UNEQUAL}, drop_zero_std_groups=False, max_num_gen_batches=3
+    )
+    assert (
+        len(rolled(task, 0)[0]) == 2 and len(asked) == 1
+    )  # whose reward failed is not sampled again
 
 
 def test_a_stop_does_not_wait_for_more_prompts() -> None:
@@ -296,15 +360,25 @@ def test_long_completions_are_punished_in_proportion() -> None:
     """Groups are still compared by what the reward said."""
     task, _ = dynamic({0: EQUAL, 1: UNEQUAL}, overlong_buffer=4, overlong_penalty=0.5)
     kept, row = rolled(task, 0)
-    assert [s.reward for s in kept] == [0.0, 1.0 - 0.5 * 3 / 4]  # 9 tokens of 10, of which 4 are the buffer
-    assert [dict(s.rewards) for s in kept] == [{"reward": 0.0, "overlong": 0.0}, {"reward": 1.0, "overlong": -0.375}]
+    assert [s.reward for s in kept] == [
+        0.0,
+        1.0 - 0.5 * 3 / 4,
+    ]  # 9 tokens of 10, of which 4 are the buffer
+    assert [dict(s.rewards) for s in kept] == [
+        {"reward": 0.0, "overlong": 0.0},
+        {"reward": 1.0, "overlong": -0.375},
+    ]
     assert row["reward/overlong"] == -0.1875 and row["reward_mean"] == 0.75 - 0.1875
     assert [s.reward for s in task.samples] == [1.0, 0.625, 0.0, 0.625]
-    with pytest.raises(ConfigError, match=r"overlong_buffer is 99, more than rollout.max_new_tokens=64"):
+    with pytest.raises(
+        ConfigError, match=r"overlong_buffer is 99, more than rollout.max_new_tokens=64"
+    ):
         recipe_of(overlong_buffer=99)
 
 
-def reference_gae(samples: Seq[Sample], batch: PackedBatch, gamma: float, lam: float, penalty: Any) -> list[float]:
+def reference_gae(
+    samples: Seq[Sample], batch: PackedBatch, gamma: float, lam: float, penalty: Any
+) -> list[float]:
     """Advantage plus value of every response token by the definition: sums of discounted errors, in plain Python."""
     found, start = [], 0
     values = batch.fields["old_value"].tolist()
@@ -326,7 +400,9 @@ def test_values_advantages_and_returns_lie_where_the_prediction_is_made(
 ) -> None:
     torch.manual_seed(1)
     batch = batch_of()
-    drawn = {name: torch.randn(len(batch)) for name in ("old_value", "old_logprob", "reference_logprob")}
+    drawn = {
+        name: torch.randn(len(batch)) for name in ("old_value", "old_logprob", "reference_logprob")
+    }
     algorithm = PPO(gamma=gamma, lam=lam, kl_coef=kl_coef, normalize_advantage=False)
     found = with_advantages(batch.with_fields(**drawn), SAMPLES, algorithm)
     penalty = (kl_coef * (drawn["old_logprob"] - drawn["reference_logprob"])).tolist()
@@ -344,23 +420,36 @@ def test_a_kl_term_in_the_reward_is_summed_over_the_response(
 ) -> None:
     """The same as a lower reward; and without a coefficient there is none."""
     batch = batch_of()
-    fields = {"old_logprob": torch.full((len(batch),), -1.0), "reference_logprob": torch.full((len(batch),), -1.5)}
+    fields = {
+        "old_logprob": torch.full((len(batch),), -1.0),
+        "reference_logprob": torch.full((len(batch),), -1.5),
+    }
     with_kl = with_advantages(
-        batch.with_fields(**fields), SAMPLES, kind(kl_in="reward", kl_estimator=estimator, kl_coef=0.1)
+        batch.with_fields(**fields),
+        SAMPLES,
+        kind(kl_in="reward", kl_estimator=estimator, kl_coef=0.1),
     )
     kl = {"k1": 0.5, "k2": 0.5**2 / 2, "k3": math.exp(-0.5) - 1 + 0.5}[estimator]
     lower = [replace(s, reward=s.reward - 0.1 * kl * len(s.completion.ids)) for s in SAMPLES]
     plain = with_advantages(batch, lower, kind())
     assert_close(with_kl.fields["advantage"], plain.fields["advantage"], OP_FP32)
-    assert not torch.equal(plain.fields["advantage"], with_advantages(batch, SAMPLES, kind()).fields["advantage"])
+    assert not torch.equal(
+        plain.fields["advantage"], with_advantages(batch, SAMPLES, kind()).fields["advantage"]
+    )
 
 
 @pytest.mark.parametrize("kind", [GRPO, RLOO])
 def test_large_rewards_that_differ_little_are_told_apart(kind: type[GRPO] | type[RLOO]) -> None:
     """In float32, sums and means of such rewards would round their differences away."""
     algorithm = kind()
-    far = with_advantages(batch_of(), [replace(s, reward=s.reward + 1e8) for s in SAMPLES], algorithm)
-    assert_close(far.fields["advantage"], with_advantages(batch_of(), SAMPLES, algorithm).fields["advantage"], OP_FP32)
+    far = with_advantages(
+        batch_of(), [replace(s, reward=s.reward + 1e8) for s in SAMPLES], algorithm
+    )
+    assert_close(
+        far.fields["advantage"],
+        with_advantages(batch_of(), SAMPLES, algorithm).fields["advantage"],
+        OP_FP32,
+    )
     assert far.fields["advantage"].dtype == torch.float32
 
 

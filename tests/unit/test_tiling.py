@@ -24,7 +24,9 @@ FAMILIES = ("llama_biases", "apertus")  # gated, plain
 
 
 def make(family: str, dtype: torch.dtype = torch.float64) -> nn.Module:
-    mlp = make_mlp(spec_from_config(tiny_configs()[family].to_dict()), Mesh.solo(), KernelSet()).to(dtype)
+    mlp = make_mlp(spec_from_config(tiny_configs()[family].to_dict()), Mesh.solo(), KernelSet()).to(
+        dtype
+    )
     draw = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for tensor in (*mlp.parameters(), *mlp.buffers()):
@@ -34,7 +36,9 @@ def make(family: str, dtype: torch.dtype = torch.float64) -> nn.Module:
 
 def tokens(n: int, mlp: nn.Module) -> tuple[Tensor, Tensor]:
     like = next(mlp.parameters())
-    x, up = torch.randn(2, n, 64, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(like.dtype)
+    x, up = torch.randn(
+        2, n, 64, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    ).to(like.dtype)
     return x.requires_grad_(), up
 
 
@@ -86,7 +90,9 @@ def test_half_precision_is_summed_in_the_wide_dtype() -> None:
     """The gradient is the rounding of an exact sum: one rounding, however many tiles."""
     mlp = make("llama_biases", torch.bfloat16)
     x, up = tokens(64, mlp)
-    parts = [gradients(mlp, mlp, a.detach(), b) for a, b in zip(x.split(4), up.split(4), strict=True)]
+    parts = [
+        gradients(mlp, mlp, a.detach(), b) for a, b in zip(x.split(4), up.split(4), strict=True)
+    ]
     tiled = gradients(Tiled(mlp, 4), mlp, x, up)
     for name in dict(mlp.named_parameters()):
         narrow, wide = torch.zeros_like(parts[0][name]), torch.zeros(parts[0][name].shape)

@@ -28,7 +28,9 @@ class _Split(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads: Tensor) -> tuple[Tensor, None, None]:
         z, targets, *normalizer = ctx.saved_tensors
-        parts = [vocab_grad_(z[:, a:b].clone(), targets - a, normalizer, *grads) for a, b in ctx.bounds]
+        parts = [
+            vocab_grad_(z[:, a:b].clone(), targets - a, normalizer, *grads) for a, b in ctx.bounds
+        ]
         return torch.cat(parts, dim=1), None, None
 
 
@@ -56,8 +58,12 @@ def test_gradcheck_of_both_outputs_over_any_split(cuts: tuple[int, ...]) -> None
     """Also with a rank that has no columns: all of its vocabulary is padding."""
     z, targets = logits()
     z.requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: split_stats(x, targets, cuts), z, atol=GRADCHECK, rtol=GRADCHECK)
-    for found, expected in zip(split_stats(z, targets, cuts), full_softmax(z, targets), strict=True):
+    assert torch.autograd.gradcheck(
+        lambda x: split_stats(x, targets, cuts), z, atol=GRADCHECK, rtol=GRADCHECK
+    )
+    for found, expected in zip(
+        split_stats(z, targets, cuts), full_softmax(z, targets), strict=True
+    ):
         assert_close(found, expected, OP_FP64)
 
 

@@ -48,7 +48,9 @@ def made_up() -> TraceSummary:
 def test_every_instant_counts_once() -> None:
     found = made_up()
     assert found.step == pytest.approx(10.0)
-    assert found.by_kind == pytest.approx({"gemm": 5.0, "communication": 3.0, "attention": 1.5, "copies": 0.5})
+    assert found.by_kind == pytest.approx(
+        {"gemm": 5.0, "communication": 3.0, "attention": 1.5, "copies": 0.5}
+    )
     assert (found.exposed, found.copying, found.idle) == pytest.approx((2.0, 0.5, 1.0))
     assert (found.gaps, found.waits) == (1, 1)
     assert found.longest_gap == pytest.approx(1.0)
@@ -60,7 +62,9 @@ def test_losses_and_the_ideal_are_the_step() -> None:
         "exposed communication", "gemm", "idle", "copies alone", "attention",
     ]  # fmt: skip
     assert [loss.seconds for loss in found.losses] == pytest.approx([2.0, 1.5, 1.0, 0.5, 0.25])
-    assert sum(loss.seconds for loss in found.losses) + sum(found.ideal.values()) == pytest.approx(found.step)
+    assert sum(loss.seconds for loss in found.losses) + sum(found.ideal.values()) == pytest.approx(
+        found.step
+    )
     assert found.losses[0].share == pytest.approx(0.2)
 
 
@@ -96,8 +100,22 @@ def test_events_of_a_chrome_trace() -> None:
     trace = {
         "traceEvents": [
             {"ph": "X", "cat": "kernel", "name": "k", "ts": 2e6, "dur": 5e5, "args": {"stream": 7}},
-            {"ph": "X", "cat": "gpu_memset", "name": "Memset (Device)", "ts": 3e6, "dur": 1e6, "args": {"stream": 7}},
-            {"ph": "X", "cat": "cuda_runtime", "name": "cudaLaunchKernel", "ts": 1e6, "dur": 1.0, "tid": 3},
+            {
+                "ph": "X",
+                "cat": "gpu_memset",
+                "name": "Memset (Device)",
+                "ts": 3e6,
+                "dur": 1e6,
+                "args": {"stream": 7},
+            },
+            {
+                "ph": "X",
+                "cat": "cuda_runtime",
+                "name": "cudaLaunchKernel",
+                "ts": 1e6,
+                "dur": 1.0,
+                "tid": 3,
+            },
             {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 1e6, "dur": 1.0},
             {"ph": "M", "name": "process_name", "args": {}},
         ]

@@ -38,7 +38,10 @@ def samples(count: int) -> list[Sample]:
 
 def test_lengths_have_percentiles_as_numpy_has_them() -> None:
     row = sample_metrics(samples(64), compared=True)
-    made = {"prompt_length": [3 + i % 5 for i in range(64)], "response_length": [1 + i % 7 for i in range(64)]}
+    made = {
+        "prompt_length": [3 + i % 5 for i in range(64)],
+        "response_length": [1 + i % 7 for i in range(64)],
+    }
     for name, lengths in made.items():
         assert row[f"{name}_mean"] == pytest.approx(np.mean(lengths))
         for percent in (10, 25, 50, 75, 90):
@@ -61,7 +64,10 @@ def test_seconds_of_a_phase_are_counted_once_and_give_rates() -> None:
     row = phase_metrics(seconds, {"rollout": (100, 10)})
     assert list(row)[:3] == ["seconds/push", "seconds/rollout", "seconds/update"]
     assert row["seconds/update"] == seconds["update"] + seconds["optimizer"] >= 0.04
-    assert row["seconds/rollout"] >= 0.04 and row["tokens_per_second/rollout"] == 100 / row["seconds/rollout"]
+    assert (
+        row["seconds/rollout"] >= 0.04
+        and row["tokens_per_second/rollout"] == 100 / row["seconds/rollout"]
+    )
     assert row["samples_per_second/rollout"] * 10 == pytest.approx(row["tokens_per_second/rollout"])
     assert sum(progress.take_seconds().values()) < 0.02, "taken"
 
@@ -72,13 +78,23 @@ def test_tracking_takes_less_than_a_hundredth_of_a_step_of_two_seconds(tmp_path:
         Progress(tmp_path / "state"),
         Metrics(RunFacts(path=tmp_path, config={}), (), print),
     )
-    phases: tuple[Phase, ...] = ("push", "rollout", "reward", "wait", "score", *("update", "optimizer") * 4, "wait")
+    phases: tuple[Phase, ...] = (
+        "push",
+        "rollout",
+        "reward",
+        "wait",
+        "score",
+        *("update", "optimizer") * 4,
+        "wait",
+    )
     spent = []
     for step in range(9):
         begun = time.process_time()
         for phase in phases:
             progress.phase(phase)
-        work: dict[str, tuple[int, int]] = dict.fromkeys(("rollout", "reward", "score", "update"), (1 << 16, 256))
+        work: dict[str, tuple[int, int]] = dict.fromkeys(
+            ("rollout", "reward", "score", "update"), (1 << 16, 256)
+        )
         row = sample_metrics(drawn, compared=True) | phase_metrics(progress.take_seconds(), work)
         metrics.write({"step": step, **row, **usage(torch.device("cpu"))})
         spent.append(time.process_time() - begun)
@@ -91,11 +107,21 @@ class NVMLError(Exception):
 
 
 @pytest.mark.parametrize(
-    "answer", [37, NVMLError("Not Supported"), RuntimeError("device 0 is not visible"), ModuleNotFoundError("amdsmi")]
+    "answer",
+    [
+        37,
+        NVMLError("Not Supported"),
+        RuntimeError("device 0 is not visible"),
+        ModuleNotFoundError("amdsmi"),
+    ],
 )
 def test_columns_of_a_gpu(answer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in for torch.cuda, whose `utilization` raises what torch 2.13's does without a driver or on a MIG slice."""
-    sizes = {"memory_allocated": 2 << 30, "memory_reserved": 3 << 30, "max_memory_allocated": 5 << 30}
+    sizes = {
+        "memory_allocated": 2 << 30,
+        "memory_reserved": 3 << 30,
+        "max_memory_allocated": 5 << 30,
+    }
     for name, size in sizes.items():
         monkeypatch.setattr(torch.cuda, name, {torch.device("cuda", 1): size}.__getitem__)
     monkeypatch.setattr(torch.cuda, "utilization", mock.Mock(side_effect=[answer]))

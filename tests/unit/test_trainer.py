@@ -22,7 +22,9 @@ from dovetail.run.trainer import Guard, Outcome, Task
 
 def loop(**keys: Any) -> TrainerSection:
     """A trainer section of five steps that saves nothing."""
-    return TrainerSection(**{"steps": 5, "prompts_per_step": 4, "save_every": 0, "check_replicas_every": 0, **keys})
+    return TrainerSection(
+        **{"steps": 5, "prompts_per_step": 4, "save_every": 0, "check_replicas_every": 0, **keys}
+    )
 
 
 LOOP = loop()
@@ -75,10 +77,15 @@ class PretendedRun:
         self.started: list[Row] = []
         self.stop_after = stop_after
         self.on = Callbacks(
-            TrainerState(make_recipe({"model": {"path": "m"}, "data": {"train": "rows"}, "run_dir": "run"}), True),
+            TrainerState(
+                make_recipe({"model": {"path": "m"}, "data": {"train": "rows"}, "run_dir": "run"}),
+                True,
+            ),
             Mesh.solo(),
         )
-        self.profiler = Profiler(ProfileSection(), Path(), Mesh.solo(), Progress(), self.said.append)
+        self.profiler = Profiler(
+            ProfileSection(), Path(), Mesh.solo(), Progress(), self.said.append
+        )
 
     def earlier(self) -> tuple[int, list[Row], Row] | None:
         """Nothing where a run begins anew."""
@@ -125,7 +132,9 @@ def test_the_model_is_evaluated_before_between_and_after_once_each(clock: Clock)
     task, run = PretendedTask(clock), PretendedRun()
     outcome = train(task, run, loop(eval_every=2))
     assert task.evaluated == [0, 2, 4, 5]
-    assert run.started == [outcome.before] == [{"eval_reward_mean": 0.0}] and outcome.after == {"eval_reward_mean": 5.0}
+    assert run.started == [outcome.before] == [{"eval_reward_mean": 0.0}] and outcome.after == {
+        "eval_reward_mean": 5.0
+    }
     assert [row.get("eval_reward_mean") for row in run.rows] == [None, 2.0, None, 4.0, 5.0]
     task = PretendedTask(clock)
     assert train(task, PretendedRun(), loop(eval_every=5)).after == {"eval_reward_mean": 5.0}
@@ -136,14 +145,18 @@ def test_evaluations_before_and_after_are_in_the_rows(clock: Clock) -> None:
     """Without trainer.eval_every, too: what a logger or a reader of metrics.jsonl sees is all that is kept of them."""
     run = PretendedRun()
     train(PretendedTask(clock), run, LOOP)
-    told = [{key: value for key, value in row.items() if key.startswith("eval")} for row in run.rows]
+    told = [
+        {key: value for key, value in row.items() if key.startswith("eval")} for row in run.rows
+    ]
     assert told == [{"eval_reward_mean_before": 0.0}, {}, {}, {}, {"eval_reward_mean": 5.0}]
     run = PretendedRun()
     train(PretendedTask(clock), run, loop(stop_at_reward=0.2))
     assert run.rows[-1]["step"] == 2 and run.rows[-1]["eval_reward_mean"] == 2.0
     run = PretendedRun(done=[{"step": 1, "tokens": 10, "loss": 0.0}])
     train(PretendedTask(clock), run, LOOP)
-    assert not any("eval_reward_mean_before" in row for row in run.rows), "the first start has written it"
+    assert not any("eval_reward_mean_before" in row for row in run.rows), (
+        "the first start has written it"
+    )
 
 
 def test_without_held_out_rows_nothing_is_evaluated(clock: Clock) -> None:
@@ -160,19 +173,30 @@ def test_a_reached_reward_ends_the_run(clock: Clock) -> None:
 
 
 @pytest.mark.parametrize(("reward", "steps"), [(0.3, 0), (0.2, 1), (None, 1)])
-def test_a_run_that_goes_on_knows_that_its_reward_was_reached(clock: Clock, reward: float | None, steps: int) -> None:
+def test_a_run_that_goes_on_knows_that_its_reward_was_reached(
+    clock: Clock, reward: float | None, steps: int
+) -> None:
     """It was stopped, or killed, between its last step and its final model."""
-    done = [{"step": n, "tokens": 10, "loss": 0.0, "reward_mean": r} for n, r in ((1, 0.9), (2, 0.1), (3, reward))]
+    done = [
+        {"step": n, "tokens": 10, "loss": 0.0, "reward_mean": r}
+        for n, r in ((1, 0.9), (2, 0.1), (3, reward))
+    ]
     run, task = PretendedRun(done=done), PretendedTask(clock)
     outcome = train(task, run, loop(stop_at_reward=0.3))
-    assert len(run.rows) == steps and not outcome.stopped and outcome.after == {"eval_reward_mean": 3.0 + steps}
+    assert (
+        len(run.rows) == steps
+        and not outcome.stopped
+        and outcome.after == {"eval_reward_mean": 3.0 + steps}
+    )
     assert len(run.said) == (not steps)
 
 
 def test_a_last_evaluation_that_was_no_number_is_made_again(clock: Clock) -> None:
     """metrics.jsonl says null for it, which the summary of a run that goes on could not print."""
     done = [{"step": 5, "tokens": 10, "loss": 0.0, "eval_reward_mean": None}] * 5
-    assert train(PretendedTask(clock), PretendedRun(done=done), LOOP).after == {"eval_reward_mean": 5.0}
+    assert train(PretendedTask(clock), PretendedRun(done=done), LOOP).after == {
+        "eval_reward_mean": 5.0
+    }
 
 
 def test_a_stop_that_is_asked_for_ends_after_the_step_with_a_checkpoint(clock: Clock) -> None:
@@ -183,13 +207,16 @@ def test_a_stop_that_is_asked_for_ends_after_the_step_with_a_checkpoint(clock: C
 
 
 @pytest.mark.parametrize(
-    ("save_every", "save_on_stop", "saved"), [(0, True, [3]), (0, False, []), (2, True, [2, 3]), (2, False, [2])]
+    ("save_every", "save_on_stop", "saved"),
+    [(0, True, [3]), (0, False, []), (2, True, [2, 3]), (2, False, [2])],
 )
 def test_a_stop_saves_unless_the_recipe_says_otherwise(
     save_every: int, save_on_stop: bool, saved: list[int], clock: Clock
 ) -> None:
     run = PretendedRun(stop_after=3)
-    assert train(PretendedTask(clock), run, loop(save_every=save_every, save_on_stop=save_on_stop)).stopped
+    assert train(
+        PretendedTask(clock), run, loop(save_every=save_every, save_on_stop=save_on_stop)
+    ).stopped
     assert run.checkpoints == saved
 
 
@@ -218,7 +245,9 @@ def test_skipped_updates_end_a_run_where_they_come_in_a_row() -> None:
     guard, skipped = Guard(2, 0), {"skipped": True, "fault": "a reason"}
     for row in (skipped, {}, skipped, {}, skipped):
         guard.check({"step": 1, **row}, [])
-    with pytest.raises(NumericsError, match=r"the updates of 2 steps in a row were skipped: a reason"):
+    with pytest.raises(
+        NumericsError, match=r"the updates of 2 steps in a row were skipped: a reason"
+    ):
         guard.check({"step": 6, **skipped}, [])
 
 
@@ -264,7 +293,9 @@ class Steering(TrainerCallback):
         metrics["eval_double"] = 2 * metrics["eval_reward_mean"]
 
 
-def steered(clock: Clock, run: PretendedRun, **flags: tuple[str, int]) -> tuple[Steering, PretendedTask, Outcome]:
+def steered(
+    clock: Clock, run: PretendedRun, **flags: tuple[str, int]
+) -> tuple[Steering, PretendedTask, Outcome]:
     task, callback = PretendedTask(clock), Steering(**flags)
     run.on.callbacks = [callback]
     return callback, task, train(task, run, LOOP)
@@ -273,13 +304,21 @@ def steered(clock: Clock, run: PretendedRun, **flags: tuple[str, int]) -> tuple[
 def test_callbacks_are_called_in_turn_and_add_columns(clock: Clock) -> None:
     run = PretendedRun()
     callback, _, outcome = steered(clock, run)
-    steps = [(event, n + (event == "step_end")) for n in range(5) for event in ("step_begin", "step_end")]
+    steps = [
+        (event, n + (event == "step_end")) for n in range(5) for event in ("step_begin", "step_end")
+    ]
     assert callback.events == [("train_begin", 0), ("evaluate", 0), *steps, ("evaluate", 5)]
     assert [row["added"] for row in run.rows] == [0.5, 1.0, 1.5, 2.0, 2.5]
     assert outcome.before == {"eval_reward_mean": 0.0, "eval_double": 0.0}
-    assert (outcome.after["eval_double"], run.rows[-1]["eval_double"], run.rows[0]["eval_double_before"]) == (10, 10, 0)
+    assert (
+        outcome.after["eval_double"],
+        run.rows[-1]["eval_double"],
+        run.rows[0]["eval_double_before"],
+    ) == (10, 10, 0)
     assert (run.on.state.max_steps, run.on.state.log_history) == (5, run.rows)
-    callback, _, _ = steered(clock, PretendedRun(done=[{"step": n, "loss": 0.0} for n in (1, 2, 3)]))
+    callback, _, _ = steered(
+        clock, PretendedRun(done=[{"step": n, "loss": 0.0} for n in (1, 2, 3)])
+    )
     assert callback.events[:2] == [("train_begin", 3), ("step_begin", 3)], "a resumed run goes on"
 
 
@@ -319,6 +358,10 @@ def test_what_a_callback_may_not_do_is_named(clock: Clock) -> None:
         "Mine.on_step_begin failed, after step 0 of 5: ZeroDivisionError: integer division or modulo by zero; what the run "
         "has saved is whole"
     )
-    assert "after step 1 of 5: ValueError: 'loss' is a column of the run" in failing("on_step_end", added("loss", 1.0))
+    assert "after step 1 of 5: ValueError: 'loss' is a column of the run" in failing(
+        "on_step_end", added("loss", 1.0)
+    )
     assert "'mine': str; expected a number" in failing("on_step_end", added("mine", "x"))
-    assert "'mine': float; expected a name that begins with eval_" in failing("on_evaluate", added("mine", 1.0))
+    assert "'mine': float; expected a name that begins with eval_" in failing(
+        "on_evaluate", added("mine", 1.0)
+    )

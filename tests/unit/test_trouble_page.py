@@ -12,24 +12,41 @@ ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs/when-something-goes-wrong.md").read_text()
 MESSAGES = re.findall(r"```text\n(.*?)```", TEXT, re.S)
 PROSE = re.sub(r"```text\n.*?```", "", TEXT, flags=re.S)
-OTHERS = {"--max-restarts", "--shm-size", "--ipc", "--local-dir", "--help"}  # flags of other programs, and of all
+OTHERS = {
+    "--max-restarts",
+    "--shm-size",
+    "--ipc",
+    "--local-dir",
+    "--help",
+}  # flags of other programs, and of all
 LEAST = 11  # characters of a literal that identifies a message
 
 
 def test_keys_flags_and_commands_exist() -> None:
     keys = known_keys()
     sections = {name.partition(".")[0] for name in keys}
-    named = {key for key in re.findall(r"`([a-z]+(?:\.[a-z_]+)+)", PROSE) if key.partition(".")[0] in sections}
+    named = {
+        key
+        for key in re.findall(r"`([a-z]+(?:\.[a-z_]+)+)", PROSE)
+        if key.partition(".")[0] in sections
+    }
     named |= set(re.findall(r"\b((?:trainer|optim|algorithm|rollout|model|data)\.[a-z_]+)=?", TEXT))
     files = {name for name in named if name.endswith((".py", ".md", ".json", ".jsonl"))}
     assert len(named) > 40
-    assert {key for key in named - files if key not in keys and not any(k.startswith(f"{key}.") for k in keys)} == set()
+    assert {
+        key
+        for key in named - files
+        if key not in keys and not any(k.startswith(f"{key}.") for k in keys)
+    } == set()
     parser = ArgumentParser()
     for command in COMMANDS.values():
         part = ArgumentParser()
         command.add_arguments(part)
         parser._option_string_actions |= part._option_string_actions
-    assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", PROSE)) <= {*parser._option_string_actions, *OTHERS}
+    assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", PROSE)) <= {
+        *parser._option_string_actions,
+        *OTHERS,
+    }
     assert set(re.findall(r"`dovetail ([a-z]+)", PROSE)) <= set(COMMANDS)
 
 
@@ -38,8 +55,14 @@ def test_messages_are_those_of_the_source() -> None:
     literals = set[str]()
     for path in (ROOT / "src/dovetail").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value.strip()) >= LEAST:
-                literals |= {part.strip() for part in node.value.split("\n") if len(part.strip()) >= LEAST}
+            if (
+                isinstance(node, ast.Constant)
+                and isinstance(node.value, str)
+                and len(node.value.strip()) >= LEAST
+            ):
+                literals |= {
+                    part.strip() for part in node.value.split("\n") if len(part.strip()) >= LEAST
+                }
     lines = [line for block in MESSAGES for line in block.splitlines() if "rank 3" not in line]
     assert len(lines) > 30
     assert [line for line in lines if not any(literal in line for literal in literals)] == []

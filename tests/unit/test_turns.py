@@ -21,7 +21,9 @@ LENGTHS = (5, 3, 9, 2, 7)
 
 
 def test_halves_are_as_alike_as_sequences_allow() -> None:
-    assert [balanced_split(lengths) for lengths in (LENGTHS, (1, 1), (9, 1, 1), (1, 1, 9), (4, 4, 4, 4))] == [
+    assert [
+        balanced_split(lengths) for lengths in (LENGTHS, (1, 1), (9, 1, 1), (1, 1, 9), (4, 4, 4, 4))
+    ] == [
         3,
         1,
         1,
@@ -32,7 +34,12 @@ def test_halves_are_as_alike_as_sequences_allow() -> None:
 
 @pytest.mark.parametrize(
     ("share", "tp"),
-    [*product([ContextShard(), ContextShard(0, 2, 1), ContextShard(1, 2, 1), ContextShard(1, 2, 2)], (1, 2, 4))],
+    [
+        *product(
+            [ContextShard(), ContextShard(0, 2, 1), ContextShard(1, 2, 1), ContextShard(1, 2, 2)],
+            (1, 2, 4),
+        )
+    ],
 )
 def test_rows_of_a_rank_are_those_of_its_halves(share: ContextShard, tp: int) -> None:
     """Between blocks a rank of tp has its tokens of the first half, then those of the second; what counts is as if whole."""
@@ -50,12 +57,18 @@ def test_rows_of_a_rank_are_those_of_its_halves(share: ContextShard, tp: int) ->
         assert torch.equal(micro.batch.tokens[placed], rows)
     real = micro.order < len(batch)
     assert sorted(micro.order.tolist()) == sorted(set(micro.order.tolist()))
-    assert int(micro.batch.mask[micro.order[~real]].sum()) == 0  # padding lies behind all tokens, and does not count
+    assert (
+        int(micro.batch.mask[micro.order[~real]].sum()) == 0
+    )  # padding lies behind all tokens, and does not count
     both = torch.cat([half.counted.targets for half in micro.halves])
-    assert torch.equal(micro.counted.targets, both) and torch.equal(micro.batch.targets[micro.order[micro.index]], both)
+    assert torch.equal(micro.counted.targets, both) and torch.equal(
+        micro.batch.targets[micro.order[micro.index]], both
+    )
     assert torch.equal(micro.all_counted.targets[micro.local], both)
     counts = micro.counted.cu_seqlens.diff()[: len(LENGTHS)]
-    per_half = [half.counted.cu_seqlens.diff()[:n] for half, n in zip(micro.halves, (2, 3), strict=True)]
+    per_half = [
+        half.counted.cu_seqlens.diff()[:n] for half, n in zip(micro.halves, (2, 3), strict=True)
+    ]
     assert torch.equal(counts, torch.cat(per_half))
 
 
@@ -66,7 +79,9 @@ def test_cut_is_what_every_replica_can_cut() -> None:
     assert not halving.should_split([LENGTHS, (9, 3)])  # too small a half
     assert not halving.should_split([LENGTHS, ()])  # a replica without any
     assert not DualBatch(None).should_split([LENGTHS])
-    assert halving.should_split([LENGTHS], 8, 40) and not halving.should_split([LENGTHS], 8, 39)  # 24 + 16 with padding
+    assert halving.should_split([LENGTHS], 8, 40) and not halving.should_split(
+        [LENGTHS], 8, 39
+    )  # 24 + 16 with padding
 
 
 class Axes(SimpleNamespace):
@@ -88,7 +103,11 @@ def test_layers_over_tp_take_turns_on_accelerators() -> None:
         ("cuda", {"tp": 2}, False, None),
     ):
         mesh: Any = Axes(device=torch.device(device), sizes=sizes)
-        assert DualBatch.of(model.supports_dual_batch, mesh, given) == DualBatch(least), (device, sizes, given)
+        assert DualBatch.of(model.supports_dual_batch, mesh, given) == DualBatch(least), (
+            device,
+            sizes,
+            given,
+        )
 
 
 def test_a_collective_does_not_keep_its_results() -> None:

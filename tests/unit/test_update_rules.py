@@ -14,7 +14,7 @@ from bench.models import one_rank
 from dovetail.errors import ConfigError, UserError
 from dovetail.factory.engine import EngineOptions, from_pretrained
 from dovetail.optim.groups import ParamGroup, freeze
-from dovetail.optim.muon import Held, pieces_of, share_out
+from dovetail.optim.matrices import LocalShard, assign_owners, matrix_shards
 from dovetail.optim.optimizer import Optimizer, OptimSettings
 from dovetail.parallel.mesh import Mesh
 from dovetail.parallel.placement import Region
@@ -47,7 +47,9 @@ class Toy(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.embed = nn.Embedding(7, width)
-        blocks = ({"up": nn.Linear(width, width + 4), "norm": nn.LayerNorm(width)} for _ in range(2))
+        blocks = (
+            {"up": nn.Linear(width, width + 4), "norm": nn.LayerNorm(width)} for _ in range(2)
+        )
         self.layers = nn.ModuleList(map(nn.ModuleDict, blocks))
         self.head = nn.Linear(width, 7, bias=False)
         self.to(dtype)
@@ -62,7 +64,8 @@ def made(dtype: torch.dtype = torch.float64, width: int = 6, **keys: Any) -> tup
 def gradients(model: nn.Module, step: int) -> dict[str, Tensor]:
     draw = torch.Generator().manual_seed(10 + step)
     return {
-        n: torch.randn(p.shape, generator=draw, dtype=torch.float64).to(p.dtype) for n, p in model.named_parameters()
+        n: torch.randn(p.shape, generator=draw, dtype=torch.float64).to(p.dtype)
+        for n, p in model.named_parameters()
     }
 
 
@@ -81,10 +84,18 @@ def reference(
     model = Toy(dtype, width)
     named = {n: p for n, p in model.named_parameters() if not n.startswith("embed")}
     first, second = {"lr": 0.02, "weight_decay": 0.3}, {"lr": 0.01, "weight_decay": 0.1}
-    blocks = [{"params": [named["layers.0.up.weight"]], **first}, {"params": [named["layers.1.up.weight"]], **second}]
+    blocks = [
+        {"params": [named["layers.0.up.weight"]], **first},
+        {"params": [named["layers.1.up.weight"]], **second},
+    ]
     plain = [p for n, p in named.items() if p.dim() == 1]
-    rest = [{"params": [named["head.weight"]], **second}, {"params": plain, "lr": 0.01, "weight_decay": 0.0}]
-    optimizers = [matrices([*blocks, *rest])] if others is None else [matrices(blocks), others(rest)]
+    rest = [
+        {"params": [named["head.weight"]], **second},
+        {"params": plain, "lr": 0.01, "weight_decay": 0.0},
+    ]
+    optimizers = (
+        [matrices([*blocks, *rest])] if others is None else [matrices(blocks), others(rest)]
+    )
     for step in range(STEPS):
         for name, grad in gradients(model, step).items():
             if name in named:
@@ -108,8 +119,14 @@ def trained(dtype: torch.dtype = torch.float64, width: int = 6, **keys: Any) -> 
 
 @pytest.mark.parametrize(("name", "options"), CLASSES)
 def test_classes_of_torch(name: str, options: dict[str, Any]) -> None:
-    cls = next(getattr(torch.optim, x) for x in torch.optim.__all__ if x.lower() == name.lower().rpartition(".")[2])
-    assert_all_close(trained(name=name, options=options), reference(partial(cls, **options)), OP_FP64)
+    cls = next(
+        getattr(torch.optim, x)
+        for x in torch.optim.__all__
+        if x.lower() == name.lower().rpartition(".")[2]
+    )
+    assert_all_close(
+        trained(name=name, options=options), reference(partial(cls, **options)), OP_FP64
+    )
 
 
 def test_a_class_without_decay_and_a_class_of_mine() -> None:
@@ -120,7 +137,11 @@ def test_a_class_without_decay_and_a_class_of_mine() -> None:
                     parameter.grad.sign_()
             return super().step(closure)
 
-    assert_all_close(trained(name=Signed, options={"momentum": 0.5}), reference(partial(Signed, momentum=0.5)), OP_FP64)
+    assert_all_close(
+        trained(name=Signed, options={"momentum": 0.5}),
+        reference(partial(Signed, momentum=0.5)),
+        OP_FP64,
+    )
 
     class Plain(torch.optim.SGD):
         def __init__(self, params: Any, lr: float, weight_decay: float) -> None:
@@ -132,7 +153,9 @@ def test_a_class_without_decay_and_a_class_of_mine() -> None:
     assert_all_close(one, other, EXACT)
 
 
-def orthogonal(x: Tensor, steps: int = 5, abc: Sequence[float] = (3.4445, -4.7750, 2.0315)) -> Tensor:
+def orthogonal(
+    x: Tensor, steps: int = 5, abc: Sequence[float] = (3.4445, -4.7750, 2.0315)
+) -> Tensor:
     """The polynomial of Muon on the singular values."""
     u, s, v = torch.linalg.svd(x / x.norm().clamp(min=1e-7), full_matrices=False)
     for _ in range(steps):
@@ -144,7 +167,12 @@ class Transcribed(torch.optim.Optimizer):
     """Muon in float64, from its definition."""
 
     def __init__(
-        self, params: Any, momentum: float = 0.95, nesterov: bool = True, match: bool = False, **keys: Any
+        self,
+        params: Any,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        match: bool = False,
+        **keys: Any,
     ) -> None:
         super().__init__(params, {})
         self.momentum, self.nesterov, self.match, self.keys = momentum, nesterov, match, keys
@@ -155,22 +183,35 @@ class Transcribed(torch.optim.Optimizer):
             for p in group["params"]:
                 average = self.state[p].setdefault("b", torch.zeros_like(p))
                 average.copy_(self.momentum * average + (1 - self.momentum) * p.grad)
-                x = self.momentum * average + (1 - self.momentum) * p.grad if self.nesterov else average
+                x = (
+                    self.momentum * average + (1 - self.momentum) * p.grad
+                    if self.nesterov
+                    else average
+                )
                 rows, columns = p.shape
-                factor = 0.2 * max(rows, columns) ** 0.5 if self.match else max(1, rows / columns) ** 0.5
-                p -= group["lr"] * group["weight_decay"] * p + group["lr"] * factor * orthogonal(x, **self.keys)
+                factor = (
+                    0.2 * max(rows, columns) ** 0.5 if self.match else max(1, rows / columns) ** 0.5
+                )
+                p -= group["lr"] * group["weight_decay"] * p + group["lr"] * factor * orthogonal(
+                    x, **self.keys
+                )
 
 
 @pytest.mark.parametrize(
     ("ours", "theirs"),
     [
         ({}, {}),
-        ({"momentum": 0.8, "nesterov": False, "adjust_lr_fn": "original"}, {"momentum": 0.8, "nesterov": False}),
+        (
+            {"momentum": 0.8, "nesterov": False, "adjust_lr_fn": "original"},
+            {"momentum": 0.8, "nesterov": False},
+        ),
         ({"adjust_lr_fn": "match_rms_adamw", "ns_steps": 3}, {"match": True, "steps": 3}),
         ({"ns_coefficients": [2.0, -1.5, 0.5]}, {"abc": (2.0, -1.5, 0.5)}),
     ],
 )
-def test_muon_is_its_definition_and_adamw_has_the_rest(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+def test_muon_is_its_definition_and_adamw_has_the_rest(
+    ours: dict[str, Any], theirs: dict[str, Any]
+) -> None:
     expected = reference(partial(Transcribed, **theirs), torch.optim.AdamW)
     assert_all_close(trained(name="muon", options=ours), expected, OP_FP64)
 
@@ -192,15 +233,22 @@ def test_adamw8bit_is_that_of_torchao() -> None:
 def test_adamw8bit_without_torchao_is_one_message(tmp_path: Path) -> None:
     save_tiny(tiny_configs()["llama"], tmp_path)
     with (
-        pytest.raises(UserError, match=r"needs torchao, which is not installed: pip install 'dovetail-rl\[torchao\]'"),
+        pytest.raises(
+            UserError,
+            match=r"needs torchao, which is not installed: pip install 'dovetail-rl\[torchao\]'",
+        ),
         one_rank(),
     ):
-        from_pretrained(tmp_path, device="cpu", options=EngineOptions(optim=OptimSettings(name="adamw8bit")))
+        from_pretrained(
+            tmp_path, device="cpu", options=EngineOptions(optim=OptimSettings(name="adamw8bit"))
+        )
 
 
 def test_patterns_choose_the_matrices_and_adamw_has_a_rate() -> None:
     model, optimizer = made(
-        name="muon", options={"matrices": ["layers.1.up.weight", "head.*"], "adamw_lr": 0.02}, lr=0.01
+        name="muon",
+        options={"matrices": ["layers.1.up.weight", "head.*"], "adamw_lr": 0.02},
+        lr=0.01,
     )
     train(model, optimizer, [0])
     has = {s.name for s in optimizer.shards if "momentum_buffer" in optimizer.rule.state[s.local]}
@@ -208,7 +256,9 @@ def test_patterns_choose_the_matrices_and_adamw_has_a_rate() -> None:
     other, adamw = made(lr=0.02)
     train(other, adamw, [0])
     pairs = dict(other.named_parameters())
-    same = {name for name, parameter in model.named_parameters() if torch.equal(parameter, pairs[name])}
+    same = {
+        name for name, parameter in model.named_parameters() if torch.equal(parameter, pairs[name])
+    }
     assert same == {name for name in pairs if name not in has}
     with pytest.raises(UserError, match=r"matrices: layers.1.norm.weight is no matrix"):
         made(name="muon", options={"matrices": ["layers.1.*.weight"]})
@@ -234,11 +284,16 @@ def test_experts_are_matrices_with_gate_and_up_apart() -> None:
     local = nn.Parameter(torch.zeros(2, 10, 3))
     there, here = ((2, 4), (0, 10), (3, 6)), ((0, 2), (0, 10), (0, 3))
     region = Region("layers.0.mlp.experts.gate_up_proj", (4, 10, 6), there, here, owned=True)
-    pieces = [*pieces_of(Held(region.checkpoint_name, local, (region,)))]
-    assert [piece.matrix.removeprefix(f"{region.checkpoint_name}.") for piece in pieces] == ["2.0", "2.1", "3.0", "3.1"]
-    assert {(piece.shape, piece.part) for piece in pieces} == {((5, 6), ((0, 5), (3, 6)))}
+    pieces = [*matrix_shards(LocalShard(region.checkpoint_name, local, (region,)))]
+    assert [piece.matrix.removeprefix(f"{region.checkpoint_name}.") for piece in pieces] == [
+        "2.0",
+        "2.1",
+        "3.0",
+        "3.1",
+    ]
+    assert {(piece.shape, piece.slices) for piece in pieces} == {((5, 6), ((0, 5), (3, 6)))}
     for number, piece in enumerate(pieces):
-        local.data[piece.view] += number + 1
+        local.data[piece.local_index] += number + 1
     assert torch.equal(local[:, ::5, 0], torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
     assert local.count_nonzero() == local.numel()
 
@@ -248,21 +303,36 @@ def test_work_is_shared_out() -> None:
     whole, half = ((0, 8), (0, 8)), (((0, 4), (0, 8)), ((4, 8), (0, 8)))
     own = [(f"expert.{n}", (8, 8), whole, True) for n in range(3)]
     shared = [[(f"layer.{n}", (8, 8), half[rank], True) for n in range(3)] for rank in range(2)]
-    owners = {job.matrix: job.owner for job in share_out([[*own, *shared[0]], shared[1]])}
-    assert owners == {**dict.fromkeys((m for m, *_ in own), 0), **dict.fromkeys((m for m, *_ in shared[0]), 1)}
+    owners = {job.matrix: job.owner for job in assign_owners([[*own, *shared[0]], shared[1]])}
+    assert owners == {
+        **dict.fromkeys((m for m, *_ in own), 0),
+        **dict.fromkeys((m for m, *_ in shared[0]), 1),
+    }
 
 
 MISTAKES: Sequence[tuple[dict[str, Any], str]] = (
     ({"name": "LBFGS"}, r"optim.name: 'LBFGS'; expected one of adamw, muon, .*or a class of yours"),
     ({"name": "lion"}, r"'lion'; expected one of adamw, muon, adamw8bit, sgd"),
-    ({"name": "sgd", "betas": (0.8, 0.9)}, r"optim.betas is \(0.8, 0.9\), but sgd has no betas; leave it out"),
-    ({"name": "rprop", "weight_decay": 0.1}, r"optim.weight_decay is 0.1, but rprop has no weight_decay"),
+    (
+        {"name": "sgd", "betas": (0.8, 0.9)},
+        r"optim.betas is \(0.8, 0.9\), but sgd has no betas; leave it out",
+    ),
+    (
+        {"name": "rprop", "weight_decay": 0.1},
+        r"optim.weight_decay is 0.1, but rprop has no weight_decay",
+    ),
     (
         {"name": "sgd", "options": {"momentun": 0.9}},
         r"optim.options has momentun, which sgd does not take; it takes momentum,",
     ),
-    ({"name": "sgd", "options": {"momentum": -1.0}}, r"optim.options: Invalid momentum value: -1.0"),
-    ({"name": "sgd", "options": {"lr": 0.1}}, r"optim.options has lr; set optim.lr, which schedules"),
+    (
+        {"name": "sgd", "options": {"momentum": -1.0}},
+        r"optim.options: Invalid momentum value: -1.0",
+    ),
+    (
+        {"name": "sgd", "options": {"lr": 0.1}},
+        r"optim.options has lr; set optim.lr, which schedules",
+    ),
     ({"options": {"amsgrad": True}}, r"amsgrad, which adamw does not take; it takes no options"),
     ({"name": "muon", "options": {"ns_steps": 100}}, r"ns_steps=100; expected 1 to 99"),
     (
@@ -270,7 +340,10 @@ MISTAKES: Sequence[tuple[dict[str, Any], str]] = (
         r"optim.options: Adjust learning rate function x is not supported",
     ),
     ({"name": "muon", "options": {"matrices": "*"}}, r"matrices='\*'; expected a list of patterns"),
-    ({"name": "muon", "on_host": True}, r"offload_optimizer moves the moments of adamw alone, not of muon"),
+    (
+        {"name": "muon", "on_host": True},
+        r"offload_optimizer moves the moments of adamw alone, not of muon",
+    ),
 )
 
 
@@ -314,6 +387,10 @@ class Refusing(torch.optim.SGD):
 def test_a_class_is_tried_before_weights_are_read(cls: Any, message: str, tmp_path: Path) -> None:
     save_tiny(tiny_configs()["llama"], tmp_path)
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(UserError, match=rf"optim.name {cls.__name__} was tried on a small matrix: .*{message}"):
+    with pytest.raises(
+        UserError, match=rf"optim.name {cls.__name__} was tried on a small matrix: .*{message}"
+    ):
         with one_rank():
-            from_pretrained(tmp_path, device="cpu", options=EngineOptions(optim=OptimSettings(name=cls)))
+            from_pretrained(
+                tmp_path, device="cpu", options=EngineOptions(optim=OptimSettings(name=cls))
+            )

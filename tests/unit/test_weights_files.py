@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from dovetail.errors import CheckpointError
 from dovetail.parallel.placement import as_index
 from dovetail.weights.hf_reader import HFReader
-from dovetail.weights.safe_paths import INDEX, SINGLE, side_files
+from dovetail.weights.safe_paths import INDEX, SINGLE, auxiliary_files
 from dovetail.weights.safetensors import CODES, TensorFile, TensorFileWriter, TensorSpec
 
 
@@ -26,7 +26,11 @@ def _file(path: Path, header: Any, data: bytes = b"") -> Path:
 
 
 def _entry(begin: int, end: int, *, shape: Any = None, dtype: Any = "U8") -> dict[str, Any]:
-    return {"dtype": dtype, "shape": [end - begin] if shape is None else shape, "data_offsets": [begin, end]}
+    return {
+        "dtype": dtype,
+        "shape": [end - begin] if shape is None else shape,
+        "data_offsets": [begin, end],
+    }
 
 
 @pytest.mark.parametrize(
@@ -35,7 +39,11 @@ def _entry(begin: int, end: int, *, shape: Any = None, dtype: Any = "U8") -> dic
         (b"{]", b"", "is cut, corrupt or no safetensors"),
         (b'{"a":' * 5000, b"", "is cut, corrupt or no safetensors"),
         (
-            b'{"a":' + json.dumps(_entry(0, 1)).encode() + b',"a":' + json.dumps(_entry(0, 1)).encode() + b"}",
+            b'{"a":'
+            + json.dumps(_entry(0, 1)).encode()
+            + b',"a":'
+            + json.dumps(_entry(0, 1)).encode()
+            + b"}",
             b"x",
             "'a' appears twice",
         ),
@@ -47,7 +55,11 @@ def _entry(begin: int, end: int, *, shape: Any = None, dtype: Any = "U8") -> dic
         ({"a": _entry(-4, 0, shape=[4])}, b"xxxx", "is cut, corrupt or no safetensors"),
         ({"a": _entry(0, 0, shape=[0, 10**19])}, b"", r"a is U8 \[0, 10000000000000000000\]"),
         ({"a": _entry(0, 4, shape=[4.0])}, b"xxxx", "is cut, corrupt or no safetensors"),
-        ({"a": _entry(0, 4, shape=[4], dtype="F8_E8M0")}, b"xxxx", "a is F8_E8M0 .*known dtypes are"),
+        (
+            {"a": _entry(0, 4, shape=[4], dtype="F8_E8M0")},
+            b"xxxx",
+            "a is F8_E8M0 .*known dtypes are",
+        ),
         ({"a": None}, b"", "is cut, corrupt or no safetensors"),
     ],
 )
@@ -56,7 +68,9 @@ def test_a_bad_header_is_refused(tmp_path: Path, header: Any, data: bytes, messa
         TensorFile(_file(tmp_path / "a.safetensors", header, data))
 
 
-@pytest.mark.parametrize("content", [b"", b"1234567", struct.pack("<Q", 2**63) + b"{}", struct.pack("<Q", 1) + b"{}"])
+@pytest.mark.parametrize(
+    "content", [b"", b"1234567", struct.pack("<Q", 2**63) + b"{}", struct.pack("<Q", 1) + b"{}"]
+)
 def test_a_bad_length_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "a.safetensors").write_bytes(content)
     with pytest.raises(CheckpointError, match="is cut, corrupt or no safetensors"):
@@ -76,10 +90,14 @@ def test_every_truncation_is_refused(tmp_path: Path) -> None:
 def test_data_begins_at_a_multiple_of_eight(tmp_path: Path) -> None:
     """The format asks for it: who maps a file into memory would read numbers across their alignment."""
     for length in range(1, 9):
-        writer = TensorFileWriter(tmp_path / str(length), [TensorSpec("x" * length, torch.float64, (1,))])
+        writer = TensorFileWriter(
+            tmp_path / str(length), [TensorSpec("x" * length, torch.float64, (1,))]
+        )
         writer.write("x" * length, torch.ones(1, dtype=torch.float64))
         writer.close()
-        assert [entry.start % 8 for entry in TensorFile(tmp_path / str(length)).entries.values()] == [0]
+        assert [
+            entry.start % 8 for entry in TensorFile(tmp_path / str(length)).entries.values()
+        ] == [0]
 
 
 def test_reads_fetch_exactly_the_slice(tmp_path: Path) -> None:
@@ -92,7 +110,9 @@ def test_reads_fetch_exactly_the_slice(tmp_path: Path) -> None:
         writer = TensorFileWriter(path, [TensorSpec("x", tensor.dtype, tuple(shape))])
         writer.write("x", tensor)
         writer.close()
-        assert torch.equal(load_file(path)["x"].view(-1).view(torch.uint8), tensor.view(-1).view(torch.uint8))
+        assert torch.equal(
+            load_file(path)["x"].view(-1).view(torch.uint8), tensor.view(-1).view(torch.uint8)
+        )
         bounds = [sorted(rng.choices(range(n + 1), k=2)) for n in shape]
         slices = tuple((a, b) for a, b in bounds)
         file = TensorFile(path)
@@ -112,7 +132,14 @@ def _indexed(path: Path, weight_map: dict[str, str]) -> Path:
 
 
 @pytest.mark.parametrize(
-    "name", ["../x.safetensors", "/etc/x.safetensors", "a/../../x.safetensors", "..\\x.safetensors", "x\0.safetensors"]
+    "name",
+    [
+        "../x.safetensors",
+        "/etc/x.safetensors",
+        "a/../../x.safetensors",
+        "..\\x.safetensors",
+        "x\0.safetensors",
+    ],
 )
 def test_an_index_that_leaves_the_directory_is_refused(tmp_path: Path, name: str) -> None:
     save_file({"a": torch.ones(1)}, tmp_path / "x.safetensors")
@@ -129,7 +156,7 @@ def test_links_out_of_the_directory_are_refused(tmp_path: Path) -> None:
         HFReader(model)
     os.symlink("/etc/hostname", model / "tokenizer.json")
     with pytest.raises(CheckpointError, match="outside the directory"):
-        side_files(model)
+        auxiliary_files(model)
 
 
 def test_the_hub_cache_may_link_to_its_own_blobs(tmp_path: Path) -> None:
@@ -170,7 +197,11 @@ def test_an_index_must_match_its_files(tmp_path: Path) -> None:
     assert "c: both 2.safetensors and 1.safetensors hold it" in str(caught.value)
     save_file({"b": torch.zeros(1), "a": torch.zeros(1)}, model / "2.safetensors")
     reader = HFReader(model)
-    assert set(reader.names) == {"a", "b", "c"}  # c is not in the index; loading reports it as extra
+    assert set(reader.names) == {
+        "a",
+        "b",
+        "c",
+    }  # c is not in the index; loading reports it as extra
     assert reader.read("a") == 1
     _indexed(model, {"a": "pytorch_model.bin"})
     with pytest.raises(CheckpointError, match="not safetensors"):

@@ -28,7 +28,9 @@ CONFIGS: dict[str, Any] = {
     "listed": [],
     "untyped": SIZES,
     "headless": {
-        name: size for name, size in {"model_type": "llama", **SIZES}.items() if name != "num_attention_heads"
+        name: size
+        for name, size in {"model_type": "llama", **SIZES}.items()
+        if name != "num_attention_heads"
     },
     "wordy": {"model_type": "llama", **SIZES, "hidden_size": "large"},
 }
@@ -49,7 +51,9 @@ TEXTS = {
     "list.yaml": "- 1\n",
     "twice.yaml": "optim: {}\noptim: {}\n",
     "blank.yaml": "",
-    "R.yaml": yaml.safe_dump({"model": {"path": "M"}, "data": {"train": "D.jsonl"}, "run_dir": "run"}),
+    "R.yaml": yaml.safe_dump(
+        {"model": {"path": "M"}, "data": {"train": "D.jsonl"}, "run_dir": "run"}
+    ),
 }
 
 

@@ -24,9 +24,13 @@ def padded(columns: Tensor) -> Tensor:
     return torch.nn.utils.rnn.pad_sequence(list(columns.split(LENGTHS)), batch_first=True)
 
 
-def weights_for_vllm(trainer: SimpleNamespace, old: Tensor, sampling: Tensor, mask: Tensor) -> Tensor:
+def weights_for_vllm(
+    trainer: SimpleNamespace, old: Tensor, sampling: Tensor, mask: Tensor
+) -> Tensor:
     source = textwrap.dedent(inspect.getsource(GRPOTrainer._generate_and_score_completions))
-    start = source.index("if self.use_vllm and self.vllm_importance_sampling_correction:\n            mask =")
+    start = source.index(
+        "if self.use_vllm and self.vllm_importance_sampling_correction:\n            mask ="
+    )
     lines = source[start:].splitlines()
     inside = lines[1 : next(i for i, line in enumerate(lines) if "reference model" in line)]
     names = {
@@ -70,11 +74,14 @@ def value_and_gradient(settings: Mapping[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
     if "mode" in keys:
         sampling = padded(numbers["rollout_logprob"])
-        inputs["importance_sampling_ratio"] = weights_for_vllm(trainer, inputs["old_per_token_logps"], sampling, mask)
+        inputs["importance_sampling_ratio"] = weights_for_vllm(
+            trainer, inputs["old_per_token_logps"], sampling, mask
+        )
     loss = GRPOTrainer._compute_loss(trainer, None, inputs)
     (gradient,) = torch.autograd.grad(loss, logprob)
     return {"loss": float(loss.detach()), "gradient": gradient[mask.bool()].tolist()}
 
 
 if __name__ == "__main__":
-    print(json.dumps({name: value_and_gradient(theirs) for name, (theirs, _) in TRL_LOSSES.items()}))  # noqa: T201
+    found = {name: value_and_gradient(theirs) for name, (theirs, _) in TRL_LOSSES.items()}
+    print(json.dumps(found))  # noqa: T201

@@ -16,7 +16,15 @@ from trl import DPOTrainer, KTOTrainer, RewardTrainer
 from trl.experimental.cpo import CPOTrainer
 from trl.experimental.orpo import ORPOTrainer
 
-from tests.unit.preference_numbers import CHOSEN, KL, LABELS, PROMPTS, REJECTED, TRL_PREFERENCES, random_logits
+from tests.unit.preference_numbers import (
+    CHOSEN,
+    KL,
+    LABELS,
+    PROMPTS,
+    REJECTED,
+    TRL_PREFERENCES,
+    random_logits,
+)
 
 IGNORED = -100
 ACCELERATOR = SimpleNamespace(
@@ -31,7 +39,9 @@ def padded(rows: list[list[int]]) -> Tensor:
 def columns(rows: tuple[list[int], ...]) -> dict[str, Tensor]:
     ids = padded([*rows])
     attention = padded([[1] * len(row) for row in rows])
-    completion = padded([[0] * n + [1] * (len(row) - n) for row, n in zip(rows, PROMPTS * 2, strict=False)])
+    completion = padded(
+        [[0] * n + [1] * (len(row) - n) for row, n in zip(rows, PROMPTS * 2, strict=False)]
+    )
     return {"input_ids": ids, "attention_mask": attention, "completion_mask": completion}
 
 
@@ -48,7 +58,12 @@ def head(logits: Tensor, labels: Tensor) -> SimpleNamespace:
 def trainer(**keys: Any) -> SimpleNamespace:
     metrics: dict[str, Any] = defaultdict(lambda: defaultdict(list))
     return SimpleNamespace(
-        accelerator=ACCELERATOR, _metrics=metrics, _total_train_tokens=0, _tp_size=1, aux_loss_enabled=False, **keys
+        accelerator=ACCELERATOR,
+        _metrics=metrics,
+        _total_train_tokens=0,
+        _tp_size=1,
+        aux_loss_enabled=False,
+        **keys,
     )
 
 
@@ -63,7 +78,9 @@ def dpo(logits: Tensor, keys: Mapping[str, Any]) -> Tensor:
     labels = inputs["input_ids"].masked_fill(inputs["completion_mask"] == 0, IGNORED)
     chosen, rejected = head(reference, labels).log_probs.sum(1).chunk(2)
     inputs |= {"ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
-    loss: Tensor = DPOTrainer._compute_loss(own, lambda labels, **_: head(logits, labels), inputs, False)
+    loss: Tensor = DPOTrainer._compute_loss(
+        own, lambda labels, **_: head(logits, labels), inputs, False
+    )
     return loss
 
 
@@ -76,8 +93,14 @@ def kto(logits: Tensor, keys: Mapping[str, Any]) -> Tensor:
     labels = inputs["input_ids"].masked_fill(inputs["completion_mask"] == 0, IGNORED)
     reference = head(random_logits(4), labels).log_probs.sum(1)
     marks = torch.tensor(LABELS)
-    inputs |= {"label": marks, "ref_logps": reference, "ref_KL_logps": torch.zeros(2, dtype=torch.float64)}
-    loss: Tensor = KTOTrainer._compute_loss(own, lambda labels, **_: head(logits, labels), inputs, False)
+    inputs |= {
+        "label": marks,
+        "ref_logps": reference,
+        "ref_KL_logps": torch.zeros(2, dtype=torch.float64),
+    }
+    loss: Tensor = KTOTrainer._compute_loss(
+        own, lambda labels, **_: head(logits, labels), inputs, False
+    )
     return loss
 
 
@@ -85,7 +108,13 @@ def without_reference(kind: Any, logits: Tensor, keys: Mapping[str, Any]) -> Ten
     def forward(model: Any, batch: Any) -> Any:
         return kind.concatenated_forward(own, model, batch)
 
-    defaults = {"loss_type": "sigmoid", "cpo_alpha": 1.0, "label_smoothing": 0.0, "simpo_gamma": 0.5, "alpha": 0.0}
+    defaults = {
+        "loss_type": "sigmoid",
+        "cpo_alpha": 1.0,
+        "label_smoothing": 0.0,
+        "simpo_gamma": 0.5,
+        "alpha": 0.0,
+    }
     own = trainer(
         concatenated_inputs=kind.concatenated_inputs, get_batch_logps=kind.get_batch_logps, is_encoder_decoder=False,
         concatenated_forward=forward, pad_token_id=0, padding_value=0, **{**defaults, **keys},
@@ -95,9 +124,15 @@ def without_reference(kind: Any, logits: Tensor, keys: Mapping[str, Any]) -> Ten
     batch: dict[str, Tensor] = {}
     for name, rows in (("chosen", CHOSEN), ("rejected", REJECTED)):
         inputs = columns(rows)
-        batch |= {f"{name}_{key}": value for key, value in inputs.items() if key != "completion_mask"}
-        batch[f"{name}_labels"] = inputs["input_ids"].masked_fill(inputs["completion_mask"] == 0, IGNORED)
-    loss, _ = kind.get_batch_loss_metrics(own, lambda *_, **__: SimpleNamespace(logits=logits), batch)
+        batch |= {
+            f"{name}_{key}": value for key, value in inputs.items() if key != "completion_mask"
+        }
+        batch[f"{name}_labels"] = inputs["input_ids"].masked_fill(
+            inputs["completion_mask"] == 0, IGNORED
+        )
+    loss, _ = kind.get_batch_loss_metrics(
+        own, lambda *_, **__: SimpleNamespace(logits=logits), batch
+    )
     return torch.as_tensor(loss)
 
 
@@ -126,4 +161,5 @@ def value_and_gradient(name: str, keys: Mapping[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps({n: value_and_gradient(kind, keys) for n, (kind, keys, _) in TRL_PREFERENCES.items()}))  # noqa: T201
+    found = {n: value_and_gradient(kind, keys) for n, (kind, keys, _) in TRL_PREFERENCES.items()}
+    print(json.dumps(found))  # noqa: T201

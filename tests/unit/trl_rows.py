@@ -51,7 +51,10 @@ def trained_by_sft(row: dict[str, Any]) -> list[Any]:
 
 
 def compared_by_dpo(row: dict[str, Any]) -> list[Any]:
-    own, args = SimpleNamespace(_tokenizer=TOKENIZER), SimpleNamespace(dataset_num_proc=None, max_length=None)
+    own, args = (
+        SimpleNamespace(_tokenizer=TOKENIZER),
+        SimpleNamespace(dataset_num_proc=None, max_length=None),
+    )
     row = row if "prompt" in row else extract_prompt(row)
     (done,) = DPOTrainer._prepare_dataset(own, Rows([row]), TOKENIZER, args, "train")
     start = done["prompt_ids"]
@@ -74,6 +77,11 @@ def sampled_from(row: dict[str, Any]) -> list[Any]:
 
 
 if __name__ == "__main__":
-    made = {"sft": trained_by_sft, "dpo": compared_by_dpo, "kto": judged_by_kto, "prompt": sampled_from}
+    made = {
+        "sft": trained_by_sft,
+        "dpo": compared_by_dpo,
+        "kto": judged_by_kto,
+        "prompt": sampled_from,
+    }
     results = {shape.name: made[shape.trl](dict(shape.row)) for shape in SHAPES if shape.trl}
     sys.stdout.write(json.dumps(results) + "\n")

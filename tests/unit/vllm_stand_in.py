@@ -45,7 +45,9 @@ def install_plugin(site: Path) -> None:
     info = site / "dovetail_vllm-0.1.0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: dovetail-vllm\nVersion: 0.1.0\n")
-    (info / "entry_points.txt").write_text("[vllm.general_plugins]\ndovetail = dovetail_vllm:register\n")
+    (info / "entry_points.txt").write_text(
+        "[vllm.general_plugins]\ndovetail = dovetail_vllm:register\n"
+    )
 
 
 @dataclass
@@ -64,7 +66,10 @@ class WeightTransferEngine(ABC, Generic[TInitInfo, TUpdateInfo]):
 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: Any) -> None:
         self.config, self.vllm_config, self.device, self.model = config, vllm_config, device, model
-        self.parallel_config, self.model_config = vllm_config.parallel_config, vllm_config.model_config
+        self.parallel_config, self.model_config = (
+            vllm_config.parallel_config,
+            vllm_config.model_config,
+        )
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> Any:
         try:
@@ -101,7 +106,9 @@ class WeightTransferEngineFactory:
     _registry: dict[str, Callable[[], type[Any]]] = {}
 
     @classmethod
-    def register_engine(cls, name: str, module_path_or_cls: Any, class_name: str | None = None) -> None:
+    def register_engine(
+        cls, name: str, module_path_or_cls: Any, class_name: str | None = None
+    ) -> None:
         if name in cls._registry:
             raise ValueError(f"Weight transfer engine '{name}' is already registered.")
         assert class_name is not None
@@ -118,7 +125,8 @@ class Model(nn.Module):
             rows.setdefault(target_of(name), []).append((name, shape))
         self.parts = {whole: [name for name, _ in parts] for whole, parts in rows.items()}
         self.values = {
-            whole: torch.zeros(sum(shape[0] for _, shape in parts), *parts[0][1][1:]) for whole, parts in rows.items()
+            whole: torch.zeros(sum(shape[0] for _, shape in parts), *parts[0][1][1:])
+            for whole, parts in rows.items()
         }
         self.loading: dict[str, Tensor] | None = None
 
@@ -157,7 +165,9 @@ def finalize_layerwise_reload(*args: Any, **kwargs: Any) -> None:  # noqa: ARG00
 def install(put: Callable[[Any, str, Any], None]) -> None:
     """put(mapping, key, value): as monkeypatch.setitem."""
     for name in dict.fromkeys(
-        leaf.rsplit(".", i)[0] for leaf in (BASE, FACTORY, RELOAD) for i in range(leaf.count(".") + 1)
+        leaf.rsplit(".", i)[0]
+        for leaf in (BASE, FACTORY, RELOAD)
+        for i in range(leaf.count(".") + 1)
     ):
         put(sys.modules, name, ModuleType(name))
     for name, values in (
@@ -171,8 +181,12 @@ def install(put: Callable[[Any, str, Any], None]) -> None:
 def make_engine(backend: str, model: Any) -> Any:
     importlib.import_module("dovetail_vllm").register()
     parallel = SimpleNamespace(data_parallel_index=0, world_size=1, rank=0)
-    config = SimpleNamespace(parallel_config=parallel, model_config=SimpleNamespace(quantization=None))
-    return WeightTransferEngineFactory._registry[backend]()(None, config, torch.device("cpu"), model)
+    config = SimpleNamespace(
+        parallel_config=parallel, model_config=SimpleNamespace(quantization=None)
+    )
+    return WeightTransferEngineFactory._registry[backend]()(
+        None, config, torch.device("cpu"), model
+    )
 
 
 class Worker:
@@ -192,7 +206,9 @@ class Worker:
 
     def start(self) -> None:
         if self.active:
-            raise RuntimeError("start_weight_update called while a weight update is already active.")
+            raise RuntimeError(
+                "start_weight_update called while a weight update is already active."
+            )
         self.engine.start_weight_update()
         self.active = True
 
@@ -207,7 +223,9 @@ class Worker:
 
     def finish(self, version: str | None) -> None:
         if not self.active:
-            raise RuntimeError("finish_weight_update called without a matching start_weight_update.")
+            raise RuntimeError(
+                "finish_weight_update called without a matching start_weight_update."
+            )
         self.engine.finish_weight_update()
         self.active = False
         self.version = version or self.version
@@ -250,11 +268,22 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             if fault is not None:
                 fault(self)
-            status, value = 200, self._route(parts.path, {k: v[0] for k, v in parse_qs(parts.query).items()}, **body)
+            status, value = (
+                200,
+                self._route(
+                    parts.path, {k: v[0] for k, v in parse_qs(parts.query).items()}, **body
+                ),
+            )
         except (RuntimeError, ValueError, TypeError, OSError) as error:
             status, value = (
                 500,
-                {"error": {"message": f"Call failed: {error}", "type": "InternalServerError", "code": 500}},
+                {
+                    "error": {
+                        "message": f"Call failed: {error}",
+                        "type": "InternalServerError",
+                        "code": 500,
+                    }
+                },
             )
         text = json.dumps(value).encode()
         self.send_response(status)
@@ -274,7 +303,9 @@ class _Handler(BaseHTTPRequestHandler):
             "/finish_weight_update": lambda weight_version=None: worker.finish(weight_version),
             "/weight_info": lambda: {"weight_version": worker.version},
             "/get_world_size": lambda: {"world_size": 1},
-            "/weight_checker": lambda action: {"checksums": digests(worker.model)} if action == "checksum" else {},
+            "/weight_checker": lambda action: (
+                {"checksums": digests(worker.model)} if action == "checksum" else {}
+            ),
         }
         return routes[path](**body) or {"message": "done"}
 
@@ -291,7 +322,9 @@ def digests(model: Model) -> dict[str, str]:
 @contextmanager
 def serving(backend: str, shapes: dict[str, tuple[int, ...]]) -> Iterator[Server]:
     server = Server(backend, shapes)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+    thread = threading.Thread(
+        target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
+    )
     thread.start()
     try:
         yield server

@@ -34,8 +34,18 @@ from tests.unit.wiring import (
     wired,
 )
 
-RANKS, UPDATES = 16, 2 * 3  # UPDATES: optimizer steps of a step, algorithm.epochs x algorithm.num_mini_batches
-LOGS = [("name", "tensorboard"), ("project", "p"), ("entity", "e"), ("run_name", "r"), ("tags", ("t",)), ("group", "g")]
+RANKS, UPDATES = (
+    16,
+    2 * 3,
+)  # UPDATES: optimizer steps of a step, algorithm.epochs x algorithm.num_mini_batches
+LOGS = [
+    ("name", "tensorboard"),
+    ("project", "p"),
+    ("entity", "e"),
+    ("run_name", "r"),
+    ("tags", ("t",)),
+    ("group", "g"),
+]
 LAYOUTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "layout": ("task.policy.mesh.layout", LAYOUT),
     "critic.layout": ("task.critic.mesh.layout", {**LAYOUT, "pp_split": (1, 1, 3, 3)}),
@@ -44,7 +54,13 @@ LAYOUTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "rollout.layout": ("task.sampler.asked", {**LAYOUT, "pp_split": (3, 2, 2, 1)}),
 }
 OWNERS: Mapping[str, str] = {"teacher.layout": "distillation"}
-GKD: Mapping[str, Any] = {"beta": 0.25, "lmbda": 0.75, "loss_top_k": 7, "loss_add_tail": False, "temperature": 1.5}
+GKD: Mapping[str, Any] = {
+    "beta": 0.25,
+    "lmbda": 0.75,
+    "loss_top_k": 7,
+    "loss_add_tail": False,
+    "temperature": 1.5,
+}
 TABLE = (
     *(
         Leaf(f"{section}.{name}", value, part(f"{path}.{name}"), algorithm=OWNERS.get(section, "ppo"))

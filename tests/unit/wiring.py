@@ -14,9 +14,18 @@ LAYOUT = {
     "schedule": "interleaved",
 }  # fmt: skip
 ROWS = [{"prompt": f"{n}+{n}=", "answer": str(2 * n), "completion": str(2 * n)} for n in range(6)]
-PAIRED = {"dpo": "DPO", "kto": "KTO", "cpo": "CPO", "simpo": "CPO", "orpo": "ORPO", "reward": "Reward"}
+PAIRED = {
+    "dpo": "DPO",
+    "kto": "KTO",
+    "cpo": "CPO",
+    "simpo": "CPO",
+    "orpo": "ORPO",
+    "reward": "Reward",
+}
 DISTILLED = ("distillation", "distillation-sampled")
-PAIRS = [{"prompt": "1+1", "chosen": "=", "rejected": "2"}] * 6 + [{"prompt": "1+", "chosen": "123", "rejected": "1"}]
+PAIRS = [{"prompt": "1+1", "chosen": "=", "rejected": "2"}] * 6 + [
+    {"prompt": "1+", "chosen": "123", "rejected": "1"}
+]
 SERVER = {"url": "http://127.0.0.1:9/get", "key_env": "K", "retries": 3, "request_seconds": 2.5}
 JUDGE = {**SERVER, "prompt": "{completion}?", "pattern": "([0-9])", "scale": 10.0}
 EVAL = {"name": "math", "samples": 3, "temperature": 0.5, "metrics": ("avg@2", "pass@3")}
@@ -55,12 +64,16 @@ class Leaf:
 
 def optims(name: str) -> Callable[[Any], Any]:
     """A field of the optimizer settings of policy and critic."""
-    return lambda job: [vars(engine.options.optim)[name] for engine in (job.task.policy, job.task.critic)]
+    return lambda job: [
+        vars(engine.options.optim)[name] for engine in (job.task.policy, job.task.critic)
+    ]
 
 
 def grouped(name: str) -> Callable[[Any], Any]:
     """A field of the parameter groups of policy and critic."""
-    return lambda job: [[getattr(group, name) for group in groups] for groups in optims("groups")(job)]
+    return lambda job: [
+        [getattr(group, name) for group in groups] for groups in optims("groups")(job)
+    ]
 
 
 def trained(name: str) -> Callable[[Any], Any]:

@@ -18,7 +18,10 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
 
 from dovetail_vllm.ledger import Ledger, Refused, listed
 
@@ -97,11 +100,15 @@ class VerifiedEngine(WeightTransferEngine[Init, Update]):
         quantized = getattr(self.model_config, "quantization", None) is not None
         if self.loaded is not None and not quantized and (left := self.parameters - self.loaded):
             self.ledger.whole = False
-            raise Refused(f"{listed(left)}: parameters of the engine's model that no tensor of the update fills")
+            raise Refused(
+                f"{listed(left)}: parameters of the engine's model that no tensor of the update fills"
+            )
 
     def finish_weight_update(self) -> None:
         if not self.ledger.whole:
-            raise Refused(f"the update ends after {self.ledger.buckets} buckets without a manifest that they fulfil")
+            raise Refused(
+                f"the update ends after {self.ledger.buckets} buckets without a manifest that they fulfil"
+            )
         finalize_layerwise_reload(self.model, self.model_config)
         if self.device.type == "cpu":
             self._repack_tied()
@@ -112,7 +119,11 @@ class VerifiedEngine(WeightTransferEngine[Init, Update]):
         owners: dict[int, torch.nn.Module] = {}
         for module in self.model.modules():
             weight = module._parameters.get("weight")
-            tied = weight is not None and weight.numel() and owners.setdefault(id(weight), module) is not module
+            tied = (
+                weight is not None
+                and weight.numel()
+                and owners.setdefault(id(weight), module) is not module
+            )
             if tied and hasattr(module, "quant_method"):
                 module.quant_method.process_weights_after_loading(module)
 
@@ -127,7 +138,11 @@ class VerifiedEngine(WeightTransferEngine[Init, Update]):
 class FileEngine(VerifiedEngine):
     def receive(self, update: Update) -> Tensor:
         data = bytearray(Path(update.file).read_bytes())
-        return torch.frombuffer(data, dtype=torch.uint8).to(self.device) if data else torch.empty(0, dtype=torch.uint8)
+        return (
+            torch.frombuffer(data, dtype=torch.uint8).to(self.device)
+            if data
+            else torch.empty(0, dtype=torch.uint8)
+        )
 
 
 class GroupEngine(VerifiedEngine):
@@ -140,14 +155,22 @@ class GroupEngine(VerifiedEngine):
         self.shutdown()
         wait = timedelta(seconds=self.timeout)
         parallel = self.parallel_config
-        rank = init_info.rank_offset + parallel.data_parallel_index * parallel.world_size + parallel.rank
-        store = dist.TCPStore(init_info.master_address, init_info.master_port, is_master=False, timeout=wait)
+        rank = (
+            init_info.rank_offset
+            + parallel.data_parallel_index * parallel.world_size
+            + parallel.rank
+        )
+        store = dist.TCPStore(
+            init_info.master_address, init_info.master_port, is_master=False, timeout=wait
+        )
         if init_info.backend == "nccl":
             from vllm.utils.nccl import unpinned_nccl_env
 
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timedelta(seconds=self.timeout + GRACE)
-            with unpinned_nccl_env():  # the trainer has none of the variables that vLLM may set for its own groups
+            with (
+                unpinned_nccl_env()
+            ):  # the trainer has none of the variables that vLLM may set for its own groups
                 self.group = dist.ProcessGroupNCCL(store, rank, init_info.world_size, options)
                 self.group.allreduce([torch.ones(1, device=self.device)]).wait()  # connects
             torch.accelerator.synchronize()
@@ -156,8 +179,14 @@ class GroupEngine(VerifiedEngine):
 
     def receive(self, update: Update) -> Tensor:
         if self.group is None:
-            raise Refused("no group with the trainer: an earlier broadcast failed; initialize weight transfer again")
-        place = self.device if isinstance(self.group, getattr(dist, "ProcessGroupNCCL", ())) else torch.device("cpu")
+            raise Refused(
+                "no group with the trainer: an earlier broadcast failed; initialize weight transfer again"
+            )
+        place = (
+            self.device
+            if isinstance(self.group, getattr(dist, "ProcessGroupNCCL", ()))
+            else torch.device("cpu")
+        )
         memory = torch.empty(update.num_bytes, dtype=torch.uint8, device=place)
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
@@ -176,7 +205,9 @@ class GroupEngine(VerifiedEngine):
         end = monotonic() + self.timeout
         while not work.is_completed():
             if monotonic() > end:
-                raise RuntimeError(f"the trainer's broadcast did not come within {self.timeout:g} s")
+                raise RuntimeError(
+                    f"the trainer's broadcast did not come within {self.timeout:g} s"
+                )
             sleep(POLL)
         work.wait()
 
@@ -190,13 +221,23 @@ class MemoryEngine(VerifiedEngine):
     def receive(self, update: Update) -> Tensor:
         memory = update.memory or {}
         if "path" in memory:
-            shared = torch.from_file(memory["path"], shared=True, size=update.num_bytes, dtype=torch.uint8)
+            shared = torch.from_file(
+                memory["path"], shared=True, size=update.num_bytes, dtype=torch.uint8
+            )
             return shared.to(self.device, copy=True)
-        handle, counter, event = (base64.b64decode(memory[name]) for name in ("handle", "counter", "event"))
+        handle, counter, event = (
+            base64.b64decode(memory[name]) for name in ("handle", "counter", "event")
+        )
         place = self._device(memory["device"])
-        size, offset, counted, waits = (memory[name] for name in ("size", "offset", "counter_offset", "event_waits"))
-        storage = torch.UntypedStorage._new_shared_cuda(place, handle, size, offset, counter, counted, event, waits)
-        shared = torch.empty(0, dtype=torch.uint8, device=f"cuda:{place}").set_(storage, 0, (update.num_bytes,), (1,))
+        size, offset, counted, waits = (
+            memory[name] for name in ("size", "offset", "counter_offset", "event_waits")
+        )
+        storage = torch.UntypedStorage._new_shared_cuda(
+            place, handle, size, offset, counter, counted, event, waits
+        )
+        shared = torch.empty(0, dtype=torch.uint8, device=f"cuda:{place}").set_(
+            storage, 0, (update.num_bytes,), (1,)
+        )
         mine = shared.to(self.device, copy=True)
         torch.accelerator.synchronize()  # before the trainer's memory is let go
         return mine
@@ -204,7 +245,11 @@ class MemoryEngine(VerifiedEngine):
     @staticmethod
     def _device(uuid: str) -> int:
         """The number of the trainer's GPU here."""
-        known = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
+        known = [
+            str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())
+        ]
         if uuid not in known:
-            raise Refused(f"the trainer's GPU {uuid} is not visible here ({', '.join(known)}); use dovetail_nccl")
+            raise Refused(
+                f"the trainer's GPU {uuid} is not visible here ({', '.join(known)}); use dovetail_nccl"
+            )
         return known.index(uuid)

@@ -25,7 +25,9 @@ class Ledger:
         self.buckets = 0
         self.whole = False
 
-    def take(self, number: int, num_bytes: int, entries: list[list], memory: Tensor) -> list[tuple[str, Tensor]]:
+    def take(
+        self, number: int, num_bytes: int, entries: list[list], memory: Tensor
+    ) -> list[tuple[str, Tensor]]:
         """The tensors of bucket `number`, views of its memory (uint8), after all of them are checked.
 
         entries: name, dtype, shape, first byte, sum.
@@ -34,10 +36,16 @@ class Ledger:
             raise Refused(f"bucket {number} is empty")
         first = entries[0][0]
         if number != self.buckets:
-            kind = "came twice" if number < self.buckets else f"came where bucket {self.buckets} was expected"
+            kind = (
+                "came twice"
+                if number < self.buckets
+                else f"came where bucket {self.buckets} was expected"
+            )
             raise Refused(f"{first}: its bucket, number {number}, {kind}")
         if len(memory) != num_bytes:
-            raise Refused(f"{first}: its bucket, number {number}, has {len(memory)} bytes, announced were {num_bytes}")
+            raise Refused(
+                f"{first}: its bucket, number {number}, has {len(memory)} bytes, announced were {num_bytes}"
+            )
         views = []
         for name, dtype, shape, start, _ in entries:
             if name in self.seen or name in (other for other, _ in views):
@@ -62,7 +70,10 @@ class Ledger:
         for problem, names in (
             ("missing", announced.keys() - self.seen.keys()),
             ("not announced", self.seen.keys() - announced.keys()),
-            ("not as announced", {name for name, row in self.seen.items() if announced.get(name, row) != row}),
+            (
+                "not as announced",
+                {name for name, row in self.seen.items() if announced.get(name, row) != row},
+            ),
         ):
             if names:
                 raise Refused(f"{listed(names)}: {problem}")

@@ -9,7 +9,11 @@ try:
 except ImportError:  # engines on CPUs
     triton = None
 
-STEP, FIRST, SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15  # of SplitMix64, as int64
+STEP, FIRST, SECOND = (
+    -0x61C8864680B583EB,
+    -0x40A7B892E31B1A47,
+    -0x6B2FB644ECCEEE15,
+)  # of SplitMix64, as int64
 BLOCK, PROGRAMS = 2048, 132 * 8
 PIECE = 1 << 16  # words at once on a CPU
 
@@ -55,7 +59,9 @@ if triton is not None:
         sums = tl.zeros((BLOCK,), tl.int64)
         step, lane = tl.full((), 0x9E3779B97F4A7C15, tl.uint64), tl.arange(0, BLOCK).to(tl.int64)
         place = lane.to(tl.uint64) * step
-        for start in tl.range(tl.program_id(0).to(tl.int64) * BLOCK, count, tl.num_programs(0) * BLOCK):
+        for start in tl.range(
+            tl.program_id(0).to(tl.int64) * BLOCK, count, tl.num_programs(0) * BLOCK
+        ):
             at = start + lane
             x = tl.load(words + at, mask=at < count, other=0).to(tl.uint64, bitcast=True)
             x ^= place + (start + first).to(tl.uint64) * step

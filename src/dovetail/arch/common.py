@@ -1,4 +1,4 @@
-"""Reads config.json as transformers 5 does; refuses unsupported options."""
+"""Readers of config.json, as transformers 5 reads it; unsupported options are refused."""
 
 import math
 from collections.abc import Mapping
@@ -11,7 +11,8 @@ from dovetail.errors import ModelError, OptionError, quoted
 Config = Mapping[str, Any]  # config.json
 SILU = ("silu", "swish")  # one function
 SCALED_FROM_ORIGINAL = ("llama3", "yarn", "longrope")
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL = "full_attention"
+SLIDING = "sliding_attention"
 FULL_NAMES = (FULL, "attention")  # older configs have the second
 DEFAULT_THETA = 10000.0
 MAX_INTEGER = 1 << 62  # of torch's sizes
@@ -22,15 +23,16 @@ BASE: Mapping[str, Any] = {
     "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "attention_bias": False,
 }  # fmt: skip
 ROPE_KEYS = frozenset((
-    "rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings",
-    "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate",
-    "low_freq_factor", "high_freq_factor", "short_factor", "long_factor", "finetuned",  # the last without effect
+    "rope_type", "type", "rope_theta", "partial_rotary_factor", "factor",
+    "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale",
+    "mscale_all_dim", "truncate", "low_freq_factor", "high_freq_factor", "short_factor",
+    "long_factor", "finetuned",  # the last has no effect
 ))  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Fields:
-    """A config with defaults. Readers raise ModelError that names the key."""
+    """A config with defaults. Its readers raise ModelError that names the key."""
 
     where: str
     config: Config
@@ -44,14 +46,17 @@ class Fields:
 
     def integer(self, key: str, least: int = 1) -> int:
         value = self.get(key)
-        if not isinstance(value, int) or isinstance(value, bool) or not least <= value < MAX_INTEGER:
-            too_large = isinstance(value, int) and value >= MAX_INTEGER
-            raise self.refusal(key, f"a whole number of {least} or more{', below 2^62' if too_large else ''}")
+        expected = f"a whole number of {least} or more"
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise self.refusal(key, expected)
+        if value >= MAX_INTEGER:
+            raise self.refusal(key, f"{expected}, below 2^62")
         return value
 
     def number(self, key: str, least: float = 0.0) -> float:
         value = self.get(key)
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not least <= value < math.inf:
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or not least <= value < math.inf:
             raise self.refusal(key, f"a number of {least:g} or more")
         return float(value)
 
@@ -74,19 +79,28 @@ def family_fields(family: str, config: Config, base: Config, **defaults: Any) ->
 
 
 def renamed(config: Config, name: str, to: str) -> Config:
-    """An alias that overrides `to`."""
-    return {**config, to: config[name]} if name in config else config
+    """Return the config with `name` as an alias that overrides `to`."""
+    if name not in config:
+        return config
+    return {**config, to: config[name]}
 
 
-def dense_spec(c: Fields, *, mlp_bias: bool = False, activations: tuple[str, ...] = SILU, **attention: Any) -> ArchSpec:
-    """attention: more of AttentionSpec. ModelError: no model; OptionError: an unsupported option."""
+def dense_spec(
+    c: Fields, *, mlp_bias: bool = False, activations: tuple[str, ...] = SILU, **attention: Any
+) -> ArchSpec:
+    """Return the spec of a dense decoder. attention: more of AttentionSpec.
+
+    ModelError: no model; OptionError: an unsupported option.
+    """
     _refuse_unsupported(c, activations)
-    width, heads = c.integer("hidden_size"), c.integer("num_attention_heads")
+    width = c.integer("hidden_size")
+    heads = c.integer("num_attention_heads")
     kv_heads = heads if c.get("num_key_value_heads") is None else c.integer("num_key_value_heads")
     if heads % kv_heads:
         raise c.refusal("num_key_value_heads", f"a divisor of num_attention_heads={heads}")
     derived = c.get("head_dim") is None and c.defaults.get("head_dim") is None
     head_dim = width // heads if derived else c.integer("head_dim")
+    attention |= {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim}
     return ArchSpec(
         family=str(c.get("model_type")),
         vocab_size=_vocab_size(c),
@@ -94,7 +108,7 @@ def dense_spec(c: Fields, *, mlp_bias: bool = False, activations: tuple[str, ...
         depth=c.integer("num_hidden_layers"),
         ffn_width=c.integer("intermediate_size"),
         norm_eps=_norm_eps(c),
-        attention=AttentionSpec(num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, **attention),
+        attention=AttentionSpec(**attention),
         rope=rope_spec(c, head_dim),
         mlp_bias=mlp_bias,
         tie_embeddings=c.flag("tie_word_embeddings"),
@@ -108,7 +122,9 @@ def _vocab_size(c: Fields) -> int:
     ends = c.get("eos_token_id")
     for end in ends if isinstance(ends, list) else [ends]:
         if end is not None and not is_id(end, size):
-            raise c.refusal("eos_token_id", f"an id below vocab_size={size}, a list of them, or null")
+            raise c.refusal(
+                "eos_token_id", f"an id below vocab_size={size}, a list of them, or null"
+            )
     return size
 
 
@@ -125,23 +141,31 @@ def _norm_eps(c: Fields) -> float:
 
 
 def _pad_id(c: Fields) -> int | None:
-    """The row that transformers does not train."""
-    pad, rows = c.get("pad_token_id"), c.integer("vocab_size")
-    if pad is not None and (not isinstance(pad, int) or isinstance(pad, bool)):
+    """Return the row that transformers does not train."""
+    pad = c.get("pad_token_id")
+    rows = c.integer("vocab_size")
+    if pad is None:
+        return None
+    if not isinstance(pad, int) or isinstance(pad, bool):
         raise c.refusal("pad_token_id", "a token id or null")
-    return pad % rows if pad is not None and -rows <= pad < rows else None
+    return pad % rows if -rows <= pad < rows else None
 
 
 def with_experts(spec: ArchSpec, c: Fields, moe: MoeSpec) -> ArchSpec:
     choice = moe.num_experts // moe.groups * moe.kept_groups
     if moe.top_k > choice:
-        raise c.refusal("num_experts_per_tok", f"at most {choice}, the experts that a token may choose from")
+        expected = f"at most {choice}, the experts that a token may choose from"
+        raise c.refusal("num_experts_per_tok", expected)
     return replace(spec, moe=moe if any(moe.layers) else None)
 
 
-def layer_windows(c: Fields, *, used: bool = True, first: int = 0, per_layer: bool = True) -> tuple[int | None, ...]:
-    """Windows from layer `first` on, or by `layer_types`, which must agree without `per_layer`."""
-    window = c.integer("sliding_window") if used and c.get("sliding_window") is not None else None
+def layer_windows(
+    c: Fields, *, used: bool = True, first: int = 0, per_layer: bool = True
+) -> tuple[int | None, ...]:
+    """Return windows from layer `first` on, or by `layer_types`. Without `per_layer` they agree."""
+    window = None
+    if used and c.get("sliding_window") is not None:
+        window = c.integer("sliding_window")
     depth = c.integer("num_hidden_layers")
     implied = [SLIDING if window is not None and layer >= first else FULL for layer in range(depth)]
     types = c.get("layer_types")
@@ -155,28 +179,33 @@ def layer_windows(c: Fields, *, used: bool = True, first: int = 0, per_layer: bo
     if not set(types) <= {FULL, SLIDING}:
         raise c.refusal("layer_types", f"{FULL} and {SLIDING}")
     if not per_layer and types != implied:
-        raise c.lack("layer_types", f"only {implied[0]} in every layer, which is all that this family runs")
+        supported = f"only {implied[0]} in every layer, which is all that this family runs"
+        raise c.lack("layer_types", supported)
     if SLIDING in types and window is None:
-        raise c.refusal("layer_types", f"{SLIDING} only together with a sliding_window that is in use")
+        supported = f"{SLIDING} only together with a sliding_window that is in use"
+        raise c.refusal("layer_types", supported)
     return tuple(window if name == SLIDING else None for name in types)
 
 
 def rope_fields(c: Fields, **defaults: Any) -> Fields:
-    """The older `rope_scaling` wins."""
-    rope = c.get("rope_scaling") or c.get("rope_parameters") or {}
+    """Return the rotary parameters; the older `rope_scaling` wins."""
+    key = "rope_scaling" if c.get("rope_scaling") else "rope_parameters"
+    rope = c.get(key) or {}
     if not isinstance(rope, Mapping) or any(isinstance(value, Mapping) for value in rope.values()):
-        raise c.refusal("rope_scaling" if c.get("rope_scaling") else "rope_parameters", "one flat set for all layers")
-    return Fields(f"the rotary embedding in {c.where}", rope, {"rope_type": rope.get("type", "default"), **defaults})
+        raise c.refusal(key, "one flat set for all layers")
+    defaults["rope_type"] = rope.get("type", "default")
+    return Fields(f"the rotary embedding in {c.where}", rope, defaults)
 
 
 def rope_spec(c: Fields, head_dim: int) -> RopeSpec:
-    """Rotary parameters win over top-level keys."""
-    max_positions = c.integer("max_position_embeddings")
+    """Return the rotary embedding. Rotary parameters win over top-level keys."""
+    longest = c.integer("max_position_embeddings")
+    max_positions = longest
     r = rope_fields(
         c,
         rope_theta=c.config.get("rope_theta", DEFAULT_THETA),
         partial_rotary_factor=c.get("partial_rotary_factor"),
-        original_max_position_embeddings=max_positions,
+        original_max_position_embeddings=longest,
         truncate=True,
     )
     kind = r.get("rope_type")
@@ -187,7 +216,9 @@ def rope_spec(c: Fields, head_dim: int) -> RopeSpec:
     if kind in SCALED_FROM_ORIGINAL:
         top_level = c.get("original_max_position_embeddings") is not None
         max_positions = (c if top_level else r).integer("original_max_position_embeddings")
-    scaling = {} if kind == "default" else _scaling(kind, r, c.integer("max_position_embeddings") / max_positions)
+    scaling = {}
+    if kind != "default":
+        scaling = _scaling(kind, r, longest / max_positions)
     rotary_dim = _rotary_dim(r, kind, head_dim)
     if kind == "longrope":
         scaling |= _longrope(r, rotary_dim // 2, scaling["factor"], max_positions)
@@ -201,25 +232,37 @@ def rope_spec(c: Fields, head_dim: int) -> RopeSpec:
 
 
 def _rotary_dim(r: Fields, kind: str, head_dim: int) -> int:
-    """An unscaled table ignores `partial_rotary_factor`, as in transformers."""
+    """Return the rotated channels.
+
+    An unscaled table ignores `partial_rotary_factor`, as in transformers.
+    """
+    dim = head_dim
     partial = kind != "default" and r.get("partial_rotary_factor") is not None
-    dim = int(head_dim * r.number("partial_rotary_factor")) if partial else head_dim
+    if partial:
+        dim = int(head_dim * r.number("partial_rotary_factor"))
     least = 4 if kind == "dynamic" else 2  # dim / (dim - 2)
     if dim % 2 or not least <= dim <= head_dim:
-        expected = f"an even number of rotated channels, at least {least} and at most head_dim={head_dim}, not {dim}"
-        unscaled = ModelError(f"{r.where}: supported: {expected}")
-        raise r.refusal("partial_rotary_factor", expected) if partial else unscaled
+        bounds = f"at least {least} and at most head_dim={head_dim}"
+        expected = f"an even number of rotated channels, {bounds}, not {dim}"
+        if partial:
+            raise r.refusal("partial_rotary_factor", expected)
+        raise ModelError(f"{r.where}: supported: {expected}")
     return dim
 
 
 def _scaling(kind: str, r: Fields, stretch: float) -> dict[str, Any]:
-    """stretch: longest over original length, the default factor."""
+    """Return the fields of a scaled table.
+
+    stretch: longest over original length, the default factor.
+    """
     implied = kind in ("yarn", "longrope") and r.get("factor") is None
     factor = stretch if implied else r.number("factor", least=1.0)
     if kind == "llama3":
-        low, high = r.number("low_freq_factor"), r.number("high_freq_factor")
+        low = r.number("low_freq_factor")
+        high = r.number("high_freq_factor")
         if not 0 < low < high:
-            raise r.refusal("low_freq_factor", f"a number above 0 and below high_freq_factor={high:g}")
+            expected = f"a number above 0 and below high_freq_factor={high:g}"
+            raise r.refusal("low_freq_factor", expected)
         return {"factor": factor, "low_freq_factor": low, "high_freq_factor": high}
     if kind == "yarn":
         return {
@@ -233,29 +276,31 @@ def _scaling(kind: str, r: Fields, stretch: float) -> dict[str, Any]:
 
 
 def _longrope(r: Fields, count: int, factor: float, original: int) -> dict[str, Any]:
-    """arXiv 2402.13753: factors by frequency, sqrt(1 + ln(factor) / ln(original))."""
+    """Return factors by frequency, and sqrt(1 + ln(factor) / ln(original)) (arXiv 2402.13753)."""
     factors: dict[str, Any] = {}
     for key in ("short_factor", "long_factor"):
         values = r.get(key)
-        numbers = isinstance(values, list) and all(type(x) in (int, float) and x > 0 for x in values)
-        if not numbers or len(values) != count:
-            raise r.refusal(key, f"a list of {count} numbers above 0, one for each pair of rotated channels")
+        is_list = isinstance(values, list) and len(values) == count
+        if not is_list or not all(type(x) in (int, float) and x > 0 for x in values):
+            expected = f"a list of {count} numbers above 0, one for each pair of rotated channels"
+            raise r.refusal(key, expected)
         factors[key] = tuple(map(float, values))
     if r.get("attention_factor") is not None:
-        return {**factors, "attention_factor": r.number("attention_factor")}
-    if factor <= 1.0:
-        return factors
-    if original < 2:
-        raise r.refusal("original_max_position_embeddings", "a whole number of 2 or more")
-    return {**factors, "attention_factor": math.sqrt(1 + math.log(factor) / math.log(original))}
+        factors["attention_factor"] = r.number("attention_factor")
+    elif factor > 1.0:
+        if original < 2:
+            raise r.refusal("original_max_position_embeddings", "a whole number of 2 or more")
+        factors["attention_factor"] = math.sqrt(1 + math.log(factor) / math.log(original))
+    return factors
 
 
 def _yarn_attention_factor(r: Fields, factor: float) -> float:
-    """0.1 ln(factor) + 1 (YaRN, arXiv 2309.00071), or mscale's ratio."""
+    """Return 0.1 ln(factor) + 1 (YaRN, arXiv 2309.00071), or the ratio of mscales."""
     if r.get("attention_factor") is not None:
         return r.number("attention_factor")
     if r.get("mscale") and r.get("mscale_all_dim"):
-        return yarn_mscale(r.number("mscale"), factor) / yarn_mscale(r.number("mscale_all_dim"), factor)
+        scale = yarn_mscale(r.number("mscale"), factor)
+        return scale / yarn_mscale(r.number("mscale_all_dim"), factor)
     return yarn_mscale(1.0, factor)
 
 
@@ -272,6 +317,7 @@ def _refuse_unsupported(c: Fields, activations: tuple[str, ...]) -> None:
         raise c.refusal("is_causal", "true")
     for key in ("quantization_config", "compression_config"):
         if c.get(key):
-            raise c.refusal(key, "none; convert the checkpoint to float32 or bfloat16 weights first")
+            remedy = "convert the checkpoint to float32 or bfloat16 weights first"
+            raise c.refusal(key, f"none; {remedy}")
     if c.get("per_layer_config"):
         raise c.refusal("per_layer_config", "none: all layers alike, up to layer_types")

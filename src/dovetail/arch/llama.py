@@ -3,9 +3,20 @@
 from collections.abc import Mapping
 from typing import Any
 
-from dovetail.arch.common import BASE, Config, dense_spec, family_fields, layer_windows, renamed, with_experts
+from dovetail.arch.common import (
+    BASE,
+    Config,
+    dense_spec,
+    family_fields,
+    layer_windows,
+    renamed,
+    with_experts,
+)
 from dovetail.arch.spec import ArchSpec, MoeSpec
 
+LLAMA: Mapping[str, Any] = {
+    **BASE, "intermediate_size": 11008, "max_position_embeddings": 2048, "mlp_bias": False,
+}  # fmt: skip
 MISTRAL: Mapping[str, Any] = {
     **BASE, "num_key_value_heads": 8, "max_position_embeddings": 4096 * 32, "sliding_window": 4096,
 }  # fmt: skip
@@ -16,9 +27,10 @@ MIXTRAL: Mapping[str, Any] = {
 
 
 def llama_spec(config: Config) -> ArchSpec:
-    c = family_fields("llama", config, BASE, intermediate_size=11008, max_position_embeddings=2048, mlp_bias=False)
+    c = family_fields("llama", config, LLAMA)
     if c.get("sliding_window") is not None:
-        raise c.refusal("sliding_window", "null; a windowed model of this shape has model_type mistral")
+        supported = "null; a windowed model of this shape has model_type mistral"
+        raise c.refusal("sliding_window", supported)
     bias = c.flag("attention_bias")
     windows = layer_windows(c, used=False, per_layer=False)
     return dense_spec(c, windows=windows, qkv_bias=bias, o_bias=bias, mlp_bias=c.flag("mlp_bias"))

@@ -1,4 +1,4 @@
-"""A decoder's architecture. No torch here."""
+"""The architecture of a decoder. No torch here."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -9,6 +9,8 @@ BY_LENGTH = ("dynamic", "longrope")  # frequencies change beyond `max_positions`
 
 @dataclass(frozen=True, kw_only=True)
 class RopeSpec:
+    """Rotary positions."""
+
     kind: str = "default"
     theta: float = 10000.0
     rotary_dim: int  # of a head, its first channels
@@ -44,6 +46,8 @@ class LatentSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class MoeSpec:
+    """Experts, and how tokens choose them. layers: those with experts are true."""
+
     layers: tuple[bool, ...]
     num_experts: int
     top_k: int
@@ -61,13 +65,13 @@ class MoeSpec:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Layers with experts."""
+        """The numbers of the layers with experts."""
         return tuple(layer for layer, routes in enumerate(self.layers) if routes)
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
-    """windows: by layer; None: full."""
+    """Attention of all layers. windows: by layer; None: full."""
 
     num_heads: int
     num_kv_heads: int
@@ -79,17 +83,24 @@ class AttentionSpec:
     latent: LatentSpec | None = None
 
     def params(self, width: int) -> int:
-        heads, latent = self.num_heads, self.latent
+        """Return the weights of the projections of a layer."""
+        heads = self.num_heads
+        latent = self.latent
         if latent is None:
             return width * self.head_dim * (2 * heads + 2 * self.num_kv_heads)
-        q = heads * latent.key_dim * (latent.q_rank or width) + width * (latent.q_rank or 0)
-        kv = width * (latent.kv_rank + latent.rope_dim) + heads * (latent.nope_dim + latent.v_dim) * latent.kv_rank
-        return q + kv + width * heads * latent.v_dim
+        q_up = heads * latent.key_dim * (latent.q_rank or width)
+        q_down = width * (latent.q_rank or 0)
+        kv_up = heads * (latent.nope_dim + latent.v_dim) * latent.kv_rank
+        kv_down = width * (latent.kv_rank + latent.rope_dim)
+        return q_up + q_down + kv_up + kv_down + width * heads * latent.v_dim
 
 
 @dataclass(frozen=True, kw_only=True)
 class ArchSpec:
-    """Pre-norm, with RMSNorm, rotary positions, and SwiGLU, xIELU or experts."""
+    """A pre-norm decoder with RMSNorm, rotary positions, and SwiGLU, xIELU or experts.
+
+    norm_names: of the norm before attention, and of the one before the MLP.
+    """
 
     family: str
     vocab_size: int
@@ -101,7 +112,7 @@ class ArchSpec:
     rope: RopeSpec
     mlp_bias: bool = False
     activation: Literal["swiglu", "xielu"] = "swiglu"
-    norm_names: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")  # before attention, before the MLP
+    norm_names: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")
     tie_embeddings: bool = False
     pad_id: int | None = None  # this row has no gradient
     moe: MoeSpec | None = None
@@ -112,13 +123,16 @@ class ArchSpec:
 
     @property
     def layer_params(self) -> tuple[int, ...]:
-        """Weights of products per token (active experts)."""
+        """The weights of each layer's products for a token (active experts)."""
         attention = self.attention.params(self.width)
-        dense = self.width * (3 if self.activation == "swiglu" else 2) * self.ffn_width
-        moe, routed = self.moe, 0
+        num_products = 3 if self.activation == "swiglu" else 2
+        mlps = [num_products * self.ffn_width * self.width] * self.depth
+        moe = self.moe
         if moe is not None:
-            routed = self.width * (3 * (moe.top_k * moe.ffn_width + moe.shared_width) + moe.num_experts)
-        return tuple(attention + (routed if self.is_moe(layer) else dense) for layer in range(self.depth))
+            active_width = moe.top_k * moe.ffn_width + moe.shared_width
+            for layer in moe.numbers:
+                mlps[layer] = self.width * (3 * active_width + moe.num_experts)
+        return tuple(attention + mlp for mlp in mlps)
 
     @property
     def head_params(self) -> int:
@@ -129,8 +143,12 @@ class ArchSpec:
         return sum(self.layer_params) + self.head_params
 
     def flops(self, length: int) -> float:
-        """A forward pass: 2 per weight and token, and causal attention."""
-        a = self.attention
-        seen = sum(min(length, window or length) for window in a.windows)  # keys of the last query, over the layers
-        channels = a.latent.key_dim + a.latent.v_dim if a.latent else 2 * a.head_dim  # scores, and the mean of values
-        return 2.0 * self.linear_params * length + 1.0 * length * seen * a.num_heads * channels
+        """Return the operations of a forward pass: 2 per weight and token, and causal attention."""
+        attention = self.attention
+        latent = attention.latent
+        # keys of the last query, over the layers
+        seen = sum(min(length, window or length) for window in attention.windows)
+        # scores, and the mean of values
+        channels = latent.key_dim + latent.v_dim if latent else 2 * attention.head_dim
+        products = 2.0 * self.linear_params * length
+        return products + 1.0 * length * seen * attention.num_heads * channels

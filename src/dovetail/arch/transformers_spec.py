@@ -1,4 +1,4 @@
-"""Sizes of a model of the transformers engine. No torch here."""
+"""The sizes of a model of the transformers engine. No torch here."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from dovetail.arch.spec import ArchSpec
 from dovetail.errors import ModelError, quoted
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class TransformersHeads:
     num_heads: int
     num_kv_heads: int
@@ -16,7 +16,7 @@ class TransformersHeads:
 
 @dataclass(frozen=True, kw_only=True)
 class TransformersSpec:
-    """Sizes of the text backbone, as in `ArchSpec`."""
+    """The sizes of the text backbone, as in `ArchSpec`."""
 
     family: str
     vocab_size: int
@@ -26,13 +26,15 @@ class TransformersSpec:
     attention: TransformersHeads
     tie_embeddings: bool
     ignored: tuple[str, ...] = ()
-    lacking: str = ""  # for the native engine
+    missing_features: str = ""  # for the native engine
 
     @property
     def layer_params(self) -> tuple[int, ...]:
-        """An estimate."""
+        """An estimate of the weights of each layer."""
         shared = self.attention.num_kv_heads / self.attention.num_heads
-        return (int(self.width * self.width * (2 + 2 * shared)) + 3 * self.width * self.ffn_width,) * self.depth
+        attention = int(self.width * self.width * (2 + 2 * shared))
+        mlp = 3 * self.width * self.ffn_width
+        return (attention + mlp,) * self.depth
 
     @property
     def head_params(self) -> int:
@@ -44,35 +46,46 @@ class TransformersSpec:
 
 
 AnySpec = ArchSpec | TransformersSpec
-MAX_SIZE, MAX_LAYERS = 1 << 31, 1 << 16
+MAX_SIZE = 1 << 31
+MAX_LAYERS = 1 << 16
+LIMITS: Mapping[str, int] = {
+    "vocab_size": MAX_SIZE, "hidden_size": MAX_SIZE, "num_hidden_layers": MAX_LAYERS,
+    "num_attention_heads": MAX_SIZE,
+}  # fmt: skip
 
 
 def transformers_spec(config: Mapping[str, Any]) -> TransformersSpec:
-    """ModelError for a missing or invalid size."""
+    """Return the sizes in a config. ModelError for a missing or invalid one."""
     family = config.get("model_type")
     inner = config.get("text_config")
-    text = {**config, **(inner if isinstance(inner, Mapping) else {})}
+    text = dict(config)
+    if isinstance(inner, Mapping):
+        text |= inner
     text.setdefault("num_hidden_layers", _depth(text))
-    sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
-    limits = {"num_hidden_layers": MAX_LAYERS}
-    wrong = [name for name in sizes if not _is_size(text.get(name), limits.get(name, MAX_SIZE))]
-    if not isinstance(family, str) or wrong:
-        values = [f"no {name}" if text.get(name) is None else f"{name} {text[name]!r:.40}" for name in wrong]
-        lacks = f"its config has {', '.join(values)}" if wrong else "that is no name"
+    problems = []
+    for name, limit in LIMITS.items():
+        value = text.get(name)
+        if not _is_size(value, limit):
+            problems.append(f"no {name}" if value is None else f"{name} {value!r:.40}")
+    if not isinstance(family, str) or problems:
+        problem = f"its config has {', '.join(problems)}" if problems else "that is no name"
         raise ModelError(
-            f"config.json: model_type is {quoted(family)}; the transformers engine runs causal language models, alone or "
-            f"inside a vision-language model, but {lacks}"
+            f"config.json: model_type is {quoted(family)}; the transformers engine runs causal "
+            f"language models, alone or inside a vision-language model, but {problem}"
         )
-    heads: int = text["num_attention_heads"]
-    kv_heads, ffn_width = text.get("num_key_value_heads"), text.get("intermediate_size")
+    width = text["hidden_size"]
+    heads = text["num_attention_heads"]
+    kv_heads = text.get("num_key_value_heads")
+    ffn_width = text.get("intermediate_size")  # some families have a list
+    tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
     return TransformersSpec(
         family=family,
         vocab_size=text["vocab_size"],
-        width=text["hidden_size"],
+        width=width,
         depth=text["num_hidden_layers"],
-        ffn_width=ffn_width if _is_size(ffn_width) else 4 * text["hidden_size"],  # some families have a list
-        attention=TransformersHeads(num_heads=heads, num_kv_heads=kv_heads if _is_size(kv_heads) else heads),
-        tie_embeddings=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
+        ffn_width=ffn_width if _is_size(ffn_width) else 4 * width,
+        attention=TransformersHeads(heads, kv_heads if _is_size(kv_heads) else heads),
+        tie_embeddings=bool(tied),
     )
 
 

@@ -25,7 +25,8 @@ def plan_microbatches(
     for unit, size in zip(units, sizes, strict=True):
         if budget is not None and _padded(size, multiple) > budget:
             raise _too_long(unit, size, _padded(size, multiple), budget, groups)
-    loads = [(0.0, 0, replica) for replica in range(replicas)]  # a heap of (cost, sequences, replica)
+    # a heap of (cost, sequences, replica)
+    loads = [(0.0, 0, replica) for replica in range(replicas)]
     dealt: list[list[int]] = [[] for _ in range(replicas)]
     for u in sorted(range(len(units)), key=lambda u: (-sizes[u], u)):
         load, count, replica = loads[0]
@@ -62,13 +63,17 @@ def balanced_split(lengths: Seq[int]) -> int:
     return min(range(1, len(lengths)), key=lambda cut: abs(2 * ends[cut - 1] - ends[-1]))
 
 
-def _too_long(unit: list[int], size: int, padded: int, budget: int, groups: Seq[int | None]) -> DataError:
-    what, drop = f"sequence {unit[0]}", "leave the sequence out (data.overlong_rows=drop)"
+def _too_long(
+    unit: list[int], size: int, padded: int, budget: int, groups: Seq[int | None]
+) -> DataError:
+    what = f"sequence {unit[0]}"
+    drop = "leave the sequence out (data.overlong_rows=drop)"
     if groups and groups[unit[0]] is not None:
         what = f"group {groups[unit[0]]} (sequences {', '.join(map(str, unit))})"
         drop = "leave the group out; its sequences share a micro-batch"
     return DataError(
-        f"{what} has {size} tokens ({padded} with padding), more than tokens_per_batch={budget}; raise that to {padded} or "
+        f"{what} has {size} tokens ({padded} with padding), more than tokens_per_batch={budget}; "
+        f"raise that to {padded} or "
         f"more (in a recipe trainer.tokens_per_batch) or {drop}"
     )
 

@@ -20,7 +20,9 @@ class Sum(NamedTuple):
     def of(cls, x: Tensor, chosen: Tensor | None = None) -> "Sum":
         """chosen: a mask of those that count; default: all."""
         x = widened(x.detach())
-        ones = torch.ones_like(x) if chosen is None else chosen.to(x.dtype)  # an index would wait for the GPU
+        ones = (
+            torch.ones_like(x) if chosen is None else chosen.to(x.dtype)
+        )  # an index would wait for the GPU
         return cls(x.sum() if chosen is None else (x * ones).sum(), ones.sum())
 
 

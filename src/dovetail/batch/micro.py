@@ -40,8 +40,11 @@ class ContextShard:
         if self.size == 1:
             return torch.arange(num_tokens)
         assert num_tokens % (2 * self.size) == 0, f"{num_tokens} tokens over cp={self.size}"
-        length, count = num_tokens // (2 * self.groups), num_tokens // self.size
-        tokens = torch.cat([torch.arange(chunk * length, (chunk + 1) * length) for chunk in self.chunks])
+        length = num_tokens // (2 * self.groups)
+        count = num_tokens // self.size
+        tokens = torch.cat(
+            [torch.arange(chunk * length, (chunk + 1) * length) for chunk in self.chunks]
+        )
         start = self.rank % self.ulysses * count
         return tokens[start : start + count]
 
@@ -70,17 +73,32 @@ class MicroBatch:
         return cls._of(padded, shard.order(len(padded)).to(padded.tokens.device), shard)
 
     @classmethod
-    def halved(cls, batch: PackedBatch, cut: int, multiple: int, shard: ContextShard, tp: int) -> "MicroBatch":
+    def halved(
+        cls, batch: PackedBatch, cut: int, multiple: int, shard: ContextShard, tp: int
+    ) -> "MicroBatch":
         parts = [batch.select(chosen) for chosen in (range(cut), range(cut, batch.num_sequences))]
         halves = tuple(cls.of(part, multiple, shard) for part in parts)
-        first, end = len(parts[0]), len(batch)
+        first = len(parts[0])
+        end = len(batch)
         orders: list[Tensor] = []  # in the whole batch, which ends with the padding of both halves
         for part, half in zip(parts, halves, strict=True):
             start = first if orders else 0
-            orders.append(torch.where(half.order < len(part), half.order + start, half.order - len(part) + end))
+            orders.append(
+                torch.where(
+                    half.order < len(part), half.order + start, half.order - len(part) + end
+                )
+            )
             end += len(half.batch) - len(part)
-        order = torch.cat([piece for rank in zip(*(half.chunk(tp) for half in orders), strict=True) for piece in rank])
-        return replace(cls._of(batch.padded(end - len(batch)), order, shard), halves=halves, first=first)
+        order = torch.cat(
+            [
+                piece
+                for rank in zip(*(half.chunk(tp) for half in orders), strict=True)
+                for piece in rank
+            ]
+        )
+        return replace(
+            cls._of(batch.padded(end - len(batch)), order, shard), halves=halves, first=first
+        )
 
     @classmethod
     def _of(cls, padded: PackedBatch, order: Tensor, shard: ContextShard) -> "MicroBatch":
@@ -103,7 +121,9 @@ class MicroBatch:
 
     @property
     def tokens(self) -> Tensor:
-        return self.batch.tokens if self.is_whole and not self.halves else self.batch.tokens[self.order]
+        if self.is_whole and not self.halves:
+            return self.batch.tokens
+        return self.batch.tokens[self.order]
 
     def to(self, device: torch.device | str) -> "MicroBatch":
         device = torch.device(device)
@@ -125,7 +145,8 @@ class LazySequence(Seq[Item]):
     """Items that `make(number)` makes at first access."""
 
     def __init__(self, count: int, make: Callable[[int], Item]) -> None:
-        self._numbers, self._make = range(count), cache(make)
+        self._numbers = range(count)
+        self._make = cache(make)
 
     def __len__(self) -> int:
         return len(self._numbers)
@@ -148,7 +169,9 @@ class DualBatch:
             return cls(MIN_HALF_TOKENS if pays and mesh.device.type != "cpu" else None)
         return cls(1 if enabled and supported else None)
 
-    def should_split(self, lengths: Seq[Seq[int]], multiple: int = 1, budget: int | None = None) -> bool:
+    def should_split(
+        self, lengths: Seq[Seq[int]], multiple: int = 1, budget: int | None = None
+    ) -> bool:
         """lengths: of a micro-batch's sequences in every replica."""
         if self.min_tokens is None or min(map(len, lengths)) < 2:
             return False

@@ -33,7 +33,9 @@ class PackedBatch:
     targets: Tensor
     mask: Tensor  # bool [T]
     lengths: tuple[int, ...]
-    fields: Mapping[str, Tensor] = field(default_factory=dict)  # float32 or wider [T]; `temperature` divides the logits
+    fields: Mapping[str, Tensor] = field(
+        default_factory=dict
+    )  # float32 or wider [T]; `temperature` divides the logits
     media: tuple[Media | None, ...] = ()  # by sequence, or empty, as groups
     routing: RoutingTrace | None = None  # to replay
     groups: tuple[int | None, ...] = ()
@@ -41,7 +43,10 @@ class PackedBatch:
 
     @classmethod
     def pack(
-        cls, sequences: Iterable[Sequence | Seq[int] | Tensor], *, dtype: torch.dtype = torch.float32
+        cls,
+        sequences: Iterable[Sequence | Seq[int] | Tensor],
+        *,
+        dtype: torch.dtype = torch.float32,
     ) -> "PackedBatch":
         """In order. The last token of each sequence has target 0 and mask False."""
         columns = columns_of(sequences, dtype)
@@ -86,12 +91,16 @@ class PackedBatch:
     def sequence_ids(self) -> Tensor:
         """[T]"""
         counts = (self.cu_seqlens[1:] - self.cu_seqlens[:-1]).long()
-        return torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts, output_size=len(self))
+        return torch.repeat_interleave(
+            torch.arange(len(counts), device=counts.device), counts, output_size=len(self)
+        )
 
     @property
     def group_ids(self) -> Tensor:
         """int64 [S], -1 for none."""
-        ids = [-1 if group is None else group for group in self.groups or (None,) * self.num_sequences]
+        ids = [
+            -1 if group is None else group for group in self.groups or (None,) * self.num_sequences
+        ]
         return to_device(torch.tensor(ids, dtype=torch.int64), self.tokens.device)
 
     def with_fields(self, **fields: Tensor) -> "PackedBatch":
@@ -111,7 +120,11 @@ class PackedBatch:
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "PackedBatch":
         """All but the media."""
         place = torch.device(device)
-        move = partial(to_device, device=place) if non_blocking else partial(torch.Tensor.to, device=place)
+        move = (
+            partial(to_device, device=place)
+            if non_blocking
+            else partial(torch.Tensor.to, device=place)
+        )
         return self._map(move, cu_seqlens=move(self.cu_seqlens))
 
     def select(self, sequences: Seq[int]) -> "PackedBatch":
@@ -143,14 +156,21 @@ class PackedBatch:
         if not missing:
             return self
         names = ("tokens", "targets", "mask")
-        padded = {name: torch.nn.functional.pad(getattr(self, name), (0, missing)) for name in names}
+        padded = {
+            name: torch.nn.functional.pad(getattr(self, name), (0, missing)) for name in names
+        }
         fill = {name: 1.0 if name == "temperature" else 0.0 for name in self.fields}
-        fields = {n: torch.nn.functional.pad(x, (0, missing), value=fill[n]) for n, x in self.fields.items()}
+        fields = {
+            n: torch.nn.functional.pad(x, (0, missing), value=fill[n])
+            for n, x in self.fields.items()
+        }
         lengths = (*self.lengths, missing)
         return replace(
             self,
             **padded,
-            positions=torch.cat([self.positions, torch.arange(missing, device=self.positions.device)]),
+            positions=torch.cat(
+                [self.positions, torch.arange(missing, device=self.positions.device)]
+            ),
             cu_seqlens=cumulative(lengths).to(self.cu_seqlens.device),
             lengths=lengths,
             fields=fields,
@@ -161,13 +181,19 @@ class PackedBatch:
         )
 
     def _check_column(self, name: str, x: Tensor) -> None:
-        if not isinstance(x, Tensor) or x.shape != self.tokens.shape or x.device != self.tokens.device:
+        if (
+            not isinstance(x, Tensor)
+            or x.shape != self.tokens.shape
+            or x.device != self.tokens.device
+        ):
             wanted = f"a tensor [{len(self)}] on {self.tokens.device}, an entry for every token of the batch"
             raise DataError(f"{name} is {kind_of(x)}; expected {wanted} (dt.Sequence packs lists)")
 
     def _map(self, fn: Callable[[Tensor], Tensor], **by_sequence: Any) -> "PackedBatch":
         """`fn` of all columns [T]."""
-        columns: dict[str, Any] = {name: fn(vars(self)[name]) for name in ("tokens", "positions", "targets", "mask")}
+        columns: dict[str, Any] = {
+            name: fn(vars(self)[name]) for name in ("tokens", "positions", "targets", "mask")
+        }
         columns["fields"] = {name: fn(x) for name, x in self.fields.items()}
         columns["routing"] = None if self.routing is None else self.routing.map(fn)
         return replace(self, **columns, **by_sequence)
@@ -182,7 +208,9 @@ def start_reading(media: Iterable[Media | None]) -> None:
 def to_device(x: Tensor, device: torch.device) -> Tensor:
     """`x.to(device)` without waiting for the device."""
     on_host = x.device.type == "cpu"
-    return (x.pin_memory() if on_host and device.type == "cuda" else x).to(device, non_blocking=on_host)
+    return (x.pin_memory() if on_host and device.type == "cuda" else x).to(
+        device, non_blocking=on_host
+    )
 
 
 def cumulative(lengths: Seq[int]) -> Tensor:

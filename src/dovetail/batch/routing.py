@@ -39,7 +39,9 @@ class RoutingTrace:
     def cat(cls, traces: Iterable["RoutingTrace"]) -> "RoutingTrace":
         parts = list(traces)
         assert all(part.layers == parts[0].layers for part in parts)
-        return cls(parts[0].layers, torch.cat([p.indices for p in parts]), torch.cat([p.valid for p in parts]))
+        indices = torch.cat([part.indices for part in parts])
+        valid = torch.cat([part.valid for part in parts])
+        return cls(parts[0].layers, indices, valid)
 
     def agreement(self, other: "RoutingTrace") -> float:
         """The share of (token, layer) pairs, valid in both, with the same experts."""
@@ -56,11 +58,15 @@ def join_traces(rows: Iterable[tuple[int, RoutingTrace | None]]) -> RoutingTrace
         return None
     for index, (tokens, trace) in enumerate(pairs):
         if trace is None:
-            raise DataError(f"sequence {index} has no routing, which others have; give it to all or none")
+            raise DataError(
+                f"sequence {index} has no routing, which others have; give it to all or none"
+            )
         if len(trace) != tokens:
             raise DataError(f"sequence {index} has {tokens} tokens but routing for {len(trace)}")
         if trace.layers != traces[0].layers:
-            raise DataError(f"sequence {index} is routed in layers {trace.layers}, others in {traces[0].layers}")
+            raise DataError(
+                f"sequence {index} is routed in layers {trace.layers}, others in {traces[0].layers}"
+            )
     return RoutingTrace.cat(traces)
 
 
@@ -87,7 +93,9 @@ class Routes:
     balance: Balance | None = None
     chosen: dict[int, Tensor] = field(default_factory=dict)  # int32 [t, K], for recomputation
     loads: dict[int, Tensor] = field(default_factory=dict)  # [S, E], of this rank's tokens
-    shared: dict[int, Tensor] = field(default_factory=dict)  # [S, E], of all ranks', for balance losses
+    shared: dict[int, Tensor] = field(
+        default_factory=dict
+    )  # [S, E], of all ranks', for balance losses
     costs: dict[int, Tensor] = field(default_factory=dict)  # [2], sums of the balance losses
 
     def choose(self, layer: int, live: Callable[[], Tensor]) -> Tensor:
@@ -108,7 +116,9 @@ class Routes:
             self._record_loads(b, layer, scores.shape[1])
         if not (b.aux_coef or b.z_coef):
             return None
-        even = scores.shape[1] / (self.chosen[layer].shape[1] * b.lengths.to(scores.dtype))  # 1 over an even load
+        even = scores.shape[1] / (
+            self.chosen[layer].shape[1] * b.lengths.to(scores.dtype)
+        )  # 1 over an even load
         shares = scores / scores.sum(-1, keepdim=True)
         aux = ((self.shared[layer] * even[:, None])[b.owner] * shares).sum(-1)
         z = logits.logsumexp(-1).square()
@@ -118,7 +128,9 @@ class Routes:
 
     def _record_loads(self, b: Balance, layer: int, experts: int) -> None:
         at = b.owner[:, None] * experts + self.chosen[layer]
-        loads = count_rows(at.flatten(), len(b.lengths) * experts, b.counted[:, None].expand_as(at).flatten())
+        loads = count_rows(
+            at.flatten(), len(b.lengths) * experts, b.counted[:, None].expand_as(at).flatten()
+        )
         self.loads[layer] = self.shared[layer] = loads.view(-1, experts)
         for axis in b.axes if b.aux_coef or b.z_coef else ():
             self.shared[layer] = sum_over(self.shared[layer], axis)

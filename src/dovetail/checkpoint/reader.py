@@ -1,4 +1,4 @@
-"""Reads sharded checkpoints in any layout, and verifies checksums."""
+"""A reader of sharded checkpoints, in any layout, which verifies checksums."""
 
 import zlib
 from collections.abc import Collection, Iterator
@@ -25,13 +25,17 @@ CPU = torch.device("cpu")
 
 
 class ShardedReader(TensorSource):
-    """`names` omits training state, which can be read. `verify_checksums` checks the data."""
+    """A sharded checkpoint. `names` omits training state, which can be read.
+
+    `verify_checksums` checks the data.
+    """
 
     has_checksums = True
 
     def __init__(self, path: Path | str) -> None:
         path = Path(path)
-        self.path, what = path, str(path / MANIFEST)
+        self.path = path
+        what = str(path / MANIFEST)
         self.manifest = Manifest.parse(contained(path, MANIFEST).read_bytes(), what)
         files = {name: self._open(name, stored) for name, stored in self.manifest.pieces.items()}
         super().__init__(path, files, self.manifest.tensors)
@@ -42,29 +46,44 @@ class ShardedReader(TensorSource):
         for name, tensor in self.tensors.items():
             for region in tensor.regions:
                 entry = files[region.file].entries.get(region.key)
-                if entry is None or (entry.dtype, entry.shape) != (tensor.dtype, region.shape):
-                    raise CheckpointError(f"{path / region.file} does not hold {name} as {what} says: {region.slices}")
+                found = None if entry is None else (entry.dtype, entry.shape)
+                if found != (tensor.dtype, region.shape):
+                    raise CheckpointError(
+                        f"{path / region.file} does not hold {name} as {what} says: {region.slices}"
+                    )
 
     def _open(self, name: str, stored: StoredFile) -> TensorFile:
         try:
             path = contained(self.path, name)
-            if path.stat().st_size != stored.size:
-                raise CheckpointError(f"{path} has {path.stat().st_size} bytes, but the manifest says {stored.size}")
+            size = path.stat().st_size
+            if size != stored.size:
+                raise CheckpointError(
+                    f"{path} has {size} bytes, but the manifest says {stored.size}"
+                )
             file = TensorFile(path)
             if zlib.crc32(file.header) != stored.crc32:
-                raise CheckpointError(f"{path}: its header does not match its checksum; it was changed since")
+                raise CheckpointError(
+                    f"{path}: its header does not match its checksum; it was changed since"
+                )
         except (CheckpointError, OSError) as error:
-            lost = [tensor for tensor, t in self.manifest.tensors.items() if any(r.file == name for r in t.regions)]
-            raise CheckpointError(f"{error}; lost with it are parts of:\n{listing(lost)}") from error
+            lost = []
+            for tensor, stored_tensor in self.manifest.tensors.items():
+                if any(region.file == name for region in stored_tensor.regions):
+                    lost.append(tensor)
+            problem = f"{error}; lost with it are parts of:\n{listing(lost)}"
+            raise CheckpointError(problem) from error
         return file
 
     def training_state(self, start: str, others: Collection[str] = ()) -> "ShardedReader":
-        """The tensors named `start` + name, under that name, and `others`."""
+        """Return a reader of the tensors named `start` + name, under that name, and of `others`."""
+        tensors = {name: self.tensors[name] for name in others}
+        for name, tensor in self.tensors.items():
+            if name.startswith(start):
+                tensors[name.removeprefix(start)] = tensor
         view = copy(self)
         view.path = self.path / start
-        view.tensors = {name: self.tensors[name] for name in others}
-        view.tensors |= {n.removeprefix(start): t for n, t in self.tensors.items() if n.startswith(start)}
-        view.names = view.tensors.keys()
+        view.tensors = tensors
+        view.names = tensors.keys()
         return view
 
     def _fill(self, region: StoredRegion, part: Slices, out: Tensor, buffer: Tensor) -> None:
@@ -75,30 +94,41 @@ class ShardedReader(TensorSource):
                 self._crcs[region] = crc
 
     def verify_checksums(self, mesh: Mesh, *, training: bool = False) -> None:
-        """Compare the model's checksums, or all, reading what no rank has read. DamagedError on every rank. Collective."""
-        world, names = mesh["world"], self.manifest.tensors if training else self.names
-        pieces = [(name, region) for name in names for region in self.manifest.tensors[name].regions]
-        pieces = [piece for piece in pieces if piece[1] not in self._verified]
-        marks = "".join("01"[region in self._crcs] for _, region in pieces)
-        unread = [region for (_, region), *read in zip(pieces, *of_all(marks, mesh), strict=True) if "1" not in read]
-        sides = list(self.manifest.sides) if pieces else []
+        """Compare the checksums of the model's tensors, or of all, reading what no rank has read.
+
+        DamagedError on every rank. Collective.
+        """
+        world = mesh["world"]
+        names: dict[StoredRegion, str] = {}
+        for name in self.manifest.tensors if training else self.names:
+            for region in self.manifest.tensors[name].regions:
+                if region not in self._verified:
+                    names[region] = name
+        marks = "".join("01"[region in self._crcs] for region in names)
+        read_by = zip(*of_all(marks, mesh), strict=True)
+        unread = [region for region, read in zip(names, read_by, strict=True) if "1" not in read]
+        auxiliary = list(self.manifest.auxiliary) if names else []
         try:
             with agreed(mesh):
-                run_jobs([partial(self._sum, region) for region in unread[world.rank :: world.size]], CPU)
-                problems = list(self._problems.values())
-                problems += [
-                    f"{region.file}: {name} {region.slices} does not match its checksum"
-                    for name, region in pieces
-                    if region not in self._problems and self._crcs.get(region, region.crc32) != region.crc32
-                ]
-                damaged = filter(self._is_damaged, sides[world.rank :: world.size])
-                problems += [f"{name} does not match its checksum" for name in damaged]
+                share = unread[world.rank :: world.size]
+                run_jobs([partial(self._sum, region) for region in share], CPU)
+                problems = dict.fromkeys(self._problems.values())
+                for region, name in names.items():
+                    crc = self._crcs.get(region, region.crc32)
+                    if region not in self._problems and crc != region.crc32:
+                        wrong = f"{region.file}: {name} {region.slices}"
+                        problems[f"{wrong} does not match its checksum"] = None
+                for name in auxiliary[world.rank :: world.size]:
+                    if self._is_damaged(name):
+                        problems[f"{name} does not match its checksum"] = None
                 if problems:
-                    text = listing(list(dict.fromkeys(problems)))
-                    raise CheckpointError(f"{self.path} is damaged; use an older checkpoint or another copy:\n{text}")
+                    remedy = "use an older checkpoint or another copy"
+                    raise CheckpointError(
+                        f"{self.path} is damaged; {remedy}:\n{listing([*problems])}"
+                    )
         except CheckpointError as error:
             raise DamagedError(str(error), self.path) from error
-        self._verified |= {region for _, region in pieces}
+        self._verified.update(names)
         self._crcs.clear()
 
     def verify(self) -> None:
@@ -115,14 +145,22 @@ class ShardedReader(TensorSource):
         except (CheckpointError, OSError) as error:
             self._problems[region] = f"{region.file}: {region.key} {region.slices}: {error}"
 
-    def _is_damaged(self, side: str) -> bool:
-        stored, size, crc = self.manifest.sides[side], 0, 0
-        for block in file_blocks(contained(self.path, side)):
-            size, crc = size + len(block), zlib.crc32(block, crc)
+    def _is_damaged(self, name: str) -> bool:
+        stored = self.manifest.auxiliary[name]
+        size = 0
+        crc = 0
+        for block in file_blocks(contained(self.path, name)):
+            size += len(block)
+            crc = zlib.crc32(block, crc)
         return (size, crc) != (stored.size, stored.crc32)
 
 
 def open_checkpoint(path: Path | str, mesh: Mesh) -> TensorSource:
-    """Call `verify_checksums` before using what was read. Collective."""
+    """Open a checkpoint of either kind; call `verify_checksums` before using what was read.
+
+    Collective.
+    """
     with agreed(mesh):
-        return ShardedReader(path) if (Path(path) / MANIFEST).exists() else HFReader(path)
+        if (Path(path) / MANIFEST).exists():
+            return ShardedReader(path)
+        return HFReader(path)

@@ -1,4 +1,4 @@
-"""The saved steps of a run."""
+"""The saved steps of a run: which there are, which are kept, and which one a run resumes."""
 
 import gc
 import math
@@ -22,13 +22,14 @@ from dovetail.weights.safe_paths import LEFTOVERS, MANIFEST, contained
 T = TypeVar("T")
 NONE: Mapping[str, str] = {}
 LINK = re.compile(r"step_\d{6,}")
-ORDER, SCORE = "order", "score"
+ORDER = "order"
+SCORE = "score"
 LATEST = "latest"  # for people
 
 
 @dataclass(frozen=True)
 class SavedStep:
-    """order: -1 without training state. score: higher is better."""
+    """A checkpoint of a run. order: -1 without training state. score: higher is better."""
 
     path: Path
     step: int
@@ -37,13 +38,15 @@ class SavedStep:
 
 
 def oldest_of_last(folder: Path, last: int) -> int:
+    """Return the oldest step of the `last` saves."""
     steps, _ = saved_steps(folder)
-    return min(saved.step for saved in [saved for saved in steps if saved.order >= 0][:last])
+    whole = [saved.step for saved in steps if saved.order >= 0]
+    return min(whole[:last])
 
 
 @dataclass(frozen=True)
 class Retention:
-    """The `last`, those that `every` divides, and the `best`. 0: none."""
+    """Which steps are kept: the `last`, those that `every` divides, and the `best`. 0: none."""
 
     last: int
     every: int = 0
@@ -53,43 +56,63 @@ class Retention:
         newest_first = sorted(steps, key=lambda saved: saved.order, reverse=True)
         scored = [saved for saved in newest_first if saved.score is not None]
         scored.sort(key=lambda saved: saved.score or 0.0, reverse=True)  # of equals the newest
-        chosen = [*newest_first[: max(1, self.last)], *scored[: self.best]]
-        chosen += [saved for saved in newest_first if self.every and saved.step % self.every == 0]
+        chosen = newest_first[: max(1, self.last)] + scored[: self.best]
+        if self.every:
+            chosen += [saved for saved in newest_first if saved.step % self.every == 0]
         return {saved.path for saved in chosen}
 
 
 def saved_steps(folder: Path) -> tuple[list[SavedStep], list[str]]:
-    """Complete ones, the newest first; problems of others."""
-    sound, problems = [], []
-    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-        if STEP.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
-            try:
-                manifest = Manifest.parse(contained(path, MANIFEST).read_bytes(), str(path / MANIFEST))
-            except (CheckpointError, OSError) as error:
-                problems.append(str(error))
-                continue
-            order, score = (-1, None) if manifest.state is None else map(manifest.state.get, (ORDER, SCORE))
-            if type(order) is not int or not isinstance(score, (int, float, type(None))):
-                problems.append(f"{path}: its state has the order {quoted(order)} and the score {quoted(score)}")
-                continue
-            known = score is not None and math.isfinite(score)
-            sound.append(SavedStep(path, manifest.step or 0, order, score if known else None))
-    return sorted(sound, key=lambda saved: saved.order, reverse=True), problems
+    """Return complete steps, the newest first, and the problems of others."""
+    steps = []
+    problems = []
+    for path in sorted(folder.glob("step_*")):
+        if not STEP.fullmatch(path.name) or not path.is_dir() or path.is_symlink():
+            continue
+        try:
+            steps.append(_saved_step(path))
+        except (CheckpointError, OSError) as error:
+            problems.append(str(error))
+    steps.sort(key=lambda saved: saved.order, reverse=True)
+    return steps, problems
+
+
+def _saved_step(path: Path) -> SavedStep:
+    content = contained(path, MANIFEST).read_bytes()
+    manifest = Manifest.parse(content, str(path / MANIFEST))
+    step = manifest.step or 0
+    if manifest.state is None:
+        return SavedStep(path, step, -1, None)
+    order = manifest.state.get(ORDER)
+    score = manifest.state.get(SCORE)
+    if type(order) is not int or not isinstance(score, (int, float, type(None))):
+        raise CheckpointError(
+            f"{path}: its state has the order {quoted(order)} and the score {quoted(score)}"
+        )
+    known = score is not None and math.isfinite(score)
+    return SavedStep(path, step, order, score if known else None)
 
 
 def open_newest(
     folder: Path, mesh: Mesh, step: int | None = None, damaged: Mapping[str, str] = NONE
 ) -> tuple[ShardedReader | None, list[str]]:
-    """The newest readable step, or `step`, and problems of those skipped. damaged: name -> problem. Collective."""
-    named: list[str] = []
-    others: list[int] = []
+    """Return the newest readable step, or `step`, and the problems of those skipped.
+
+    damaged: name -> problem. CheckpointError. Collective.
+    """
+    named = []
+    others = []
     problems: list[str] = []
     with agreed(mesh):
         if mesh["world"].rank == 0:
             steps, problems = saved_steps(folder)
-            others = sorted({saved.step for saved in steps if saved.order >= 0})
-            named = [saved.path.name for saved in steps if step in (None, saved.step) and saved.order >= 0]
-            problems += [f"{saved.path} holds weights without training state" for saved in steps if saved.order < 0]
+            for saved in steps:
+                if saved.order < 0:
+                    problems.append(f"{saved.path} holds weights without training state")
+                    continue
+                others.append(saved.step)
+                if step in (None, saved.step):
+                    named.append(saved.path.name)
     named, others, problems = of_first([named, others, problems], mesh)
     for name in named:
         try:
@@ -100,16 +123,21 @@ def open_newest(
         except CheckpointError as error:
             problems.append(str(error))
     if step is not None:
-        known = f"; it has step {', '.join(map(str, others))}" if others and step not in others else ""
-        lacks = f"{folder} has no whole training state of step {step}{known}"
-        raise CheckpointError(f"{lacks}\n{listing(problems)}".rstrip())
+        missing = f"{folder} has no whole training state of step {step}"
+        if others and step not in others:
+            known = ", ".join(map(str, sorted({*others})))
+            missing += f"; it has step {known}"
+        raise CheckpointError(f"{missing}\n{listing(problems)}".rstrip())
     if problems:
-        raise CheckpointError(f"no checkpoint in {folder} can be read; move it away to start anew\n{listing(problems)}")
+        raise CheckpointError(
+            f"no checkpoint in {folder} can be read; move it away to start "
+            f"anew\n{listing(problems)}"
+        )
     return None, []
 
 
 def from_a_whole_step(folder: Path, attempt: Callable[[Mapping[str, str]], T]) -> T:
-    """Repeats `attempt(damaged)` without steps that prove damaged."""
+    """Return `attempt(damaged)`, repeated without steps that prove damaged."""
     damaged: dict[str, str] = {}
     while True:
         try:
@@ -122,7 +150,7 @@ def from_a_whole_step(folder: Path, attempt: Callable[[Mapping[str, str]], T]) -
 
 
 def prune(folder: Path, retention: Retention) -> None:
-    """Files in use are removed later."""
+    """Remove steps that are not kept; files in use are removed later."""
     steps, _ = saved_steps(folder)
     kept = retention.keeps(steps)
     for saved in steps:
@@ -147,22 +175,33 @@ def set_aside(folder: Path, order: int, aside: Path) -> None:
     steps, _ = saved_steps(folder)
     readable = {saved.path: saved.order for saved in steps}
     kept = [saved.path for saved in steps if saved.order <= order]
-    directories = [path for path in folder.glob("step_*") if STEP.fullmatch(path.name) and not path.is_symlink()]
-    for path in sorted(directories, key=lambda path: readable.get(path, math.inf), reverse=True):
-        if readable.get(path, math.inf) > order:
-            move(path)
-            _unlink(path)
+    later = []
+    for path in folder.glob("step_*"):
+        order_of_path = readable.get(path, math.inf)
+        if STEP.fullmatch(path.name) and not path.is_symlink() and order_of_path > order:
+            later.append((order_of_path, path))
+    for _, path in sorted(later, reverse=True):
+        move(path)
+        _unlink(path)
     for path in [path for path in folder.glob("step_*") if LINK.fullmatch(path.name)]:
         if path.is_dir() and not path.is_symlink():  # `scp -r` copies links as directories
             move(path)
-            if named := [step.name for step in kept if step.stem == path.name]:
-                path.symlink_to(named[0])
+            targets = [step.name for step in kept if step.stem == path.name]
+            if targets:
+                path.symlink_to(targets[0])
+    _correct_latest(folder, kept, move)
+
+
+def _correct_latest(folder: Path, kept: Sequence[Path], move: Callable[[Path], None]) -> None:
     latest = folder / LATEST
-    misplaced = latest.is_dir() and not latest.is_symlink()
-    if misplaced:
+    if latest.is_dir() and not latest.is_symlink():
         move(latest)
-    if misplaced or (latest.is_file() and not (folder / latest.read_text(errors="replace").strip()).is_dir()):
-        replace_file(latest, f"{kept[0].name}\n".encode()) if kept else latest.unlink(missing_ok=True)
+    elif not latest.is_file() or (folder / latest.read_text(errors="replace").strip()).is_dir():
+        return
+    if kept:
+        replace_file(latest, f"{kept[0].name}\n".encode())
+    else:
+        latest.unlink(missing_ok=True)
 
 
 def _unlink(path: Path) -> None:

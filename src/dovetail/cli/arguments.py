@@ -1,18 +1,25 @@
 """Commands and flags. Imports no torch."""
 
 import argparse
-import difflib
 import importlib
-import math
-from argparse import Action, ArgumentError, ArgumentParser, ArgumentTypeError
+from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import dovetail
-from dovetail.errors import ConfigError, listing, quoted, short_words, shortened
-from dovetail.launch.process import put
+from dovetail.cli.parser import (
+    COUNT,
+    RATE,
+    SECONDS,
+    Parser,
+    counts,
+    decode_speeds,
+    number,
+    share,
+    words,
+)
+from dovetail.errors import ConfigError, quoted, shortened
 from dovetail.launch.progress import LIMITS
 from dovetail.launch.supervisor import Supervision
 from dovetail.parallel.layout import DEGREES, Layout
@@ -25,85 +32,6 @@ KEYS = "Every key of a recipe, and how to write GRPO, DAPO, GSPO, PPO and others
 EXAMPLE = "example:\n  dovetail "
 
 
-def number(kind: type[int] | type[float], *, positive: bool = False) -> Callable[[str], float]:
-    def read(text: str) -> float:
-        value = kind(text)
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ArgumentTypeError(f"{shortened(text)} is not finite")
-        if value < 0 or (positive and value == 0):
-            raise ArgumentTypeError(f"{shortened(text)} is {'not more' if positive else 'less'} than 0")
-        return value
-
-    read.__name__ = "whole number" if kind is int else "number"  # for argparse's messages
-    return read
-
-
-def share(text: str) -> float:
-    value = number(float, positive=True)(text)
-    if value > 1:
-        raise ArgumentTypeError(f"{shortened(text)} is more than 1")
-    return value
-
-
-def words(text: str) -> tuple[str, ...]:
-    return tuple(filter(None, text.split(",")))
-
-
-def counts(text: str) -> tuple[int, ...]:
-    return tuple(int(number(int)(word)) for word in text.split(","))
-
-
-def decode_speeds(text: str) -> tuple[tuple[int, float], ...]:
-    """ "1:205,64:12850": running samples, tokens/s of all together."""
-    pairs = [part.partition(":")[::2] for part in text.split(",")]
-    points = [(int(COUNT(count)), RATE(speed)) for count, speed in pairs]
-    if any(a[0] >= b[0] or a[1] / a[0] < b[1] / b[0] for a, b in pairwise(points)):
-        expected = "rising numbers of samples, each of which gets no more tokens than among fewer"
-        raise ArgumentTypeError(f"{shortened(text)}: expected {expected}")
-    return tuple(points)
-
-
-COUNT, SECONDS, RATE = number(int, positive=True), number(float, positive=True), number(float, positive=True)
-
-
-class Parser(ArgumentParser):
-    """Reports all mistakes at once."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options, formatter_class=_Formatter)
-        self.mistakes: list[str] = []
-
-    def _get_values(self, action: Action, strings: list[str]) -> Any:
-        try:
-            return super()._get_values(action, strings)
-        except ArgumentError as error:
-            near = difflib.get_close_matches(str(strings[0]), map(str, action.choices or ()), n=1)
-            self.mistakes.append(short_words(str(error)) + "".join(f"; did you mean {word}?" for word in near))
-            return None
-
-    def parse_known_args(self, *given: Any, **named: Any) -> Any:
-        parsed = super().parse_known_args(*given, **named)
-        if self.mistakes:
-            self.error("")
-        return parsed
-
-    def error(self, message: str) -> NoReturn:
-        lines = [*self.mistakes, *([short_words(message)] if message else [])]
-        text = f"{lines[0]}; " if len(lines) == 1 else f"{len(lines)} mistakes:\n{listing(lines)}\n"
-        raise ConfigError(f"{text}see {self.prog} --help")
-
-    def print_help(self, file: object = None) -> None:
-        put(self.format_help())
-
-
-class _Formatter(argparse.RawDescriptionHelpFormatter):
-    def _get_help_string(self, action: Action) -> str:
-        text, default = action.help or "", action.default
-        hidden = default is None or default is False or default in (argparse.SUPPRESS, [])
-        shown = not hidden and "default" not in text
-        return f"{text}; default: {default}".lstrip("; ") if shown else text
-
-
 class Command(NamedTuple):
     help: str
     add_arguments: Callable[[ArgumentParser], None]
@@ -113,8 +41,16 @@ class Command(NamedTuple):
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     commands = "\n".join(f"  {name:<15}{command.help}" for name, command in COMMANDS.items())
     about = f"A parallel model engine for RL post-training.\n\ncommands:\n{commands}"
-    top = Parser(prog="dovetail", description=about, epilog=f"{EXAMPLE}train RECIPE.yaml\n\n{EPILOG}")
-    top.add_argument("command", nargs="?", choices=list(COMMANDS), metavar="command", help="COMMAND --help says more")
+    top = Parser(
+        prog="dovetail", description=about, epilog=f"{EXAMPLE}train RECIPE.yaml\n\n{EPILOG}"
+    )
+    top.add_argument(
+        "command",
+        nargs="?",
+        choices=list(COMMANDS),
+        metavar="command",
+        help="COMMAND --help says more",
+    )
     top.add_argument("--version", action="version", version=f"dovetail {dovetail.__version__}")
     name = top.parse_args(argv[:1] or ["--help"]).command
     is_train = name == "train"
@@ -127,7 +63,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     else:
         args, unknown = parser.parse_known_intermixed_args(rest)
     if unknown:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}{_hints(unknown) if is_train else ''}")
+        parser.error(
+            f"unrecognized arguments: {' '.join(unknown)}{_hints(unknown) if is_train else ''}"
+        )
     if is_train:
         args.overrides = [*overrides, *args.overrides]
     args.command = name
@@ -138,18 +76,26 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def _hints(unknown: Sequence[str]) -> str:
     hint: Callable[..., str] = importlib.import_module("dovetail.recipe.schema").hint_of
-    names = [word[2:].partition("=")[0].replace("-", "_") for word in unknown if word.startswith("--")]
+    names = [
+        word[2:].partition("=")[0].replace("-", "_") for word in unknown if word.startswith("--")
+    ]
     return "".join(f"; {text}" for text in map(hint, names) if text)
 
 
 def _check_eval(args: argparse.Namespace) -> None:
-    refuse_unknown: Callable[..., None] = importlib.import_module("dovetail.rewards.runner").refuse_unknown
+    refuse_unknown: Callable[..., None] = importlib.import_module(
+        "dovetail.rewards.runner"
+    ).refuse_unknown
     for reward in args.reward or ():
         if ":" not in reward:
             refuse_unknown(reward, "--reward ")
         elif not all(reward.partition(":")[::2]):
-            raise ConfigError(f"--reward {quoted(reward)}: expected a built-in reward, or module:function")
-    check_metrics: Callable[..., None] = importlib.import_module("dovetail.recipe.evaluation").check_metrics
+            raise ConfigError(
+                f"--reward {quoted(reward)}: expected a built-in reward, or module:function"
+            )
+    check_metrics: Callable[..., None] = importlib.import_module(
+        "dovetail.recipe.evaluation"
+    ).check_metrics
     try:
         check_metrics(args.metrics, args.samples, args.temperature)
     except ValueError as error:
@@ -160,33 +106,52 @@ def recipe_of(args: argparse.Namespace) -> "Recipe":
     """Read once. Flags beat overrides, which beat the file. Imports pydantic, too slow for --help."""
     if "recipe_read" not in args:
         names = ("dtype", "engine", "trust_remote_code")
-        flags: dict[str, Any] = {f"model.{name}": value for name in names if (value := vars(args)[name])}
+        flags: dict[str, Any] = {
+            f"model.{name}": value for name in names if (value := vars(args)[name])
+        }
         if args.layout is not None:
-            flags |= {f"layout.{name}": getattr(Layout.parse(args.layout), name) or "auto" for name in DEGREES}
+            flags |= {
+                f"layout.{name}": getattr(Layout.parse(args.layout), name) or "auto"
+                for name in DEGREES
+            }
         load = importlib.import_module("dovetail.recipe.schema").load_recipe
         args.recipe_read = load(args.recipe, args.overrides, flags)
     return args.recipe_read
 
 
 def layout_of(args: argparse.Namespace) -> Layout:
-    return recipe_of(args).layout.to_layout() if args.command == "train" else Layout.parse(args.layout or "")
+    return (
+        recipe_of(args).layout.to_layout()
+        if args.command == "train"
+        else Layout.parse(args.layout or "")
+    )
 
 
 def supervision_of(args: argparse.Namespace) -> Supervision:
     if args.command != "train":
         return Supervision()
-    recipe, engines = recipe_of(args), None
+    recipe = recipe_of(args)
+    engines = None
     limits = {**LIMITS, **recipe.trainer.timeouts}
     if recipe.rollout.start is not None and not args.dry_run:
-        on_gpus = importlib.import_module("dovetail.cli.header").chosen_device(args.device) == "cuda"
-        engines = importlib.import_module("dovetail.factory.engines").engine_start(recipe, ranks_on_gpus=on_gpus)
-    run_dir, resume = Path(recipe.run_dir), ("--resume", "auto")
-    return Supervision(limits=limits, run_dir=run_dir, restarts=args.restarts, resume=resume, engines=engines)
+        on_gpus = (
+            importlib.import_module("dovetail.cli.header").chosen_device(args.device) == "cuda"
+        )
+        engines = importlib.import_module("dovetail.factory.engines").engine_start(
+            recipe, ranks_on_gpus=on_gpus
+        )
+    run_dir = Path(recipe.run_dir)
+    resume = ("--resume", "auto")
+    return Supervision(
+        limits=limits, run_dir=run_dir, restarts=args.restarts, resume=resume, engines=engines
+    )
 
 
 def _split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Turns `--a.b value` and `--a.b=value` into `a.b=value`."""
-    overrides, rest, tokens = [], [], iter(argv)
+    overrides = []
+    rest = []
+    tokens = iter(argv)
     for token in tokens:
         name, equals, value = token.partition("=")
         if not (name.startswith("--") and ("." in name or name == "--run_dir")):
@@ -211,41 +176,80 @@ def _parse_with_model(parser: Parser, words: Sequence[str]) -> tuple[argparse.Na
 
 
 def _add_device(parser: ArgumentParser, default: str = "auto") -> None:
-    parser.add_argument("--device", choices=["auto", "cpu", "cuda", "npu"], default=default, help="what to compute on")
+    parser.add_argument(
+        "--device",
+        choices=["auto", "cpu", "cuda", "npu"],
+        default=default,
+        help="what to compute on",
+    )
 
 
-def _add_compute(parser: ArgumentParser, dtype: str | None = "float32", engine: str | None = "auto") -> None:
-    parser.add_argument("--layout", metavar="tp=2,dp=2", help="degrees of tp, pp, cp, dp, ep; default: 1 each")
+def _add_compute(
+    parser: ArgumentParser, dtype: str | None = "float32", engine: str | None = "auto"
+) -> None:
+    parser.add_argument(
+        "--layout", metavar="tp=2,dp=2", help="degrees of tp, pp, cp, dp, ep; default: 1 each"
+    )
     _add_device(parser)
     recipe = "" if dtype else "; default: the recipe's"
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default=dtype, help="compute type" + recipe)
+    parser.add_argument(
+        "--dtype", choices=["float32", "bfloat16"], default=dtype, help="compute type" + recipe
+    )
     engines = ["auto", "native", "transformers"]
-    parser.add_argument("--engine", choices=engines, default=engine, help="native if it knows the family" + recipe)
-    parser.add_argument("--trust-remote-code", action="store_true", help="run the code of its tokenizer or processor")
+    parser.add_argument(
+        "--engine", choices=engines, default=engine, help="native if it knows the family" + recipe
+    )
+    parser.add_argument(
+        "--trust-remote-code",
+        action="store_true",
+        help="run the code of its tokenizer or processor",
+    )
 
 
 def _add_rows(parser: ArgumentParser, data: str) -> None:
     parser.add_argument("model", metavar="MODEL", help=MODEL)
-    parser.add_argument("--data", required=True, metavar=data, help="JSONL, parquet, CSV, a directory, or a glob")
-    parser.add_argument("--out", required=True, metavar="OUT.jsonl", help="an existing file is replaced")
+    parser.add_argument(
+        "--data", required=True, metavar=data, help="JSONL, parquet, CSV, a directory, or a glob"
+    )
+    parser.add_argument(
+        "--out", required=True, metavar="OUT.jsonl", help="an existing file is replaced"
+    )
     _add_compute(parser)
 
 
 def _train(parser: ArgumentParser) -> None:
     parser.add_argument("recipe", metavar="RECIPE.yaml", help="a YAML file of keys")
-    parser.add_argument("overrides", metavar="key.path=value", nargs="*", default=[], help="change a key of the recipe")
-    parser.add_argument("--dry-run", action="store_true", help="check everything, print the recipe, train nothing")
+    parser.add_argument(
+        "overrides",
+        metavar="key.path=value",
+        nargs="*",
+        default=[],
+        help="change a key of the recipe",
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="check everything, print the recipe, train nothing"
+    )
     resume = "go on from a checkpoint of run_dir"
-    parser.add_argument("--resume", metavar="auto|never|step=N", default="auto", type=_resume, help=resume)
-    parser.add_argument("--restarts", metavar="N", default=0, type=number(int), help="start again after a failure")
+    parser.add_argument(
+        "--resume", metavar="auto|never|step=N", default="auto", type=_resume, help=resume
+    )
+    parser.add_argument(
+        "--restarts", metavar="N", default=0, type=number(int), help="start again after a failure"
+    )
     _add_compute(parser, dtype=None, engine=None)
 
 
 def _score(parser: ArgumentParser) -> None:
     _add_rows(parser, data="ROWS.jsonl")
-    parser.add_argument("--head", choices=["lm", "value"], default="lm", help="log-probs and entropies, or values")
-    parser.add_argument("--temperature", type=RATE, default=1.0, metavar="X", help="divides the logits")
-    parser.add_argument("--tokens-per-batch", type=COUNT, default=16384, metavar="N", help="of a micro-batch")
+    parser.add_argument(
+        "--head", choices=["lm", "value"], default="lm", help="log-probs and entropies, or values"
+    )
+    parser.add_argument(
+        "--temperature", type=RATE, default=1.0, metavar="X", help="divides the logits"
+    )
+    parser.add_argument(
+        "--tokens-per-batch", type=COUNT, default=16384, metavar="N", help="of a micro-batch"
+    )
 
 
 def _generate(parser: ArgumentParser) -> None:
@@ -255,11 +259,17 @@ def _generate(parser: ArgumentParser) -> None:
 
 def _eval(parser: ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help=MODEL)
-    parser.add_argument("--data", required=True, metavar="PROMPTS.jsonl", help="rows as train takes them")
-    parser.add_argument("--out", metavar="OUT.jsonl", help="completions with rewards; an existing file is replaced")
+    parser.add_argument(
+        "--data", required=True, metavar="PROMPTS.jsonl", help="rows as train takes them"
+    )
+    parser.add_argument(
+        "--out", metavar="OUT.jsonl", help="completions with rewards; an existing file is replaced"
+    )
     reward = "a built-in reward, or module:function in this directory; several are added; default: exact_match"
     parser.add_argument("--reward", action="append", metavar="NAME", help=reward)
-    parser.add_argument("--reward-timeout-seconds", type=SECONDS, default=10.0, metavar="X", help="default: 10")
+    parser.add_argument(
+        "--reward-timeout-seconds", type=SECONDS, default=10.0, metavar="X", help="default: 10"
+    )
     metrics = "avg@K, pass@K, maj@K or module:function, with commas between; default: avg, pass and maj of all samples"
     parser.add_argument("--metrics", type=words, default=(), metavar="NAMES", help=metrics)
     _add_sampling(parser, temperature=0.0)
@@ -267,68 +277,133 @@ def _eval(parser: ArgumentParser) -> None:
 
 
 def _add_sampling(parser: ArgumentParser, temperature: float) -> None:
-    parser.add_argument("--samples", type=COUNT, default=1, metavar="N", help="completions of each prompt")
-    parser.add_argument("--max-new-tokens", type=COUNT, default=64, metavar="N", help="longest completion")
-    parser.add_argument("--temperature", type=number(float), default=temperature, metavar="X", help="0: the likeliest")
-    parser.add_argument("--top-p", type=share, default=1.0, metavar="X", help="sample the smallest set with this mass")
-    parser.add_argument("--top-k", type=number(int), default=0, metavar="N", help="sample from the likeliest; 0: all")
-    parser.add_argument("--seed", type=number(int), default=0, metavar="N", help="of the sampling noise")
+    parser.add_argument(
+        "--samples", type=COUNT, default=1, metavar="N", help="completions of each prompt"
+    )
+    parser.add_argument(
+        "--max-new-tokens", type=COUNT, default=64, metavar="N", help="longest completion"
+    )
+    parser.add_argument(
+        "--temperature",
+        type=number(float),
+        default=temperature,
+        metavar="X",
+        help="0: the likeliest",
+    )
+    parser.add_argument(
+        "--top-p",
+        type=share,
+        default=1.0,
+        metavar="X",
+        help="sample the smallest set with this mass",
+    )
+    parser.add_argument(
+        "--top-k",
+        type=number(int),
+        default=0,
+        metavar="N",
+        help="sample from the likeliest; 0: all",
+    )
+    parser.add_argument(
+        "--seed", type=number(int), default=0, metavar="N", help="of the sampling noise"
+    )
 
 
 def _convert(parser: ArgumentParser) -> None:
     parser.add_argument("source", metavar="SRC", help="HF directory or sharded checkpoint")
     parser.add_argument("destination", metavar="DST", help="a directory that does not exist yet")
     parser.add_argument("--to", choices=["sharded", "hf"], required=True, help="what DST becomes")
-    parser.add_argument("--layout", metavar="tp=2,dp=2", help="of the pieces, which as many ranks write")
+    parser.add_argument(
+        "--layout", metavar="tp=2,dp=2", help="of the pieces, which as many ranks write"
+    )
     _add_device(parser, default="cpu")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="default: as in SRC")
+    parser.add_argument(
+        "--dtype", choices=["float32", "bfloat16", "float16"], help="default: as in SRC"
+    )
 
 
 def _inspect(parser: ArgumentParser) -> None:
-    parser.add_argument("checkpoint", metavar="PATH", help="HF directory, sharded checkpoint, or run_dir")
-    parser.add_argument("--verify", action="store_true", help="compare every checksum of a sharded checkpoint")
+    parser.add_argument(
+        "checkpoint", metavar="PATH", help="HF directory, sharded checkpoint, or run_dir"
+    )
+    parser.add_argument(
+        "--verify", action="store_true", help="compare every checksum of a sharded checkpoint"
+    )
 
 
 def _report(parser: ArgumentParser) -> None:
-    parser.add_argument("runs", metavar="RUN", nargs="+", help="run_dir of a recipe; several are compared")
+    parser.add_argument(
+        "runs", metavar="RUN", nargs="+", help="run_dir of a recipe; several are compared"
+    )
     parser.add_argument("--out", metavar="FILE.html", help="default: report.html in the first RUN")
-    parser.add_argument("--watch", type=SECONDS, default=0, metavar="SECONDS", help="write it anew until the runs end")
+    parser.add_argument(
+        "--watch",
+        type=SECONDS,
+        default=0,
+        metavar="SECONDS",
+        help="write it anew until the runs end",
+    )
 
 
 def _rollouts(parser: ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help="run_dir of a recipe")
     parser.add_argument(
-        "--step", type=number(int), metavar="N", help="default: the last, or all with --prompt or --search"
+        "--step",
+        type=number(int),
+        metavar="N",
+        help="default: the last, or all with --prompt or --search",
     )
     parser.add_argument("--prompt", metavar="ID", help="one prompt, old and new")
     parser.add_argument("--search", metavar="TEXT", help="in prompts, completions and answers")
-    parser.add_argument("--sort", choices=["best", "worst"], help="by reward; default: as they were written")
+    parser.add_argument(
+        "--sort", choices=["best", "worst"], help="by reward; default: as they were written"
+    )
     parser.add_argument("--limit", type=COUNT, default=8, metavar="N", help="samples to show")
 
 
 def _plan(parser: ArgumentParser) -> None:
     lengths = "of responses: a run_dir, a JSON list, or MEAN:LONGEST"
     parser.add_argument("--rollout", required=True, metavar="LENGTHS", help=lengths)
-    parser.add_argument("--gpus", required=True, type=COUNT, metavar="N", help="of trainer and engines together")
+    parser.add_argument(
+        "--gpus", required=True, type=COUNT, metavar="N", help="of trainer and engines together"
+    )
     decode = "measured tokens a second of an engine by its running samples; it runs at most the last number"
-    parser.add_argument("--decode", required=True, type=decode_speeds, metavar="1:205,64:12850,...", help=decode)
+    parser.add_argument(
+        "--decode", required=True, type=decode_speeds, metavar="1:205,64:12850,...", help=decode
+    )
     train = "tokens a second that a GPU trains, prompts and all passes of a step included"
     parser.add_argument("--train", required=True, type=RATE, metavar="X", help=train)
     parser.add_argument("--engine-gpus", type=COUNT, default=1, metavar="N", help="of one engine")
-    parser.add_argument("--max-lag", type=counts, default=(1, 2, 4), metavar="1,2,4", help="versions; default: 1,2,4")
+    parser.add_argument(
+        "--max-lag",
+        type=counts,
+        default=(1, 2, 4),
+        metavar="1,2,4",
+        help="versions; default: 1,2,4",
+    )
     parser.add_argument("--prompts", type=COUNT, default=32, metavar="N", help="of a step")
     parser.add_argument("--samples", type=COUNT, default=8, metavar="N", help="of a prompt")
-    parser.add_argument("--prompt-tokens", type=number(int), default=256, metavar="N", help="of a prompt")
-    parser.add_argument("--prefill", type=RATE, default=20000.0, metavar="X", help="tokens a second of an engine")
-    parser.add_argument("--push-seconds", type=number(float), default=1.0, metavar="X", help="of weights to engines")
+    parser.add_argument(
+        "--prompt-tokens", type=number(int), default=256, metavar="N", help="of a prompt"
+    )
+    parser.add_argument(
+        "--prefill", type=RATE, default=20000.0, metavar="X", help="tokens a second of an engine"
+    )
+    parser.add_argument(
+        "--push-seconds", type=number(float), default=1.0, metavar="X", help="of weights to engines"
+    )
 
 
 def _serve(parser: ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help=MODEL)
-    parser.add_argument("--host", default="127.0.0.1", metavar="H", help="address to listen at; 0.0.0.0: all")
+    parser.add_argument(
+        "--host", default="127.0.0.1", metavar="H", help="address to listen at; 0.0.0.0: all"
+    )
     parser.add_argument("--port", type=number(int), default=8000, metavar="P", help="0: a free one")
     _add_device(parser)
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of weights and compute")
+    parser.add_argument(
+        "--dtype", choices=["float32", "bfloat16"], default="float32", help="of weights and compute"
+    )
     used = "of the GPU's memory, for weights, keys and values; at most 0.9 of what is free"
     parser.add_argument("--gpu-memory-utilization", type=share, default=0.8, metavar="X", help=used)
     pushed = "the only directory whose files a trainer may push (rollout.push.transport=file)"
@@ -340,10 +415,14 @@ def _docs(parser: ArgumentParser) -> None:
 
 
 def _import_config(parser: ArgumentParser) -> None:
-    parser.add_argument("file", metavar="FILE", help="a YAML file, or a shell script that starts a training")
+    parser.add_argument(
+        "file", metavar="FILE", help="a YAML file, or a shell script that starts a training"
+    )
     whose = "verl, trl (trl-sft, trl-grpo), openrlhf, axolotl or slime; default: by its names"
     parser.add_argument("--from", dest="project", default="", metavar="PROJECT", help=whose)
-    parser.add_argument("-o", "--out", metavar="RECIPE.yaml", help="replaced if it exists; default: standard output")
+    parser.add_argument(
+        "-o", "--out", metavar="RECIPE.yaml", help="replaced if it exists; default: standard output"
+    )
 
 
 def _resume(text: str) -> str:

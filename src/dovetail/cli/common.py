@@ -46,7 +46,8 @@ def open_inputs(
     """decodes: the output needs a tokenizer, if there is one."""
     if args.out is not None and mesh["world"].rank == 0:
         check_out(args.out, args.data)
-    source, trust = Pretrained.open(args.model, args.engine), args.trust_remote_code
+    source = Pretrained.open(args.model, args.engine)
+    trust = args.trust_remote_code
     reads_text = needs_text(args.data) or (decodes and source.has_tokenizer)
     tokenizer = load_tokenizer(source, trust_remote_code=trust) if reads_text else None
     return source, tokenizer, load_processor(source, trust_remote_code=trust)
@@ -65,11 +66,15 @@ class RowFile:
     """
 
     def __init__(self, path: Path | str, mesh: Mesh, job: str = "", total: int = 0) -> None:
-        self.given, self.path, self.mesh, self.job = path, Path(os.path.realpath(path)), mesh, job
+        self.given = path
+        self.path = Path(os.path.realpath(path))
+        self.mesh = mesh
+        self.job = job
         self.part = self._part(job or uuid.uuid4().hex)
         self._file: FileIO | None = None
         self._written = self._tokens = self._not_finite = 0
-        self.total, self.is_shown = total, mesh["world"].rank == 0 and total > 0
+        self.total = total
+        self.is_shown = mesh["world"].rank == 0 and total > 0
         self._console = Console(speaks=self.is_shown, stderr=True)
 
     def _part(self, name: str) -> Path:
@@ -84,7 +89,9 @@ class RowFile:
                 except OSError as error:
                     raise_disk_problem(error, self.path)
                     problem = f"{error.strerror}: {error.filename}"
-                    raise ConfigError(f"--out {self.path} cannot be written: {problem}; give another path") from error
+                    raise ConfigError(
+                        f"--out {self.path} cannot be written: {problem}; give another path"
+                    ) from error
         self._console.start()
         self._console.phase("rows", 0, 0, 0)
         return self
@@ -94,7 +101,9 @@ class RowFile:
             file = FileIO(os.open(self.part, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+")
             with suppress(BlockingIOError):  # the same command runs right now
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if self.part.exists() and os.path.samestat(os.fstat(file.fileno()), self.part.stat()):
+                if self.part.exists() and os.path.samestat(
+                    os.fstat(file.fileno()), self.part.stat()
+                ):
                     return file
             file.close()
             self.part = self._part(uuid.uuid4().hex)
@@ -102,7 +111,8 @@ class RowFile:
 
     def missing(self, parts: Iterable[Sequence[Row]], each: int = 1) -> Iterator[Sequence[Row]]:
         """Parts that are not yet in the file. each: output rows per row."""
-        kept, parts = 0, list(parts)
+        kept = 0
+        parts = list(parts)
         with agreed(self.mesh, self.path):
             if self._file is not None:
                 ends = [0, *accumulate(len(line) for line in self._file if line.endswith(b"\n"))]
@@ -113,9 +123,13 @@ class RowFile:
                 self._file.truncate(ends[kept])
                 self._written = kept
                 if kept:
-                    complain(f"dovetail: going on after {kept} rows of an earlier start, kept in {self.part}\n")
+                    complain(
+                        f"dovetail: going on after {kept} rows of an earlier start, kept in "
+                        f"{self.part}\n"
+                    )
         self.advance(0, self.total, 0)
-        kept, rows = of_first(kept, self.mesh), 0
+        kept = of_first(kept, self.mesh)
+        rows = 0
         for part in parts:
             rows += len(part) * each
             if rows > kept:
@@ -147,9 +161,14 @@ class RowFile:
             self._console.stop()
             if self._not_finite:
                 rows = f"{self._not_finite} of {self._written} rows of {self.path} hold numbers that are not finite"
-                complain(f"dovetail: {rows}, written as null; check the weights, or try --dtype float32\n")
+                complain(
+                    f"dovetail: {rows}, written as null; check the weights, or try --dtype "
+                    "float32\n"
+                )
             if self._written and self.part.exists():
-                complain(f"dovetail: not finished; the first {self._written} rows are in {self.part}\n")
+                complain(
+                    f"dovetail: not finished; the first {self._written} rows are in {self.part}\n"
+                )
             elif self._file is not None:
                 self.part.unlink(missing_ok=True)
 
@@ -157,7 +176,9 @@ class RowFile:
 def fingerprint_of(args: argparse.Namespace, source: Pretrained, rows: Iterable[Prompt]) -> str:
     """Of flags, model and rows."""
     flags = {name: value for name, value in vars(args).items() if name != "out"}
-    digest = hashlib.sha256(f"{dovetail.__version__} {sampled_fingerprint(source)} {sorted(flags.items())}".encode())
+    digest = hashlib.sha256(
+        f"{dovetail.__version__} {sampled_fingerprint(source)} {sorted(flags.items())}".encode()
+    )
     for row in rows:
         digest.update(f"{row.id!r} {row.media!r}".encode(errors=ODD_LETTERS))
         digest.update(array("q", row.ids).tobytes())
@@ -170,12 +191,19 @@ def portions(rows: Sequence[Row], cost: Callable[[Row], int], most: int) -> Iter
     for i, row in enumerate(rows):
         if i > first and total + cost(row) > most:
             yield rows[first:i]
-            first, total = i, 0
+            first = i
+            total = 0
         total += cost(row)
     if rows:
         yield rows[first:]
 
 
 def _is_finite(row: Mapping[str, Any]) -> bool:
-    numbers = (x for value in row.values() if isinstance(value, list) for x in value if isinstance(x, float))
+    numbers = (
+        x
+        for value in row.values()
+        if isinstance(value, list)
+        for x in value
+        if isinstance(x, float)
+    )
     return all(map(math.isfinite, numbers))

@@ -53,20 +53,25 @@ def run(args: argparse.Namespace, progress: Progress) -> None:
     ignore = (*head.ignore, *source.spec.ignored)
     rules: NameRules = {"aliases": head.aliases, "ignore": ignore}
     with progressing(args, mesh) as sources:
-        convert_to_sharded(source.path, to, mesh.layout, model_on, mesh, dtype=dtype, watch=sources.append, **rules)
+        convert_to_sharded(
+            source.path, to, mesh.layout, model_on, mesh, dtype=dtype, watch=sources.append, **rules
+        )
 
 
 @contextmanager
 def progressing(args: argparse.Namespace, mesh: Mesh) -> Iterator[list[TensorSource]]:
     """Shows bytes read, then what was written."""
     sources: list[TensorSource] = []
-    is_first, console = mesh["world"].rank == 0, RichConsole(stderr=True)
+    is_first = mesh["world"].rank == 0
+    console = RichConsole(stderr=True)
     with ExitStack() as stack:
         if is_first and console.is_terminal:
             bar = stack.enter_context(Status("converting", console=console))
 
             def show() -> None:
-                bar.update(f"converting: {sum(source.bytes_read for source in sources) / 1e9:.2f} GB read")
+                bar.update(
+                    f"converting: {sum(source.bytes_read for source in sources) / 1e9:.2f} GB read"
+                )
 
             stack.enter_context(calling_every(SHOW_SECONDS, show))
         yield sources

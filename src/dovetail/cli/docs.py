@@ -23,5 +23,7 @@ def run(args: argparse.Namespace) -> None:
     elif (name := Path(args.page).name.removesuffix(".md")) in pages:
         pydoc.pager(pages[name]) if sys.stdout.isatty() else put(pages[name])
     else:
-        near = "".join(f"; did you mean {word}?" for word in difflib.get_close_matches(name, pages, n=1))
+        near = "".join(
+            f"; did you mean {word}?" for word in difflib.get_close_matches(name, pages, n=1)
+        )
         raise ConfigError(f"there is no page {quoted(args.page)}{near} (pages: {', '.join(pages)})")

@@ -30,9 +30,14 @@ def run(args: argparse.Namespace) -> int:
     lines["extras"] = ", ".join(name for name in EXTRAS if _version(name) != "missing") or "none"
     lines["devices"] = _devices()
     lines["chosen"] = str(device)
-    lines["kernels"] = ", ".join(f"{op}: {module}" for op, module in kernels_for(device).describe().items())
+    lines["kernels"] = ", ".join(
+        f"{op}: {module}" for op, module in kernels_for(device).describe().items()
+    )
     errors = {dtype: _relative_error(device, dtype) for dtype in (torch.float32, torch.bfloat16)}
-    texts = (f"logits in {str(dtype).removeprefix('torch.')}: error {error:.1e}" for dtype, error in errors.items())
+    texts = (
+        f"logits in {str(dtype).removeprefix('torch.')}: error {error:.1e}"
+        for dtype, error in errors.items()
+    )
     lines["self-test"] = ", ".join(texts)
     passed = (worst := max(errors.values())) <= BF16_ERROR
     if not passed or os.environ.get("RANK", "0") == "0":
@@ -49,7 +54,9 @@ def _version(package: str) -> str:
 
 
 def _devices() -> str:
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    accelerator = (
+        torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    )
     if accelerator is None:
         return f"cpu only, {torch.get_num_threads()} threads"
     module = torch.get_device_module(accelerator)
@@ -59,8 +66,10 @@ def _devices() -> str:
 def _relative_error(device: torch.device, dtype: torch.dtype) -> float:
     """Logits and log-sum-exp against float64."""
     torch.manual_seed(0)
-    x, weight = torch.randn(64, 256, dtype=torch.float64), torch.randn(512, 256, dtype=torch.float64)
-    targets, kernels = torch.arange(64), kernels_for(device)
+    x = torch.randn(64, 256, dtype=torch.float64)
+    weight = torch.randn(512, 256, dtype=torch.float64)
+    targets = torch.arange(64)
+    kernels = kernels_for(device)
     inputs = (x.to(device, dtype), weight.to(device, dtype))
     z: torch.Tensor | None = kernels.logits(*inputs)
     stats = kernels.vocab_stats(z, targets.to(device))
@@ -70,4 +79,7 @@ def _relative_error(device: torch.device, dtype: torch.dtype) -> float:
     exact = reference.logits(x, weight)
     ours, true = (combine(part[None])[1] for part in (stats, reference.vocab_stats(exact, targets)))
     pairs = ((z, exact), (ours.peak + ours.total.log(), true.peak + true.total.log()))
-    return max(float((got.to("cpu", torch.float64) - true).abs().max() / true.abs().max()) for got, true in pairs)
+    return max(
+        float((got.to("cpu", torch.float64) - true).abs().max() / true.abs().max())
+        for got, true in pairs
+    )

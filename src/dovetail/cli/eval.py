@@ -23,22 +23,32 @@ from dovetail.rl.experience import Sample, sample_row
 
 
 def run(args: argparse.Namespace, progress: Progress) -> None:
-    folder, seconds = Path.cwd(), args.reward_timeout_seconds
+    folder = Path.cwd()
+    seconds = args.reward_timeout_seconds
     names = args.reward or (DEFAULT_REWARD,)
-    parts = [{"function" if ":" in name else "name": name, "timeout_seconds": seconds} for name in names]
+    parts = [
+        {"function" if ":" in name else "name": name, "timeout_seconds": seconds} for name in names
+    ]
     try:
         rewarded = RewardSection(parts=tuple(map(RewardPart.model_validate, parts)))
     except ValidationError as error:
-        raise ConfigError(f"--reward {error.errors()[0]['msg'].removeprefix('Value error, ')}") from None
+        raise ConfigError(
+            f"--reward {error.errors()[0]['msg'].removeprefix('Value error, ')}"
+        ) from None
     made = Generation(args, answers=reads_answer(rewarded))
     metrics = args.metrics or default_metrics(args.samples)
     with ExitStack() as stack:
         rewards = make_rewards(rewarded, made.mesh, folder, folder)
         stack.callback(rewards.close)
-        own = own_metrics(metrics, made.mesh, folder, seconds, lambda note: say([note], made.mesh), stack)
-        measured = EvalSet(name="", prompts=made.rows, samples=args.samples, metrics=metrics, own=own)
+        own = own_metrics(
+            metrics, made.mesh, folder, seconds, lambda note: say([note], made.mesh), stack
+        )
+        measured = EvalSet(
+            name="", prompts=made.rows, samples=args.samples, metrics=metrics, own=own
+        )
         out = None if args.out is None else stack.enter_context(RowFile(args.out, made.mesh))
-        samples, errors = list[Sample](), 0
+        samples = list[Sample]()
+        errors = 0
         for completions in made.portions(progress):
             texts = [made.decode(c.ids) for c in completions]
             some, _, failed = with_rewards(made.rows, completions, texts, rewards, str(args.data))
@@ -46,7 +56,10 @@ def run(args: argparse.Namespace, progress: Progress) -> None:
             errors += failed["reward_errors"]
             if out is not None:
                 rows = map(sample_row, some)
-                out.write({name: value for name, value in row.items() if name != "routing"} for row in rows)
+                out.write(
+                    {name: value for name, value in row.items() if name != "routing"}
+                    for row in rows
+                )
         counts = {"prompts": len(made.rows), "samples": args.samples, "reward_errors": errors}
         numbers = {**counts, **measured.measure(samples)}
     if made.mesh["world"].rank == 0:

@@ -19,7 +19,8 @@ from dovetail.rollout.base import Completion, Prompt, SamplingParams
 from dovetail.rollout.native import SamplerOptions
 from dovetail.run.state import refuse_other_models
 
-ON_CPU, ON_GPU = 128, 2048  # samples of a replica between two writes
+ON_CPU = 128
+ON_GPU = 2048  # samples of a replica between two writes
 
 
 def run(args: argparse.Namespace, progress: Progress) -> None:
@@ -45,30 +46,43 @@ class Generation:
         with agreed(mesh):
             source, tokenizer, processor = open_inputs(args, mesh, decodes=True)
             limits = Limits(source.spec.vocab_size, warn=notes.append)
-            self.rows = rows = load_prompts(args.data, tokenizer, limits, answers=answers, processor=processor)
-            self.backend: Backend = "transformers" if isinstance(source.spec, TransformersSpec) else "native"
+            self.rows = rows = load_prompts(
+                args.data, tokenizer, limits, answers=answers, processor=processor
+            )
+            self.backend: Backend = (
+                "transformers" if isinstance(source.spec, TransformersSpec) else "native"
+            )
             lengths = [len(row.ids) for row in rows]
-            check_positions(source.config, self.backend, lengths, args.max_new_tokens, "--max-new-tokens")
+            check_positions(
+                source.config, self.backend, lengths, args.max_new_tokens, "--max-new-tokens"
+            )
             layout = backend_layout(source, mesh.layout, self.backend)
         say([*notes, *source.notes], mesh)
         if mesh["world"].size > 1:
             refuse_other_models("--model", source, mesh)
         self.sampler_mesh = mesh if layout == mesh.layout else make_mesh(layout, mesh.device)
-        self.source, self.reader = source, open_weights(source, mesh)
+        self.source = source
+        self.reader = open_weights(source, mesh)
         stops = stop_ids(source, tokenizer)
         names = ("samples", "max_new_tokens", "temperature", "top_p", "top_k", "seed")
-        given, banned = {name: vars(args)[name] for name in names}, banned_ids(source, tokenizer, processor, stops)
+        given = {name: vars(args)[name] for name in names}
+        banned = banned_ids(source, tokenizer, processor, stops)
         self.params = SamplingParams(**given, stop_ids=stops, banned_ids=banned)
         self.decode = partial(text_of, stops=stops, tokenizer=tokenizer)
 
-    def portions(self, progress: Progress, out: RowFile | None = None) -> Iterator[list[Completion]]:
+    def portions(
+        self, progress: Progress, out: RowFile | None = None
+    ) -> Iterator[list[Completion]]:
         """Loads the weights first."""
-        options, dtype = SamplerOptions(keep_cache=True), getattr(torch, self.args.dtype)
+        options = SamplerOptions(keep_cache=True)
+        dtype = getattr(torch, self.args.dtype)
         sampler = make_sampler(self.source, self.sampler_mesh, dtype, self.backend, options)
         sampler.load(self.reader)
         progress.phase("run")
         prompts = [Prompt(i, row.ids, row.media) for i, row in enumerate(self.rows)]
-        most = (ON_CPU if self.mesh.device.type == "cpu" else ON_GPU) * self.sampler_mesh["fsdp"].size
+        most = (ON_CPU if self.mesh.device.type == "cpu" else ON_GPU) * self.sampler_mesh[
+            "fsdp"
+        ].size
         parts = portions(prompts, lambda _: self.args.samples, most)
         if out is not None:
             parts = out.missing(parts, self.args.samples)

@@ -21,17 +21,29 @@ if TYPE_CHECKING:
 GPUS = Path("/proc/driver/nvidia/gpus")
 GPU_NODES = ("nvidia*", "nvhost*", "nvgpu*", "nvmap", "kfd", "dxg")  # in /dev
 MAX_HEADER = 1 << 27  # bytes of a safetensors file's
-TRAINED_BYTES, MOMENT_BYTES = 16, 8  # of a parameter: weight, gradient, two moments
+TRAINED_BYTES = 16
+MOMENT_BYTES = 8  # of a parameter: weight, gradient, two moments
 ITEM_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2}
 
 
 def header(recipe: "Recipe", layout: Layout, device: str) -> str:
-    trainer, rollout, samples = recipe.trainer, recipe.rollout, recipe.algorithm.samples
+    trainer = recipe.trainer
+    rollout = recipe.rollout
+    samples = recipe.algorithm.samples
     path, parameters = Path(recipe.model.path), count_parameters(Path(recipe.model.path))
-    facts = ", ".join(filter(None, (_family(path), f"{_short(parameters)} parameters" if parameters else "")))
-    rows = recipe.data.train if isinstance(recipe.data.train, str) else f"{len(recipe.data.train)} sources"
+    facts = ", ".join(
+        filter(None, (_family(path), f"{_short(parameters)} parameters" if parameters else ""))
+    )
+    rows = (
+        recipe.data.train
+        if isinstance(recipe.data.train, str)
+        else f"{len(recipe.data.train)} sources"
+    )
     held_out = f"; held out: {recipe.data.eval}" if isinstance(recipe.data.eval, str) else ""
-    sampled = f" with {rollout.samples_per_prompt} samples of at most {rollout.max_new_tokens} tokens" * samples
+    sampled = (
+        f" with {rollout.samples_per_prompt} samples of at most {rollout.max_new_tokens} tokens"
+        * samples
+    )
     steps = f"{recipe.data.epochs:g} epochs" if recipe.data.epochs else str(trainer.steps)
     ranks = layout.num_ranks
     lines = {
@@ -49,10 +61,19 @@ def header(recipe: "Recipe", layout: Layout, device: str) -> str:
 
 def count_parameters(folder: Path) -> int:
     """By safetensors headers; 0: unknown."""
-    total, files = 0, set(folder.glob("*.safetensors"))
-    with suppress(OSError, ValueError, AttributeError, LookupError, TypeError):  # others may lie there, too
-        index = json.loads((folder / INDEX).read_bytes())["weight_map"].values() if (folder / INDEX).exists() else ()
-        files = {folder / name for name in index} or ({folder / SINGLE} if (folder / SINGLE).exists() else files)
+    total = 0
+    files = set(folder.glob("*.safetensors"))
+    with suppress(
+        OSError, ValueError, AttributeError, LookupError, TypeError
+    ):  # others may lie there, too
+        index = (
+            json.loads((folder / INDEX).read_bytes())["weight_map"].values()
+            if (folder / INDEX).exists()
+            else ()
+        )
+        files = {folder / name for name in index} or (
+            {folder / SINGLE} if (folder / SINGLE).exists() else files
+        )
     for path in files:
         unreadable = (OSError, ValueError, struct.error, AttributeError, TypeError, RecursionError)
         with suppress(*unreadable), path.open("rb") as file:
@@ -100,8 +121,11 @@ def devices(asked: str) -> str:
 def _memory(recipe: "Recipe", layout: Layout, parameters: int) -> str:
     if not parameters:
         return ""
-    item, kept = ITEM_BYTES[recipe.model.dtype], TRAINED_BYTES - MOMENT_BYTES * recipe.trainer.offload_optimizer
-    algorithm, shared, whole = recipe.algorithm, float(kept), 0.0
+    item = ITEM_BYTES[recipe.model.dtype]
+    kept = TRAINED_BYTES - MOMENT_BYTES * recipe.trainer.offload_optimizer
+    algorithm = recipe.algorithm
+    shared = float(kept)
+    whole = 0.0
     if algorithm.name == "ppo":
         shared += kept
     if algorithm.wants_reference or (algorithm.samples and recipe.reference.path is not None):

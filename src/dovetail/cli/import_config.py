@@ -7,7 +7,8 @@ from dovetail.errors import ConfigError, listing, raise_disk_problem
 from dovetail.launch.process import complain, put
 from dovetail.recipe.importing import import_config, to_yaml
 
-SHOWN, FEW = 200, 8  # lines of each list, names of one line
+SHOWN = 200
+FEW = 8  # lines of each list, names of one line
 
 
 def run(args: argparse.Namespace) -> None:
@@ -23,9 +24,15 @@ def run(args: argparse.Namespace) -> None:
     else:
         put(text)
     kind = f" ({draft.kind})" if draft.kind else ""
-    parts = [f"{draft.table.title}{kind}: a recipe of {len(draft.recipe)} keys{f' in {args.out}' if args.out else ''}"]
+    parts = [
+        f"{draft.table.title}{kind}: a recipe of {len(draft.recipe)} "
+        f"keys{f' in {args.out}' if args.out else ''}"
+    ]
     lost = [f"{_few(names)}: {reason}" for reason, names in draft.lost.items()]
-    for title, lines in (("not carried over", lost), ("to decide", list(dict.fromkeys(draft.decide)))):
+    for title, lines in (
+        ("not carried over", lost),
+        ("to decide", list(dict.fromkeys(draft.decide))),
+    ):
         parts += [f"{title}:\n{listing(lines, SHOWN)}"] if lines else []
     parts += [f"not needed here: {_few(draft.unneeded)}"] if draft.unneeded else []
     complain("\n".join([*parts, ""]))

@@ -16,7 +16,7 @@ from dovetail.report.read import METRICS, read_runs
 from dovetail.run.paths import CHECKPOINTS, CONFIG as RUN_CONFIG, HF
 from dovetail.weights.config_file import CONFIG, read_config
 from dovetail.weights.hf_reader import HFReader, StoredTensor
-from dovetail.weights.safe_paths import MANIFEST, side_files
+from dovetail.weights.safe_paths import MANIFEST, auxiliary_files
 
 SHOWN = ("loss", "reward_mean", "grad_norm", "tokens_per_second")
 
@@ -32,11 +32,19 @@ def run(args: argparse.Namespace) -> None:
                 _show_sharded(step, verify=True)
     elif (path / CONFIG).is_file():
         put(_model_summary(path))
-        put("no checksums: files of Hugging Face have none; headers and sizes agree\n" if args.verify else "")
+        put(
+            "no checksums: files of Hugging Face have none; headers and sizes agree\n"
+            if args.verify
+            else ""
+        )
     else:
-        holds = f"holds no {MANIFEST}, {CONFIG} or {RUN_CONFIG}" if path.is_dir() else "is no directory"
+        holds = (
+            f"holds no {MANIFEST}, {CONFIG} or {RUN_CONFIG}" if path.is_dir() else "is no directory"
+        )
         problem = holds if path.exists() else "does not exist"
-        raise CheckpointError(f"{path} {problem}; give a sharded checkpoint, an HF directory, or a run_dir")
+        raise CheckpointError(
+            f"{path} {problem}; give a sharded checkpoint, an HF directory, or a run_dir"
+        )
 
 
 def _show_sharded(path: Path, verify: bool) -> None:
@@ -54,8 +62,14 @@ def _steps(run: Path) -> list[Path]:
 def _run_summary(path: Path) -> str:
     (run,) = read_runs([path])
     steps = run.rows[-1]["step"] if run.rows else 0
-    numbers = [f"{key} {run.rows[-1][key]:.4g}" for key in SHOWN if run.rows and run.rows[-1].get(key) is not None]
-    state = "finished" if run.finished else "not finished; the same `dovetail train` command goes on"
+    numbers = [
+        f"{key} {run.rows[-1][key]:.4g}"
+        for key in SHOWN
+        if run.rows and run.rows[-1].get(key) is not None
+    ]
+    state = (
+        "finished" if run.finished else "not finished; the same `dovetail train` command goes on"
+    )
     fields = {
         "run": str(path),
         "state": state,
@@ -72,9 +86,11 @@ def _run_summary(path: Path) -> str:
 
 def _model_summary(path: Path) -> str:
     config = read_config(path)
-    spec, reader = choose_spec(config, "auto"), HFReader(path)
+    spec = choose_spec(config, "auto")
+    reader = HFReader(path)
     native = isinstance(spec, ArchSpec)
-    attention, experts = spec.attention, spec.moe.num_experts if isinstance(spec, ArchSpec) and spec.moe else 0
+    attention = spec.attention
+    experts = spec.moe.num_experts if isinstance(spec, ArchSpec) and spec.moe else 0
     fields = {
         "model": str(path),
         "family": f"{spec.family}, run by the {'native' if native else 'transformers'} engine",
@@ -83,7 +99,7 @@ def _model_summary(path: Path) -> str:
         + f", {spec.vocab_size:,} words",
         "positions": str(max_positions(config) or "unknown"),
         "tensors": _sizes(reader.tensors),
-        "files": ", ".join(side_files(path)) or "none",
+        "files": ", ".join(auxiliary_files(path)) or "none",
     }
     return _lines(fields)
 
@@ -93,7 +109,9 @@ def _lines(fields: Mapping[str, str]) -> str:
 
 
 def _summary(path: Path, manifest: Manifest) -> str:
-    training = {name: tensor for name, tensor in manifest.tensors.items() if name.startswith(TRAINING)}
+    training = {
+        name: tensor for name, tensor in manifest.tensors.items() if name.startswith(TRAINING)
+    }
     model = {name: tensor for name, tensor in manifest.tensors.items() if name not in training}
     fields = {
         "checkpoint": str(path),
@@ -102,12 +120,16 @@ def _summary(path: Path, manifest: Manifest) -> str:
         "tensors": _sizes(model),
         "training": "none" if manifest.state is None else _sizes(training),
         "pieces": f"{len(manifest.pieces)} files, {sum(file.size for file in manifest.pieces.values()):,} bytes",
-        "files": ", ".join(manifest.sides) or "none",
+        "files": ", ".join(manifest.auxiliary) or "none",
     }
     details: dict[str, object] = {}
     for role in sorted({name.removeprefix(TRAINING).rpartition("/")[0] for name in training}):
-        details[role] = _sizes({n: tensor for n, tensor in training.items() if n.startswith(f"{TRAINING}{role}/")})
-    details |= {name: x for name, x in (manifest.state or {}).items() if isinstance(x, str | int | float)}
+        details[role] = _sizes(
+            {n: tensor for n, tensor in training.items() if n.startswith(f"{TRAINING}{role}/")}
+        )
+    details |= {
+        name: x for name, x in (manifest.state or {}).items() if isinstance(x, str | int | float)
+    }
     return _lines(fields) + "".join(f"  {name:<20} {value}\n" for name, value in details.items())
 
 

@@ -37,12 +37,22 @@ from dovetail.launch.process import (
     tell,
 )
 from dovetail.launch.progress import collective_timeout
-from dovetail.launch.rank import DEFECT, INTERRUPTED, USER_ERROR, RankProcess, StopHandler, is_first_rank, ranks_given
+from dovetail.launch.rank import (
+    DEFECT,
+    INTERRUPTED,
+    USER_ERROR,
+    RankProcess,
+    StopHandler,
+    is_first_rank,
+    ranks_given,
+)
 from dovetail.launch.supervisor import run_ranks
 from dovetail.launch.wrap import for_terminal
 
 COMPILING = r"Argument aux_data .* cannot be converted to a JitArgument"  # FlashAttention-4, for every kernel
-CLEAN_UP = "Ignoring clean_up_tokenization_spaces=True for BPE tokenizer"  # transformers, on every rank
+CLEAN_UP = (
+    "Ignoring clean_up_tokenization_spaces=True for BPE tokenizer"  # transformers, on every rank
+)
 TOKENIZERS = ("transformers.tokenization_utils_tokenizers", "transformers.tokenization_utils_base")
 
 
@@ -72,19 +82,30 @@ def run_command(argv: Sequence[str], rank: RankProcess | None = None) -> int:
 def _dispatch(argv: Sequence[str], rank: RankProcess, *, watched: bool) -> int:
     args = parse(argv)
     if args.command not in ON_RANKS:
-        return importlib.import_module(f"dovetail.cli.{args.command.replace('-', '_')}").run(args) or 0
-    layout, given, supervision = layout_of(args), ranks_given(), supervision_of(args)
+        return (
+            importlib.import_module(f"dovetail.cli.{args.command.replace('-', '_')}").run(args) or 0
+        )
+    layout = layout_of(args)
+    given = ranks_given()
+    supervision = supervision_of(args)
     layout = layout.resolve(given or layout.num_ranks)
     if given is None:  # a module that needs pydantic
         if not importlib.import_module("dovetail.cli.preflight").preflight(args, layout):
             return 0
-    if args.command == "train" and rank.files is None and os.environ.get("RANK", "0") == "0" and not args.dry_run:
+    if (
+        args.command == "train"
+        and rank.files is None
+        and os.environ.get("RANK", "0") == "0"
+        and not args.dry_run
+    ):
         tell(for_terminal(header(recipe_of(args), layout, args.device), sys.stdout))
     if given is None and (layout.num_ranks > 1 or supervision.restarts or supervision.engines):
         return run_ranks([*python_module("dovetail"), *argv], layout.num_ranks, supervision)
     if supervision.restarts and rank.files is None:
         restarts = f"--restarts {supervision.restarts}: another launcher started these ranks"
-        raise ConfigError(f"{restarts}, so it has to restart them (torchrun --max-restarts N); drop the flag")
+        raise ConfigError(
+            f"{restarts}, so it has to restart them (torchrun --max-restarts N); drop the flag"
+        )
     with rank.watched(supervision.limits) if watched else contextlib.nullcontext():
         return _run_as_rank(args, rank, collective_timeout(supervision.limits))
 
@@ -93,7 +114,9 @@ def _run_as_rank(args: argparse.Namespace, rank: RankProcess, timeout: timedelta
     process_group = importlib.import_module("dovetail.parallel.process_group")
     warnings.filterwarnings("ignore", COMPILING, UserWarning)
     for name in TOKENIZERS:
-        logging.getLogger(name).addFilter(lambda record: not record.getMessage().startswith(CLEAN_UP))
+        logging.getLogger(name).addFilter(
+            lambda record: not record.getMessage().startswith(CLEAN_UP)
+        )
     device = process_group.pick_device(args.device)
 
     def on_rendezvous(store: Store, me: int, world: int) -> None:
@@ -114,7 +137,9 @@ def _run_as_rank(args: argparse.Namespace, rank: RankProcess, timeout: timedelta
             except SystemExit as error:
                 if not (place := exit_line(error)):
                     raise
-                raise ConfigError(f"{place} ended the program by sys.exit({error.code!r})") from error
+                raise ConfigError(
+                    f"{place} ended the program by sys.exit({error.code!r})"
+                ) from error
             rank.progress.phase("exit")
     return exit_code.value
 
@@ -123,7 +148,8 @@ class _ExitCode:
     """Turns an exception into an exit code and at most one report."""
 
     def __init__(self, report: Callable[[str], None]) -> None:
-        self.report, self.value = report, 0
+        self.report = report
+        self.value = 0
 
     def __enter__(self) -> Self:
         return self
@@ -136,7 +162,9 @@ class _ExitCode:
         elif isinstance(error, SecondaryFailure):  # never 0
             self.value = USER_ERROR if isinstance(error.__cause__, UserError) else DEFECT
         elif error is not None:
-            self.value = USER_ERROR if isinstance(error, UserError) or is_long_name(error) else DEFECT
+            self.value = (
+                USER_ERROR if isinstance(error, UserError) or is_long_name(error) else DEFECT
+            )
             self.report(f"dovetail: {_message(error)}\n")
         return True
 
@@ -160,4 +188,6 @@ def _message(error: BaseException) -> str:
     if "gloo/transport/" in str(error):
         why = "its process ended, or its host is cut off from the network"
         return f"{rank}the connection to another rank broke: {why} ({one_line(error)[:MAX_CAUSE]})"
-    return f"{rank}this is a defect of ours\n{''.join(traceback.format_exception(error))}".rstrip("\n")
+    return f"{rank}this is a defect of ours\n{''.join(traceback.format_exception(error))}".rstrip(
+        "\n"
+    )

@@ -45,27 +45,43 @@ def run(args: argparse.Namespace) -> None:
     plans = compare(setup, lengths, args.gpus, args.engine_gpus, args.max_lag)
     tokens = [length for group in lengths for length in group]
     mean = sum(tokens) / len(tokens)
-    put(f"{args.prompts} prompts x {args.samples} responses a step of {mean:,.0f} tokens, at most {max(tokens):,}\n\n")
+    put(
+        f"{args.prompts} prompts x {args.samples} responses a step of {mean:,.0f} tokens, at "
+        f"most {max(tokens):,}\n\n"
+    )
     put(table(plans, args.gpus))
 
 
 def lengths_of(given: str) -> list[list[int]]:
     """Of responses, by prompt."""
-    path, (mean, colon, longest) = Path(given), given.partition(":")
+    path = Path(given)
+    (mean, colon, longest) = given.partition(":")
     if colon and mean.isdecimal() and longest.isdecimal():
         if not 0 < int(mean) <= int(longest) <= LONGEST_TAIL * int(mean):
-            raise ConfigError(f"--rollout {given}: expected MEAN:LONGEST with LONGEST 1 to {LONGEST_TAIL} times MEAN")
+            raise ConfigError(
+                f"--rollout {given}: expected MEAN:LONGEST with LONGEST 1 to {LONGEST_TAIL} "
+                "times MEAN"
+            )
         return [[length] for length in lognormal(int(mean), int(longest))]
     if path.is_file():
         try:
             lengths = json.loads(path.read_bytes())
         except ValueError as error:
             raise DataError(f"{path} is no JSON list of lengths: {error}") from error
-        if not isinstance(lengths, list) or not lengths or not all(type(n) is int and n > 0 for n in lengths):
-            raise DataError(f"{path}: expected a JSON list of lengths in tokens, such as [512, 2048]")
+        if (
+            not isinstance(lengths, list)
+            or not lengths
+            or not all(type(n) is int and n > 0 for n in lengths)
+        ):
+            raise DataError(
+                f"{path}: expected a JSON list of lengths in tokens, such as [512, 2048]"
+            )
         return [[length] for length in lengths]
     if not path.exists():
-        raise ConfigError(f"--rollout {quoted(given)}: expected a run_dir, a JSON list of lengths, or MEAN:LONGEST")
+        raise ConfigError(
+            f"--rollout {quoted(given)}: expected a run_dir, a JSON list of lengths, or "
+            "MEAN:LONGEST"
+        )
     check_runs([path])
     groups: dict[str, list[int]] = {}
     for file in sample_files(path):
@@ -73,7 +89,9 @@ def lengths_of(given: str) -> list[list[int]]:
             if row["tokens"]:
                 groups.setdefault(f"{file.step} {row['id']}", []).append(row["tokens"])
     if not groups:
-        raise DataError(f"{path} has no samples yet; give another run, a JSON list of lengths, or MEAN:LONGEST")
+        raise DataError(
+            f"{path} has no samples yet; give another run, a JSON list of lengths, or MEAN:LONGEST"
+        )
     return list(groups.values())
 
 
@@ -81,16 +99,22 @@ def table(plans: Sequence[Plan], gpus: int) -> str:
     synchronous = max(plan.speed for plan in plans if plan.max_lag == 0)
     rows: list[Sequence[str]] = [COLUMNS.split(",")]
     for plan in plans:
-        out, shared = plan.outcome, plan.trainer + plan.engines > gpus
-        lag, sizes = (
-            "0, in turns" if shared else str(plan.max_lag),
-            map(str, (plan.running, plan.trainer, plan.engines)),
+        out = plan.outcome
+        shared = plan.trainer + plan.engines > gpus
+        lag = "0, in turns" if shared else str(plan.max_lag)
+        sizes = map(str, (plan.running, plan.trainer, plan.engines))
+        speeds = (
+            f"{plan.speed:,.0f}",
+            f"{plan.speed / synchronous:.2f} x",
+            f"{out.step_ms / 1000:,.1f} s",
         )
-        speeds = f"{plan.speed:,.0f}", f"{plan.speed / synchronous:.2f} x", f"{out.step_ms / 1000:,.1f} s"
         idle = f"{out.trainer_idle:.0%}", f"{out.engine_idle:.0%}"
         rows.append((lag, *sizes, *speeds, *idle, f"{out.mean_lag:.1f}"))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    lines = [
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        for row in rows
+    ]
     return "\n".join([*lines, "", advice(best(plans), gpus, synchronous)]) + "\n"
 
 
@@ -124,10 +148,18 @@ def compare(
 
     plans = [simulated(0, gpus, gpus - gpus % engine_gpus)]
     splits = range(engine_gpus, gpus, engine_gpus)
-    tried = sorted({splits[i * (len(splits) - 1) // (SPLITS - 1)] for i in range(SPLITS)}) if splits else []
+    tried = (
+        sorted({splits[i * (len(splits) - 1) // (SPLITS - 1)] for i in range(SPLITS)})
+        if splits
+        else []
+    )
     return plans + [
         max(
-            (simulated(lag, gpus - count, count, running) for count in tried for running, _ in setup.decode),
+            (
+                simulated(lag, gpus - count, count, running)
+                for count in tried
+                for running, _ in setup.decode
+            ),
             key=lambda plan: plan.speed,
         )
         for lag in (sorted({0, *lags}) if tried else ())

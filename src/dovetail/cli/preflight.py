@@ -17,7 +17,13 @@ from dovetail.arch.registry import FAMILIES, choose_spec
 from dovetail.arch.spec import ArchSpec
 from dovetail.arch.transformers_spec import AnySpec
 from dovetail.cli.arguments import recipe_of
-from dovetail.cli.header import MOMENT_BYTES, TRAINED_BYTES, chosen_device, count_parameters, visible_gpus
+from dovetail.cli.header import (
+    MOMENT_BYTES,
+    TRAINED_BYTES,
+    chosen_device,
+    count_parameters,
+    visible_gpus,
+)
 from dovetail.data.columns import prompt_column, score_column
 from dovetail.data.files import Source
 from dovetail.data.rows import JsonRow
@@ -45,11 +51,11 @@ from dovetail.weights.safe_paths import (
     INDEX,
     MANIFEST,
     SINGLE,
+    auxiliary_files,
     refuse_occupied,
     refuse_unwritable,
     refuse_without_safetensors,
     refuse_without_tokenizer,
-    side_files,
 )
 
 DEFAULT_REWARD = "exact_match"  # of `dovetail eval`
@@ -91,7 +97,8 @@ class Mistakes:
 
 def preflight(args: argparse.Namespace, layout: Layout) -> bool:
     """One UserError names all mistakes. False: nothing to do."""
-    mistakes, device = Mistakes(), chosen_device(args.device)
+    mistakes = Mistakes()
+    device = chosen_device(args.device)
     mistakes.of(_check_device, args.device, layout)
     if args.command == "train":
         try:
@@ -111,7 +118,8 @@ def preflight(args: argparse.Namespace, layout: Layout) -> bool:
         needed = _rows(args, layout, mistakes)
     mistakes.of(_check_memory, needed, layout, device)
     mistakes.raise_all()
-    cores, ranks = system.cores(), layout.num_ranks
+    cores = system.cores()
+    ranks = layout.num_ranks
     if ranks > cores and device == "cpu":
         mistakes.notes.append(f"{ranks} ranks share {cores} CPU cores; fewer ranks may be faster")
     for note in mistakes.notes:
@@ -136,7 +144,9 @@ def check_out(path: Path | str, data: Path | str) -> None:
         kind = "a directory" if path.is_dir() else "a device or a pipe, which a file would replace"
         raise ConfigError(f"--out {path} is {kind}; give the path of a file")
     if path.exists() and Path(data).exists() and path.samefile(data):
-        raise ConfigError(f"--out {path} is the file that --data names, and would replace it; give another path")
+        raise ConfigError(
+            f"--out {path} is the file that --data names, and would replace it; give another path"
+        )
     refuse_unwritable(Path(os.path.realpath(path)), "--out")
 
 
@@ -170,13 +180,19 @@ def _columns(args: argparse.Namespace) -> Columns:
 def _train(args: argparse.Namespace, layout: Layout, mistakes: Mistakes, device: str) -> int:
     recipe = recipe_of(args)
     run_dir = Path(recipe.run_dir)
-    if mistakes.of(check_run_dir, run_dir, args.resume) and args.resume == "auto" and not args.dry_run:
+    if (
+        mistakes.of(check_run_dir, run_dir, args.resume)
+        and args.resume == "auto"
+        and not args.dry_run
+    ):
         mistakes.of(check_going_on, run_dir, recipe.model_dump(mode="json", by_alias=True))
     policy = mistakes.of(read_model, recipe.model.path, recipe.model.engine)
     if policy is not None:
         mistakes.of(check_layout, policy.spec, layout)
     firsts = _check_rows(recipe, policy, mistakes)
-    trained, folder, algorithm = [policy], Path(args.recipe).parent, recipe.algorithm
+    trained = [policy]
+    folder = Path(args.recipe).parent
+    algorithm = recipe.algorithm
     for what, section in algorithm:
         if isinstance(section, FunctionSection | LossSection) and section.function is not None:
             mistakes.of(_check_function, f"algorithm.{what}", section.function, folder)
@@ -186,7 +202,11 @@ def _train(args: argparse.Namespace, layout: Layout, mistakes: Mistakes, device:
         mistakes.of(require_torchao)
     for key, path, cut in _others(recipe):
         model = policy if path is None else mistakes.of(read_model, path, recipe.model.engine)
-        own = None if cut is None else mistakes.of(_named, key, cut.to_layout().resolve, layout.num_ranks)
+        own = (
+            None
+            if cut is None
+            else mistakes.of(_named, key, cut.to_layout().resolve, layout.num_ranks)
+        )
         if model is not None and own is not None:
             mistakes.of(_named, key, check_layout, model.spec, own)
         trained += [model] if key == "critic" else []
@@ -201,9 +221,10 @@ def _train(args: argparse.Namespace, layout: Layout, mistakes: Mistakes, device:
 
 def _check_rows(recipe: Recipe, policy: Model | None, mistakes: Mistakes) -> list[list[JsonRow]]:
     """The first rows of each source, those of data.train first; none where they are not known."""
-    data, template = recipe.data, Template.unknown()
+    data = recipe.data
+    template = Template.unknown()
     if policy is not None:
-        mistakes.of(refuse_without_tokenizer, policy.path, side_files(policy.path))
+        mistakes.of(refuse_without_tokenizer, policy.path, auxiliary_files(policy.path))
         template = mistakes.of(Template.of, policy.path, data.chat_template) or template
     check = RowCheck(columns_of(recipe), template, recipe.algorithm.samples)
     named = (data.train, data.eval, *(each.data for each in recipe.eval.sets))
@@ -212,25 +233,39 @@ def _check_rows(recipe: Recipe, policy: Model | None, mistakes: Mistakes) -> lis
     return [mistakes.of(check.first_of, source, note) or [] for source in sources]
 
 
-def _check_rl(recipe: Recipe, folder: Path, policy: Model | None, layout: Layout, mistakes: Mistakes) -> None:
+def _check_rl(
+    recipe: Recipe, folder: Path, policy: Model | None, layout: Layout, mistakes: Mistakes
+) -> None:
     rollout = recipe.rollout
-    own = mistakes.of(_named, "rollout", (rollout.layout or LayoutSection()).to_layout().resolve, layout.num_ranks)
+    own = mistakes.of(
+        _named, "rollout", (rollout.layout or LayoutSection()).to_layout().resolve, layout.num_ranks
+    )
     if policy is not None:
         mistakes.of(_check_positions, policy, rollout.max_new_tokens, "rollout.max_new_tokens")
         embedded = rollout.backend == "native" and rollout.inside
         if own is not None and embedded and policy.config.get("model_type") in FAMILIES:
             mistakes.of(_named, "rollout", _check_sampler, policy.spec, own)
     if not rollout.inside and rollout.push.transport == "file":
-        mistakes.of(refuse_unwritable, Path(rollout.push.directory) / "push", "rollout.push.directory")
+        mistakes.of(
+            refuse_unwritable, Path(rollout.push.directory) / "push", "rollout.push.directory"
+        )
     if rollout.start is not None and rollout.backend == "native" and not rollout.start.command:
         mistakes.of(require_serve, "rollout.start with backend native")
     if rollout.engines:
-        mistakes.of(connect, recipe, rollout.engines, engine_key(), None if policy is None else policy.spec.vocab_size)
+        mistakes.of(
+            connect,
+            recipe,
+            rollout.engines,
+            engine_key(),
+            None if policy is None else policy.spec.vocab_size,
+        )
     for metric in [metric for each in recipe.eval.sets for metric in each.metrics if ":" in metric]:
         mistakes.of(_check_function, "eval.sets: metric", metric, folder)
 
 
-def _check_rewards(recipe: Recipe, folder: Path, firsts: Sequence[Sequence[JsonRow]], mistakes: Mistakes) -> None:
+def _check_rewards(
+    recipe: Recipe, folder: Path, firsts: Sequence[Sequence[JsonRow]], mistakes: Mistakes
+) -> None:
     """Try them, if nothing else is wrong. firsts: rows of each source, none where unknown."""
     parts = recipe.reward.labelled().values()
     for part in parts:
@@ -267,27 +302,34 @@ def _named(key: str, check: Callable[..., Result], *given: Any) -> Result:
 def _check_sampler(spec: AnySpec, layout: Layout) -> None:
     if isinstance(spec, ArchSpec):
         sampling_layout(spec, layout)
-    elif spec.lacking:  # else every rank has the whole model
+    elif spec.missing_features:  # else every rank has the whole model
         check_layout(spec, layout)
 
 
 def _check_positions(model: Model, new_tokens: int, key: str) -> None:
-    most = max_positions(model.config, "native" if isinstance(model.spec, ArchSpec) else "transformers")
+    most = max_positions(
+        model.config, "native" if isinstance(model.spec, ArchSpec) else "transformers"
+    )
     if most is not None and new_tokens >= most:
         have = f"{key} is {new_tokens:,}, but {model.path} has {most:,} positions for prompt and completion together"
-        raise ConfigError(f"{have} (max_position_embeddings and rope scaling in its config.json); lower {key}")
+        raise ConfigError(
+            f"{have} (max_position_embeddings and rope scaling in its config.json); lower {key}"
+        )
 
 
 def _check_function(what: str, function: str, folder: Path) -> None:
     """Without importing it."""
     module, _, name = function.partition(":")
-    top, file = module.partition(".")[0], folder / f"{module.replace('.', '/')}.py"
+    top = module.partition(".")[0]
+    file = folder / f"{module.replace('.', '/')}.py"
     where = f"{what} {function!r} (looked up from {folder.resolve()}) cannot be loaded: "
     refuse_names(folder, module)
     here = (folder / top).is_dir() or any(folder.glob(f"{top}.*"))
     if not here and top not in sys.modules and importlib.util.find_spec(top) is None:
         cause = f"ModuleNotFoundError: No module named {top!r}"
-        raise ConfigError(f"{where}{cause}; put {top}.py into the directory of the recipe, or install it")
+        raise ConfigError(
+            f"{where}{cause}; put {top}.py into the directory of the recipe, or install it"
+        )
     spec = PathFinder.find_spec(top, search_path(folder))
     elsewhere = spec and spec.origin and not Path(spec.origin).is_relative_to(folder.resolve())
     if not file.is_file() or elsewhere:  # on PYTHONPATH
@@ -298,9 +340,22 @@ def _check_function(what: str, function: str, folder: Path) -> None:
         raise ConfigError(f"{where}{type(error).__name__}: {error}") from error
     named = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
     functions = [node.name for node in tree.body if isinstance(node, named)]
-    others = (ast.Assign, ast.AnnAssign, ast.Import, ast.ImportFrom, ast.If, ast.Try, ast.With, ast.For)
-    if name not in functions and not any(isinstance(node, others) and name in ast.unparse(node) for node in tree.body):
-        raise ConfigError(f"{where}{file} has no function {name!r}; it has {', '.join(functions) or 'none'}")
+    others = (
+        ast.Assign,
+        ast.AnnAssign,
+        ast.Import,
+        ast.ImportFrom,
+        ast.If,
+        ast.Try,
+        ast.With,
+        ast.For,
+    )
+    if name not in functions and not any(
+        isinstance(node, others) and name in ast.unparse(node) for node in tree.body
+    ):
+        raise ConfigError(
+            f"{where}{file} has no function {name!r}; it has {', '.join(functions) or 'none'}"
+        )
 
 
 def _check_device(name: str, layout: Layout) -> None:
@@ -308,20 +363,34 @@ def _check_device(name: str, layout: Layout) -> None:
     if name == "cuda" and count == 0:
         raise ConfigError("device 'cuda': this process sees none here; use --device cpu or auto")
     if name == "npu" and importlib.util.find_spec("torch_npu") is None:
-        raise ConfigError("device 'npu': torch_npu is not installed, so torch sees none here; use --device cpu or auto")
+        raise ConfigError(
+            "device 'npu': torch_npu is not installed, so torch sees none here; use --device cpu "
+            "or auto"
+        )
     if name == "cuda" and count is not None and layout.num_ranks > count:
-        need = f"{layout.num_ranks} ranks on this machine need a cuda device each, there are {count}"
+        need = (
+            f"{layout.num_ranks} ranks on this machine need a cuda device each, there are {count}"
+        )
         raise LayoutError(f"layout {layout}: {need}; use fewer ranks a machine, or --device cpu")
 
 
 def _check_memory(needed: int, layout: Layout, device: str) -> None:
-    ranks, free = layout.num_ranks, system.free_memory()
+    ranks = layout.num_ranks
+    free = system.free_memory()
     host = ranks * RANK_BYTES + (needed if device == "cpu" else 0)
     if free is not None and host > free:
         need = f"{ranks} {'ranks need' if ranks > 1 else 'rank needs'} at least {host / 1e9:,.1f} GB of memory"
         room = f"{free / 1e9:,.1f} GB are free on this machine"
         edit = "use fewer ranks, a smaller model, or several machines (torchrun)"
         raise CheckpointError(f"layout {layout}: {need}, but {room}; {edit}")
-    if device == "cuda" and needed and (sizes := system.gpu_memory()) and needed > max(sizes) * ranks:
+    if (
+        device == "cuda"
+        and needed
+        and (sizes := system.gpu_memory())
+        and needed > max(sizes) * ranks
+    ):
         need = f"at least {needed / ranks / 1e9:,.1f} GB on each of {ranks} GPUs, which have {max(sizes) / 1e9:,.1f} GB"
-        raise CheckpointError(f"layout {layout}: the weights need {need}; use more GPUs (fsdp: dp), or a smaller model")
+        raise CheckpointError(
+            f"layout {layout}: the weights need {need}; use more GPUs (fsdp: dp), or a smaller "
+            "model"
+        )

@@ -16,5 +16,9 @@ def run(args: argparse.Namespace) -> None:
     put("".join(map(describe, rows)))
     if not rows:
         steps = sorted({file.step for file in sample_files(path)})
-        known = f"it has samples of steps {steps[0]} to {steps[-1]}" if steps else "it has none yet; sft draws none"
+        known = (
+            f"it has samples of steps {steps[0]} to {steps[-1]}"
+            if steps
+            else "it has none yet; sft draws none"
+        )
         raise DataError(f"{path} has no such sample; {known}")

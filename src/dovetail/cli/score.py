@@ -31,22 +31,34 @@ def run(args: argparse.Namespace, progress: Progress) -> None:
     dtype = getattr(torch, args.dtype)
     options = EngineOptions(master_dtype=dtype, tokens_per_batch=args.tokens_per_batch)
     fields = {} if args.temperature == 1.0 else {"temperature": args.temperature}
-    replicas, stages = mesh["dp"].size, mesh["pp"].size
-    micros = 1 if replicas * stages == 1 else 4 * replicas * stages  # to balance replicas and to fill a pipeline
+    replicas = mesh["dp"].size
+    stages = mesh["pp"].size
+    micros = (
+        1 if replicas * stages == 1 else 4 * replicas * stages
+    )  # to balance replicas and to fill a pipeline
     with agreed(mesh):
         job = fingerprint_of(args, source, rows)
     with RowFile(args.out, mesh, job, len(rows)) as out:
         engine = make_engine(source, mesh, dtype, args.head, options)
         progress.phase("run")
-        for part in out.missing(portions(rows, lambda row: len(row.ids), args.tokens_per_batch * micros)):
-            batch = PackedBatch.pack([Sequence(row.ids, fields=fields, media=row.media) for row in part])
+        for part in out.missing(
+            portions(rows, lambda row: len(row.ids), args.tokens_per_batch * micros)
+        ):
+            batch = PackedBatch.pack(
+                [Sequence(row.ids, fields=fields, media=row.media) for row in part]
+            )
             out.write((_values if args.head == "value" else _stats)(engine, batch, part))
 
 
 def _stats(engine: Engine, batch: PackedBatch, rows: Seq[Prompt]) -> Iterator[dict[str, Any]]:
     stats = engine.score(batch)
-    columns = zip(rows, stats.logprob.split(batch.lengths), stats.entropy.split(batch.lengths), strict=True)
-    return ({"id": row.id, "log_probs": p[:-1].tolist(), "entropy": h[:-1].tolist()} for row, p, h in columns)
+    columns = zip(
+        rows, stats.logprob.split(batch.lengths), stats.entropy.split(batch.lengths), strict=True
+    )
+    return (
+        {"id": row.id, "log_probs": p[:-1].tolist(), "entropy": h[:-1].tolist()}
+        for row, p, h in columns
+    )
 
 
 def _values(engine: Engine, batch: PackedBatch, rows: Seq[Prompt]) -> Iterator[dict[str, Any]]:

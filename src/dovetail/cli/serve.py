@@ -16,7 +16,7 @@ def run(args: argparse.Namespace) -> None:
     require_serve("dovetail serve")
     read_model(args.model)
     key = engine_key()
-    system.allow_open_files()
+    system.raise_open_files_limit()
     listen = importlib.import_module("dovetail.serving.http_server").listen
     try:
         listener = listen(args.host, args.port)

@@ -16,8 +16,15 @@ from dovetail.run.paths import FinishedError
 
 def run(args: argparse.Namespace, progress: Progress) -> int:
     """Exit code 130 or 143 after a signal."""
-    recipe, folder, stop, device = recipe_of(args), Path(args.recipe).parent, StopSignal(), pick_device(args.device)
-    builder = Builder(recipe, device, folder, lambda: stop.number, args.resume, progress, args.dry_run)
+    recipe, folder, stop, device = (
+        recipe_of(args),
+        Path(args.recipe).parent,
+        StopSignal(),
+        pick_device(args.device),
+    )
+    builder = Builder(
+        recipe, device, folder, lambda: stop.number, args.resume, progress, args.dry_run
+    )
     is_first = builder.mesh["world"].rank == 0
     text = recipe.to_yaml() if args.dry_run and is_first else ""
     try:

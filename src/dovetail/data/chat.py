@@ -29,9 +29,15 @@ class Renderer:
     """
 
     def __init__(
-        self, options: Mapping[str, Any] | None = None, *, seconds: float = 5.0, memory: int = 1 << 29
+        self,
+        options: Mapping[str, Any] | None = None,
+        *,
+        seconds: float = 5.0,
+        memory: int = 1 << 29,
     ) -> None:
-        self.options, self.seconds, self.memory = options or {}, seconds, memory
+        self.options = options or {}
+        self.seconds = seconds
+        self.memory = memory
         self._process: subprocess.Popen[bytes] | None = None
         self._setup = ""  # of the process
         self._depth = 0  # of `with` blocks
@@ -55,16 +61,26 @@ class Renderer:
     ) -> tuple[str, list[list[int]]]:
         """With the spans of characters that the template marks as generated."""
         asked = {"messages": messages, "options": {**self.options, **options}, "spans": spans}
-        request = json.dumps(asked, default=lambda x: f"<{type(x).__name__}>")  # such as dates of parquet files
-        reply = answer(tokenizer, request) if renders_itself(tokenizer) else self._ask(tokenizer, request)
+        request = json.dumps(
+            asked, default=lambda x: f"<{type(x).__name__}>"
+        )  # such as dates of parquet files
+        reply = (
+            answer(tokenizer, request)
+            if renders_itself(tokenizer)
+            else self._ask(tokenizer, request)
+        )
         if "error" in reply:
             raise DataError(f"the chat template {reply['error']}")
         return reply["text"], reply["spans"]
 
     def _ask(self, tokenizer: Any, request: str) -> dict[str, Any]:
-        setup = json.dumps({"template": tokenizer.chat_template, "special_tokens": tokenizer.special_tokens_map})
+        setup = json.dumps(
+            {"template": tokenizer.chat_template, "special_tokens": tokenizer.special_tokens_map}
+        )
         limits = str(self.seconds), str(self.memory)
-        process = self._process = self._process or start_worker("dovetail.data.chat_worker", *limits)
+        process = self._process = self._process or start_worker(
+            "dovetail.data.chat_worker", *limits
+        )
         assert process.stdin is not None and process.stdout is not None
         lines = [request] if setup == self._setup else [setup, request]
         self._setup = setup
@@ -76,14 +92,19 @@ class Renderer:
             return cast("dict[str, Any]", json.loads(line))
         code = self._end(process)
         if code >= 0:
-            raise RuntimeError(f"the process that renders chat templates ended with exit code {code}")
+            raise RuntimeError(
+                f"the process that renders chat templates ended with exit code {code}"
+            )
         if code == -signal.SIGPROF:
-            return {"error": f"takes more than {self.seconds:g} s of processor time for these messages"}
+            return {
+                "error": f"takes more than {self.seconds:g} s of processor time for these messages"
+            }
         return {"error": f"ends the process that renders it by signal {-code}"}
 
     def _end(self, process: subprocess.Popen[bytes]) -> int:
         process.communicate()
-        self._process, self._setup = None, ""
+        self._process = None
+        self._setup = ""
         return process.returncode
 
 
@@ -101,7 +122,9 @@ class Chat:
         text, _ = self._render(row, messages, spans=False, **options)
         return cast("list[int]", self.tokenizer.encode(text, add_special_tokens=False))
 
-    def _render(self, row: JsonRow, messages: list[Message], **options: bool) -> tuple[str, list[list[int]]]:
+    def _render(
+        self, row: JsonRow, messages: list[Message], **options: bool
+    ) -> tuple[str, list[list[int]]]:
         """With the row's tools."""
         tools = tools_of(row, self.tokenizer.chat_template)
         given = {**_template_options(row), "tools": tools}
@@ -124,7 +147,8 @@ class Chat:
                 continue
             through = self.encode(row, messages[: turn + 1])
             before = self._opening(row, messages[:turn], message, through)
-            start, end = len(before), len(through)
+            start = len(before)
+            end = len(through)
             why = ""
             if ids[:end] != through:
                 why = "writes this turn differently once more messages follow it"
@@ -132,7 +156,8 @@ class Chat:
                 why = "opens a turn with a generation prompt that it does not write before this one"
             if why:
                 raise row.error(
-                    f"message {turn} (assistant): the chat template {why}, so its tokens cannot be told apart; give one row a "
+                    f"message {turn} (assistant): the chat template {why}, so its tokens cannot "
+                    "be told apart; give one row a "
                     'turn: {"prompt": messages, "completion": text}'
                 )
             if end_id in ids[start:end]:
@@ -145,7 +170,8 @@ class Chat:
         trains = [_trains(message) for message in messages if message["role"] == "assistant"]
         if len(spans) != len(trains):
             raise row.error(
-                f"the chat template marks {len(spans)} turns as generated, but the messages have {len(trains)} of the "
+                f"the chat template marks {len(spans)} turns as generated, but the messages have "
+                f"{len(trains)} of the "
                 "assistant; give another template with data.chat_template"
             )
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -154,7 +180,9 @@ class Chat:
         mask = [any(start < span[1] and end > span[0] for span in kept) for start, end in places]
         return encoded["input_ids"], _trained(row, mask)
 
-    def _opening(self, row: JsonRow, earlier: list[Message], message: Message, through: list[int]) -> list[int]:
+    def _opening(
+        self, row: JsonRow, earlier: list[Message], message: Message, through: list[int]
+    ) -> list[int]:
         """The ids of `through` before an assistant's text."""
         if earlier:
             return self.encode(row, earlier, add_generation_prompt=True)
@@ -168,9 +196,14 @@ class Chat:
 def messages_of(row: JsonRow, key: str) -> list[Message]:
     """The row's messages, each with a content and no other nulls."""
     messages = row.values[key]
-    is_chat = isinstance(messages, list) and messages and all(isinstance(message, dict) for message in messages)
+    is_chat = (
+        isinstance(messages, list)
+        and messages
+        and all(isinstance(message, dict) for message in messages)
+    )
     if not is_chat or not all(
-        isinstance(message.get("role"), str) and ("content" in message or _says_more(message)) for message in messages
+        isinstance(message.get("role"), str) and ("content" in message or _says_more(message))
+        for message in messages
     ):
         what = "a string or messages" if key == "prompt" else "messages"
         raise row.error(
@@ -181,11 +214,14 @@ def messages_of(row: JsonRow, key: str) -> list[Message]:
         content = message.get("content")
         if not isinstance(content, str | list) and not (content is None and _says_more(message)):
             raise row.error(
-                f"message {turn} has the content {json.dumps(content, default=str):.80}; expected a string, a list of "
+                f"message {turn} has the content {json.dumps(content, default=str):.80}; "
+                "expected a string, a list of "
                 "parts, or null with tool calls"
             )
         _check_weight(row, turn, message)
-    known = [{key: value for key, value in message.items() if value is not None} for message in messages]
+    known = [
+        {key: value for key, value in message.items() if value is not None} for message in messages
+    ]
     for message in known:
         message.setdefault("content", None)
         if isinstance(calls := message.get("tool_calls"), list):
@@ -202,14 +238,22 @@ def parsed_call(call: Any) -> Any:
         arguments = json.loads(function["arguments"])
     except (ValueError, RecursionError):
         return call
-    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
+    return (
+        {**call, "function": {**function, "arguments": arguments}}
+        if isinstance(arguments, dict)
+        else call
+    )
 
 
 def _template_options(row: JsonRow) -> dict[str, Any]:
     """From columns of TRL and verl."""
-    options, thinking = row.values.get("chat_template_kwargs"), row.values.get("enable_thinking")
+    options = row.values.get("chat_template_kwargs")
+    thinking = row.values.get("enable_thinking")
     if options is not None and not isinstance(options, dict):
-        raise row.error(f"chat_template_kwargs is {quoted(options)}; expected a mapping, as {{enable_thinking: false}}")
+        raise row.error(
+            f"chat_template_kwargs is {quoted(options)}; expected a mapping, as "
+            f"{{enable_thinking: false}}"
+        )
     given = {"enable_thinking": thinking, **(options or {})}
     return {key: value for key, value in given.items() if value is not None}
 
@@ -221,7 +265,11 @@ def _trained(row: JsonRow, mask: list[bool]) -> list[bool]:
 
 
 def _says_more(message: Message) -> bool:
-    return any(value for key, value in message.items() if key not in ("role", "content", "weight", "step_loss_mask"))
+    return any(
+        value
+        for key, value in message.items()
+        if key not in ("role", "content", "weight", "step_loss_mask")
+    )
 
 
 def _trains(message: Message) -> bool:

@@ -53,7 +53,11 @@ Rows = Source | Path | str
 
 
 def sequences_of(example: Any) -> list[Any]:
-    return [example] if hasattr(example, "ids") else [x for x in vars(example).values() if hasattr(x, "ids")]
+    return (
+        [example]
+        if hasattr(example, "ids")
+        else [x for x in vars(example).values() if hasattr(x, "ids")]
+    )
 
 
 class Reading(TypedDict, total=False):
@@ -66,7 +70,12 @@ def _encoder(tokenizer: Tokenizer | None, reading: Reading) -> Encoder:
 
 
 def load_prompts(
-    source: Rows, tokenizer: Tokenizer | None, limits: Limits, *, answers: bool = True, **reading: Unpack[Reading]
+    source: Rows,
+    tokenizer: Tokenizer | None,
+    limits: Limits,
+    *,
+    answers: bool = True,
+    **reading: Unpack[Reading],
 ) -> list[Prompt]:
     """RL rows {"prompt": str | messages, "answer": any, "id"?, ...}; without `answers` also {"input_ids"}."""
     encode = _encoder(tokenizer, reading)
@@ -81,12 +90,21 @@ def load_prompts(
             prompt, shown = encode.read(row, "prompt")
             ids, _, media = encode.expand(row, encode.prompt(row, prompt), None, shown)
         answer = row.values.get("answer")
-        return Prompt(id=row.id(index), ids=tuple(ids), media=media, prompt=prompt, answer=answer, columns=columns)
+        return Prompt(
+            id=row.id(index),
+            ids=tuple(ids),
+            media=media,
+            prompt=prompt,
+            answer=answer,
+            columns=columns,
+        )
 
     return _load(source, example, limits, encode)
 
 
-def load_sft(source: Rows, tokenizer: Tokenizer, limits: Limits, **reading: Unpack[Reading]) -> list[Sequence]:
+def load_sft(
+    source: Rows, tokenizer: Tokenizer, limits: Limits, **reading: Unpack[Reading]
+) -> list[Sequence]:
     """Rows {"prompt", "completion"}, {"messages"}, {"text"}, or {"input_ids", "labels"}."""
     encode = _encoder(tokenizer, reading)
 
@@ -118,21 +136,31 @@ def load_sft(source: Rows, tokenizer: Tokenizer, limits: Limits, **reading: Unpa
 
 
 def load_preferences(
-    source: Rows, tokenizer: Tokenizer, limits: Limits, *, paired: bool = False, **reading: Unpack[Reading]
+    source: Rows,
+    tokenizer: Tokenizer,
+    limits: Limits,
+    *,
+    paired: bool = False,
+    **reading: Unpack[Reading],
 ) -> list[Preference]:
     """Rows {"prompt", "chosen", "rejected"}, or, unless `paired`, {"prompt", "completion", "label": bool}."""
     encode = _encoder(tokenizer, reading)
 
     def example(index: int | str, row: JsonRow) -> Preference:
         if is_pair(row, paired=paired):
-            return Preference(row.id(index), encode.pair(row, "chosen"), encode.pair(row, "rejected"))
-        sequence, good = encode.pair(row, "completion"), row.values["label"]
+            return Preference(
+                row.id(index), encode.pair(row, "chosen"), encode.pair(row, "rejected")
+            )
+        sequence = encode.pair(row, "completion")
+        good = row.values["label"]
         return Preference(row.id(index), sequence if good else None, None if good else sequence)
 
     return _load(source, example, limits, encode)
 
 
-def load_score(source: Rows, tokenizer: Tokenizer | None, limits: Limits, **reading: Unpack[Reading]) -> list[Prompt]:
+def load_score(
+    source: Rows, tokenizer: Tokenizer | None, limits: Limits, **reading: Unpack[Reading]
+) -> list[Prompt]:
     """Rows {"input_ids"}, or {"prompt", "completion"}, scored without an EOS."""
     encode = _encoder(tokenizer, reading)
 
@@ -141,7 +169,8 @@ def load_score(source: Rows, tokenizer: Tokenizer | None, limits: Limits, **read
             ids, media = encode.input_ids(row)
         else:
             sequence = encode.pair(row, "completion", ends=False)
-            ids, media = list(sequence.ids), sequence.media
+            ids = list(sequence.ids)
+            media = sequence.media
         return Prompt(id=row.id(index), ids=tuple(ids), media=media)
 
     return _load(source, example, limits, encode)
@@ -150,56 +179,77 @@ def load_score(source: Rows, tokenizer: Tokenizer | None, limits: Limits, **read
 def _load(
     source: Rows, make: Callable[[int | str, JsonRow], Example], limits: Limits, encoder: Encoder
 ) -> list[Example]:
-    placeholders = frozenset[int]() if encoder.processor is None else encoder.processor.placeholder_ids
-    source, examples = as_source(source), list[Example]()
-    path, count, cut = source.path, 0, 0
+    placeholders = (
+        frozenset[int]() if encoder.processor is None else encoder.processor.placeholder_ids
+    )
+    source = as_source(source)
+    examples = list[Example]()
+    path = source.path
+    count = 0
+    cut = 0
     with encoder.chat.renderer:
         for count, row in enumerate(rows_of(source, limits.warn), start=1):
             example = make(f"{source.prefix}{count - 1}" if source.prefix else count - 1, row)
-            lengths = [_checked_length(row, each.ids, limits, placeholders) for each in sequences_of(example)]
+            lengths = [
+                _checked_length(row, each.ids, limits, placeholders)
+                for each in sequences_of(example)
+            ]
             if limits.max_tokens is not None and max(lengths) > limits.max_tokens:
                 shorter = _truncated(row, example, limits)
                 if shorter is None and limits.overlong == "drop":
                     continue
                 if shorter is None:
                     most = f"at most {limits.max_tokens} fit"
-                    raise row.error(f"{max(lengths)} tokens, but {most}; shorten the row, {limits.remedy}")
-                example, cut = shorter, cut + 1
+                    raise row.error(
+                        f"{max(lengths)} tokens, but {most}; shorten the row, {limits.remedy}"
+                    )
+                example = shorter
+                cut = cut + 1
             total = sum(len(each.ids) for each in sequences_of(example))
             if limits.together is not None and total > limits.together:
                 if limits.overlong == "drop":
                     continue
                 raise row.error(
-                    f"the pair has {total} tokens, but at most {limits.together} fit, since both share a micro-batch; raise "
-                    "trainer.tokens_per_batch, set data.max_length with data.truncate=right, or data.overlong_rows=drop"
+                    f"the pair has {total} tokens, but at most {limits.together} fit, since both "
+                    "share a micro-batch; raise "
+                    "trainer.tokens_per_batch, set data.max_length with data.truncate=right, or "
+                    "data.overlong_rows=drop"
                 )
             examples.append(example)
     if not count:
         raise no_rows(path)
     if not examples:
         raise DataError(
-            f"{path}: all {count} rows are longer than {limits.max_tokens} tokens and dropped by data.overlong_rows=drop; "
+            f"{path}: all {count} rows are longer than {limits.max_tokens} tokens and dropped by "
+            "data.overlong_rows=drop; "
             "raise trainer.tokens_per_batch"
         )
     if len(examples) < count:
         limits.warn(
-            f"data.overlong_rows=drop leaves out {count - len(examples)} of {count} rows of {path}: they have more than "
+            f"data.overlong_rows=drop leaves out {count - len(examples)} of {count} rows of "
+            f"{path}: they have more than "
             f"{limits.max_tokens} tokens"
         )
     if cut:
         limits.warn(
-            f"data.truncate={limits.truncate} shortens {cut} of {count} rows of {path} to {limits.max_tokens} tokens"
+            f"data.truncate={limits.truncate} shortens {cut} of {count} rows of {path} to "
+            f"{limits.max_tokens} tokens"
         )
     return examples
 
 
-def _checked_length(row: JsonRow, ids: Seq[int], limits: Limits, placeholders: frozenset[int]) -> int:
+def _checked_length(
+    row: JsonRow, ids: Seq[int], limits: Limits, placeholders: frozenset[int]
+) -> int:
     if not ids:
         raise row.error("the row has no tokens; it needs at least one")
-    outside = next((i for i in ids if not 0 <= i < limits.vocab_size and i not in placeholders), None)
+    outside = next(
+        (i for i in ids if not 0 <= i < limits.vocab_size and i not in placeholders), None
+    )
     if outside is not None:
         raise row.error(
-            f"token id {quoted(outside)} lies outside the model's vocabulary of {limits.vocab_size} "
+            f"token id {quoted(outside)} lies outside the model's vocabulary of "
+            f"{limits.vocab_size} "
             f"(0 to {limits.vocab_size - 1}); use this model's own tokenizer"
         )
     return len(ids)
@@ -211,13 +261,24 @@ def _truncated(row: JsonRow, example: Example, limits: Limits) -> Example | None
         return None
     fields: dict[str, Any] = vars(example)
     if isinstance(example, Preference):
-        long = {name: x for name, x in fields.items() if hasattr(x, "ids") and len(x.ids) > limits.max_tokens}
+        long = {
+            name: x
+            for name, x in fields.items()
+            if hasattr(x, "ids") and len(x.ids) > limits.max_tokens
+        }
         shorter = {name: _truncated(row, x, limits) for name, x in long.items()}
         return None if None in shorter.values() else type(example)(**{**fields, **shorter})
     if fields["media"] is not None:
-        raise row.error("a row with images or videos cannot be truncated; shorten it, or set data.overlong_rows=drop")
-    kept = slice(-limits.max_tokens, None) if limits.truncate == "left" else slice(limits.max_tokens)
+        raise row.error(
+            "a row with images or videos cannot be truncated; shorten it, or set "
+            "data.overlong_rows=drop"
+        )
+    kept = (
+        slice(-limits.max_tokens, None) if limits.truncate == "left" else slice(limits.max_tokens)
+    )
     mask = fields.get("mask")
     if mask is not None and not any(mask[kept]):
         return None
-    return type(example)(**{**fields, "ids": fields["ids"][kept], **({} if mask is None else {"mask": mask[kept]})})
+    return type(example)(
+        **{**fields, "ids": fields["ids"][kept], **({} if mask is None else {"mask": mask[kept]})}
+    )

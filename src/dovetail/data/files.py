@@ -35,12 +35,15 @@ def as_source(source: Source | Path | str) -> Source:
 
 def read_rows(source: Source | Path | str) -> Iterator[JsonRow]:
     source = as_source(source)
-    hub, place = hub_source(source.path), source.path
+    hub = hub_source(source.path)
+    place = source.path
     if hub is not None and hub["files"] is None:
         yield from _hub_rows(source, hub["name"], hub["revision"])
         return
     if hub is not None:
-        name, revision, files = hub["name"], hub["revision"], hub["files"]
+        name = hub["name"]
+        revision = hub["revision"]
+        files = hub["files"]
         try:
             patterns = [files, f"{files}/*"]
             fetch = importlib.import_module("huggingface_hub").snapshot_download
@@ -84,7 +87,10 @@ def _json_rows(file: IO[bytes], path: Path) -> Iterator[JsonRow]:
         if start.startswith(b"["):
             for line, values in enumerate(parse_json(file.read(), str(path), list), start=1):
                 if not isinstance(values, dict):
-                    raise DataError(f"{path}:{line}: a {type(values).__name__}, not a JSON object such as {{...}}")
+                    raise DataError(
+                        f"{path}:{line}: a {type(values).__name__}, not a JSON object such as "
+                        f"{{...}}"
+                    )
                 yield JsonRow(values, path, line)
             return
     for line, text in enumerate(file, start=1):
@@ -101,7 +107,9 @@ def _csv_rows(file: IO[bytes], path: Path) -> Iterator[JsonRow]:
     for values in rows:
         row = JsonRow(values, path, rows.line_num)
         if None in values or None in values.values():
-            raise row.error(f"more or fewer cells than the {len(names)} of the first line; quote commas")
+            raise row.error(
+                f"more or fewer cells than the {len(names)} of the first line; quote commas"
+            )
         yield row
 
 
@@ -110,17 +118,21 @@ def _table_rows(path: Path, kind: str, group: int) -> Iterator[Mapping[str, Any]
     try:
         if kind == "parquet":
             file = _pyarrow(".parquet", path).ParquetFile(path)
-            names, batches = file.schema_arrow.names, file.iter_batches(group)
+            names = file.schema_arrow.names
+            batches = file.iter_batches(group)
         else:
             table = _arrow_table(path)
-            names, batches = table.schema.names, table.to_batches(group)
+            names = table.schema.names
+            batches = table.to_batches(group)
         _refuse_twice(names, path)
         for batch in batches:
             yield from batch.to_pylist()
     except DataError:
         raise
     except errors as error:
-        raise DataError(f"{path}: not readable as {kind} ({error}); write it again, or give JSONL") from error
+        raise DataError(
+            f"{path}: not readable as {kind} ({error}); write it again, or give JSONL"
+        ) from error
 
 
 def _arrow_table(path: Path) -> Any:
@@ -137,7 +149,9 @@ def _pyarrow(module: str, path: Path) -> Any:
         return importlib.import_module(f"pyarrow{module}")
     except ImportError as error:
         what = "parquet" if module else path.suffix
-        raise DataError(f"{path}: {what} needs pyarrow: pip install 'dovetail-rl[parquet]', or give JSONL") from error
+        raise DataError(
+            f"{path}: {what} needs pyarrow: pip install 'dovetail-rl[parquet]', or give JSONL"
+        ) from error
 
 
 def _refuse_twice(names: Iterable[str], path: Path) -> None:
@@ -151,7 +165,8 @@ def _hub_rows(source: Source, name: str, revision: str) -> Iterator[JsonRow]:
         library = importlib.import_module("datasets")
     except ImportError as error:
         raise DataError(
-            f"{source.path}: datasets of the hub need the library datasets: pip install 'dovetail-rl[datasets]', or name files "
+            f"{source.path}: datasets of the hub need the library datasets: pip install "
+            "'dovetail-rl[datasets]', or name files "
             f"of it: {HUB_FILES}{name}@{revision}/FILES"
         ) from error
     load: Callable[..., Any] = library.load_dataset
@@ -159,7 +174,8 @@ def _hub_rows(source: Source, name: str, revision: str) -> Iterator[JsonRow]:
         rows = load(name, source.subset, revision=revision, split=source.split)
     except (OSError, ValueError, library.exceptions.DatasetsError) as error:
         raise DataError(f"{source.path} could not be loaded from the hub: {error}") from error
-    place, line = Path(name), 0
+    place = Path(name)
+    line = 0
     for table in rows.with_format("arrow").iter(GROUP):
         for values in table.to_pylist():
             line += 1

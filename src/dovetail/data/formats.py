@@ -16,10 +16,12 @@ from dovetail.errors import DataError, quoted
 Values = dict[str, Any]
 
 ALPACA = (  # Stanford's prompt
-    "Below is an instruction that describes a task{paired}. Write a response that appropriately completes the request.\n\n"
+    "Below is an instruction that describes a task{paired}. Write a response that appropriately "
+    "completes the request.\n\n"
     "### Instruction:\n{instruction}\n\n{given}### Response:"
 )
-PAIRED, GIVEN = ", paired with an input that provides further context", "### Input:\n{input}\n\n"
+PAIRED = ", paired with an input that provides further context"
+GIVEN = "### Input:\n{input}\n\n"
 GSM8K_ANSWER = re.compile(r"#### (-?[0-9.,]+)")
 LABELS = ("answer", "label", "solution", "ground_truth")
 SHAREGPT_ROLES: Mapping[str, str] = {
@@ -45,7 +47,9 @@ def _openai(row: JsonRow) -> Values:
     messages = row.values.get("messages")
     if messages is None and row.has("prompt"):  # files may hold both
         return _trl(row)
-    if not isinstance(messages, list) or not all(isinstance(message, Mapping) for message in messages):
+    if not isinstance(messages, list) or not all(
+        isinstance(message, Mapping) for message in messages
+    ):
         return {}  # refused where messages are read
     return _conversation(row.values, [_openai_message(message) for message in messages])
 
@@ -54,18 +58,24 @@ def _sharegpt(row: JsonRow) -> Values:
     values = row.values
     turns = values["conversations"]
     if not isinstance(turns, list) or not all(isinstance(turn, Mapping) for turn in turns):
-        raise row.error(f'conversations is {quoted(turns)}; expected [{{"from": "human", "value": "Hi"}}, ...]')
+        raise row.error(
+            f'conversations is {quoted(turns)}; expected [{{"from": "human", "value": "Hi"}}, ...]'
+        )
     system = [{"role": "system", "content": values["system"]}] if values.get("system") else []
     messages = [*system, *(_sharegpt_message(row, n, turn) for n, turn in enumerate(turns))]
     if row.has("chosen", "rejected"):
-        pair = {key: [_sharegpt_message(row, len(turns), values[key])] for key in ("chosen", "rejected")}
+        pair = {
+            key: [_sharegpt_message(row, len(turns), values[key])] for key in ("chosen", "rejected")
+        }
         return {"prompt": messages, **pair}
     return _conversation(values, _with_media(messages, values))
 
 
 def _alpaca(row: JsonRow) -> Values:
     values = row.values
-    given, instruction, history = values.get("input") or "", values["instruction"], values.get("history") or []
+    given = values.get("input") or ""
+    instruction = values["instruction"]
+    history = values.get("history") or []
     target = {key: values[key] for key in ("chosen", "rejected") if row.has("chosen", "rejected")}
     if row.has("kto_tag"):
         target["label"] = values["kto_tag"]
@@ -74,30 +84,51 @@ def _alpaca(row: JsonRow) -> Values:
     if row.chat or history or values.get("system"):  # as LLaMA-Factory
         asked = f"{instruction}\n{given}" if given else instruction
         system = [{"role": "system", "content": values["system"]}] if values.get("system") else []
-        earlier = [{"role": role, "content": text} for pair in history for role, text in zip(ROLES, pair, strict=False)]
+        earlier = [
+            {"role": role, "content": text}
+            for pair in history
+            for role, text in zip(ROLES, pair, strict=False)
+        ]
         prompt = [*system, *earlier, {"role": "user", "content": asked}]
         if earlier and "completion" in target:  # answers of the history are trained, too
-            return _conversation(values, [*prompt, {"role": "assistant", "content": values["output"]}])
+            return _conversation(
+                values, [*prompt, {"role": "assistant", "content": values["output"]}]
+            )
         return {"prompt": prompt, **target}
     shown = GIVEN.format(input=given) if given else ""
-    return {"prompt": ALPACA.format(paired=PAIRED if given else "", instruction=instruction, given=shown), **target}
+    return {
+        "prompt": ALPACA.format(
+            paired=PAIRED if given else "", instruction=instruction, given=shown
+        ),
+        **target,
+    }
 
 
 def _gsm8k(row: JsonRow) -> Values:
     """The answer is behind the #### of the solution."""
-    question, solution = row.values["question"], row.values["answer"]
+    question = row.values["question"]
+    solution = row.values["answer"]
     match = GSM8K_ANSWER.search(str(solution))
     answer = match[1].replace(",", "") if match else solution
-    return {"prompt": question if row.chat else f"{question}\n", "completion": solution, "answer": answer}
+    return {
+        "prompt": question if row.chat else f"{question}\n",
+        "completion": solution,
+        "answer": answer,
+    }
 
 
 def _openrlhf(row: JsonRow) -> Values:
-    prompt, output = row.values["input"], row.values.get("output")
+    prompt = row.values["input"]
+    output = row.values.get("output")
     if output is None and isinstance(prompt, list):
         return _conversation(row.values, prompt)
     if isinstance(output, str):  # a space comes before EOS without a chat template
         output = output.rstrip("\n") + ("" if row.chat or isinstance(prompt, list) else " ")
-    return {"prompt": prompt, **({} if output is None else {"completion": output}), **_label(row.values)}
+    return {
+        "prompt": prompt,
+        **({} if output is None else {"completion": output}),
+        **_label(row.values),
+    }
 
 
 def _trl(row: JsonRow) -> Values:
@@ -109,7 +140,9 @@ def _trl(row: JsonRow) -> Values:
         return _label(values)
     if prompt is not None and not (isinstance(prompt, str) and isinstance(chosen, list)):
         return {}
-    shared = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False))))
+    shared = len(
+        list(takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False)))
+    )
     if isinstance(chosen, str) and chosen[:shared].endswith(" "):
         shared -= 1  # the space belongs to the completions
     return {"prompt": chosen[:shared], "chosen": chosen[shared:], "rejected": rejected[shared:]}
@@ -129,7 +162,8 @@ COLUMNS: tuple[tuple[str, str], ...] = (
     ("text", "trl"), ("input_ids", "trl"), ("input", "openrlhf"),
 )  # fmt: skip
 OURS = ("trl", "openai")  # rows of a file may be of both
-FIRST_ROWS, MOST_FILES = 32, 32  # rows of each file, and files, that are read before a run
+FIRST_ROWS = 32
+MOST_FILES = 32  # rows of each file, and files, that are read before a run
 MOST_ARRAY = 1 << 25  # bytes of a JSON array that is read before a run
 
 
@@ -137,7 +171,8 @@ class RowReader:
     """Reads the rows of `source` in our columns. say: takes a line that names another's format."""
 
     def __init__(self, source: Source, say: Callable[[str], None]) -> None:
-        self.source, self.say = source, say
+        self.source = source
+        self.say = say
         self._first: JsonRow | None = None
         self._format = ""  # of the first row
         self._columns: list[set[str]] = []  # sets of columns, one of which every row needs
@@ -154,7 +189,9 @@ class RowReader:
         try:
             values = {**row.values, **read(row)}
         except (AttributeError, TypeError, LookupError) as error:
-            raise row.error(f"the row is not written as {title} are ({error}); see `dovetail docs data`") from error
+            raise row.error(
+                f"the row is not written as {title} are ({error}); see `dovetail docs data`"
+            ) from error
         if source.chat and isinstance(values.get("prompt"), str):
             values["prompt"] = _user(values["prompt"])
         return replace(row, values=values, given=row.values)
@@ -174,7 +211,8 @@ class RowReader:
             return
         other = _format_of(row)
         if other is not None and self._first is not None and self.source.format == "auto":
-            theirs, ours = FORMATS[other][0], FORMATS[self._format][0]
+            theirs = FORMATS[other][0]
+            ours = FORMATS[self._format][0]
             raise row.error(
                 f"the row is written as {theirs} are, but the first one ({self._first.path}:"
                 f"{self._first.line}) as {ours}; put the rows of each format into a file of their "
@@ -200,7 +238,8 @@ def first_rows(source: Source) -> Iterator[JsonRow]:
     """
     if hub_source(source.path) is not None:
         return
-    reader, is_empty = RowReader(source, lambda _: None), True
+    reader = RowReader(source, lambda _: None)
+    is_empty = True
     files = data_files(source.path)
     for path in files[:MOST_FILES]:
         if ".json" in path.suffixes[-2:] and path.stat().st_size > MOST_ARRAY:
@@ -222,7 +261,9 @@ def _renamed(row: JsonRow, columns: Mapping[str, str]) -> JsonRow:
     if not columns:
         return row
     named = {ours: _column(row, theirs) for ours, theirs in columns.items()}
-    return replace(row, values={**{k: v for k, v in row.values.items() if k not in columns.values()}, **named})
+    return replace(
+        row, values={**{k: v for k, v in row.values.items() if k not in columns.values()}, **named}
+    )
 
 
 def _messages_read(row: JsonRow) -> JsonRow:
@@ -234,7 +275,8 @@ def _messages_read(row: JsonRow) -> JsonRow:
                 read[name] = json.loads(text)
             except ValueError as error:
                 raise row.error(
-                    f"{name} looks like a list of messages but is not JSON ({error}): {quoted(text)}"
+                    f"{name} looks like a list of messages but is not JSON ({error}): "
+                    f"{quoted(text)}"
                 ) from error
     return replace(row, values={**row.values, **read}) if read else row
 
@@ -244,7 +286,10 @@ def _column(row: JsonRow, name: str) -> Any:
     for part in (name,) if name in row.values else name.split("."):
         if not isinstance(value, Mapping) or part not in value:
             has = ", ".join(map(repr, row.values))
-            raise row.error(f"the row lacks {name!r}, which data.columns names (it has {has}); name one of these")
+            raise row.error(
+                f"the row lacks {name!r}, which data.columns names (it has {has}); name one of "
+                "these"
+            )
         value = value[part]
     return value
 
@@ -274,13 +319,24 @@ def _conversation(values: Mapping[str, Any], messages: list[Any]) -> Values:
     """A last turn of the assistant is also a completion."""
     ends = messages and messages[-1].get("role") == "assistant"
     prompt, last = (messages[:-1], messages[-1:]) if ends else (messages, [])
-    given = {"messages": messages, "prompt": prompt if values.get("prompt") is None else values["prompt"]}
-    return {**given, **({"completion": last, "answer": last[0].get("content")} if last else {}), **_label(values)}
+    given = {
+        "messages": messages,
+        "prompt": prompt if values.get("prompt") is None else values["prompt"],
+    }
+    return {
+        **given,
+        **({"completion": last, "answer": last[0].get("content")} if last else {}),
+        **_label(values),
+    }
 
 
 def _label(values: Mapping[str, Any], *names: str) -> Values:
     """A boolean `label` is no answer."""
-    given = [values[n] for n in names or LABELS if n in values and not (n == "label" and type(values[n]) is bool)]
+    given = [
+        values[n]
+        for n in names or LABELS
+        if n in values and not (n == "label" and type(values[n]) is bool)
+    ]
     return {"answer": given[0]} if given else {}
 
 
@@ -295,26 +351,43 @@ def _openai_message(message: Mapping[str, Any]) -> Values:
         return dict(message)
     parts = []
     for part in content:
-        address = part.get("image_url") if isinstance(part, Mapping) and part.get("type") == "image_url" else None
+        address = (
+            part.get("image_url")
+            if isinstance(part, Mapping) and part.get("type") == "image_url"
+            else None
+        )
         url = address.get("url") if isinstance(address, Mapping) else address
         parts.append(part if address is None else {"type": "image", "url": url})
     return {**message, "content": parts}
 
 
 def _sharegpt_message(row: JsonRow, number: int, turn: Mapping[str, Any]) -> Values:
-    sender, text = turn.get("from", turn.get("role")), turn.get("value", turn.get("content"))
+    sender = turn.get("from", turn.get("role"))
+    text = turn.get("value", turn.get("content"))
     if sender not in SHAREGPT_ROLES:
-        raise row.error(f"message {number} is from {quoted(sender)}; expected one of {', '.join(SHAREGPT_ROLES)}")
+        raise row.error(
+            f"message {number} is from {quoted(sender)}; expected one of "
+            f"{', '.join(SHAREGPT_ROLES)}"
+        )
     if sender != "function_call":
-        others = {key: value for key, value in turn.items() if key not in ("from", "role", "value", "content")}
+        others = {
+            key: value
+            for key, value in turn.items()
+            if key not in ("from", "role", "value", "content")
+        }
         return {"role": SHAREGPT_ROLES[sender], "content": text, **others}
     try:
         calls = json.loads(text)
         calls = calls if type(calls) is list else [calls]
         functions = [{"name": call["name"], "arguments": call["arguments"]} for call in calls]
     except (ValueError, TypeError, LookupError) as error:
-        raise row.error(f"message {number} calls {quoted(text)}; expected the JSON of {{name, arguments}}") from error
-    return {"role": "assistant", "tool_calls": [{"type": "function", "function": each} for each in functions]}
+        raise row.error(
+            f"message {number} calls {quoted(text)}; expected the JSON of {{name, arguments}}"
+        ) from error
+    return {
+        "role": "assistant",
+        "tool_calls": [{"type": "function", "function": each} for each in functions],
+    }
 
 
 def _with_media(messages: Any, values: Mapping[str, Any]) -> Any:
@@ -326,7 +399,10 @@ def _with_media(messages: Any, values: Mapping[str, Any]) -> Any:
         content = message.get("content") if isinstance(message, Mapping) else None
         if isinstance(content, str) and TAG.search(content):
             texts = filter(None, TAG.split(content))
-            parts = [{"type": text[1:-1]} if TAG.fullmatch(text) else {"type": "text", "text": text} for text in texts]
+            parts = [
+                {"type": text[1:-1]} if TAG.fullmatch(text) else {"type": "text", "text": text}
+                for text in texts
+            ]
             message = {**message, "content": parts}
         made.append(message)
     return made

@@ -79,7 +79,8 @@ class MediaLocator:
             if entries:
                 part = f'{{"type": "{name}"}}'
                 raise DataError(
-                    f"{len(entries)} of its {name}s have no place in the messages; give each a content part {part}"
+                    f"{len(entries)} of its {name}s have no place in the messages; give each a "
+                    f"content part {part}"
                 )
         return MediaRef(tuple(self.images), tuple(self.videos))
 
@@ -102,18 +103,28 @@ class MediaLocator:
         return parts
 
     def _part(self, kind: str, part: Mapping[str, Any]) -> None:
-        sources = [(key, part[key]) for key in (kind, *SOURCES) if part.get(key) is not None]  # parquet fills in None
+        sources = [
+            (key, part[key]) for key in (kind, *SOURCES) if part.get(key) is not None
+        ]  # parquet fills in None
         if len(sources) > 1:
-            raise DataError(f"a content part of type {kind} has {' and '.join(key for key, _ in sources)}; give one")
+            raise DataError(
+                f"a content part of type {kind} has {' and '.join(key for key, _ in sources)}; "
+                "give one"
+            )
         if not sources:
             if not self.unused[kind]:
                 raise DataError(
-                    f"a content part of type {kind} has no source (one of {', '.join((kind, *SOURCES))}) and the row's "
+                    f"a content part of type {kind} has no source (one of "
+                    f"{', '.join((kind, *SOURCES))}) and the row's "
                     f"column {kind}s has no entry left for it"
                 )
             sources = [(kind, self.unused[kind].pop(0))]
         key, value = sources[0]
-        self._add(kind, f"data:;base64,{value}" if key == "base64" and isinstance(value, str) else value, part)
+        self._add(
+            kind,
+            f"data:;base64,{value}" if key == "base64" and isinstance(value, str) else value,
+            part,
+        )
 
     def _add(self, kind: str, value: Any, part: Mapping[str, Any]) -> None:
         if kind == "image":
@@ -125,8 +136,12 @@ class MediaLocator:
         source = self._source(value, name)
         name = f"{name} ({source})" if isinstance(source, Path) else name
         bomb = pillow("Image").DecompressionBombWarning
-        with warnings.catch_warnings(action="ignore", category=bomb), _opened(source, name) as image:
-            height, width = image.height, image.width
+        with (
+            warnings.catch_warnings(action="ignore", category=bomb),
+            _opened(source, name) as image,
+        ):
+            height = image.height
+            width = image.width
             if _has_exif(image) and image.getexif().get(ORIENTATION) in TURNED:
                 height, width = width, height
         return Picture(source, name, height, width)
@@ -138,14 +153,24 @@ class MediaLocator:
         if not isinstance(value, list):
             source = self._source(value, name)
             if isinstance(source, bytes):
-                raise DataError(f"{name} is bytes; give the path of its file, or the list of its frames")
+                raise DataError(
+                    f"{name} is bytes; give the path of its file, or the list of its frames"
+                )
             return Clip(f"{name} ({source})", file=source)
-        frames = tuple(self._picture(frame, f"{name}, frame {number}") for number, frame in enumerate(value))
+        frames = tuple(
+            self._picture(frame, f"{name}, frame {number}") for number, frame in enumerate(value)
+        )
         sizes = {(frame.height, frame.width) for frame in frames}
         if len(sizes) != 1:
-            raise DataError(f"{name} has {len(frames)} frames of {len(sizes)} sizes; expected frames of one size")
+            raise DataError(
+                f"{name} has {len(frames)} frames of {len(sizes)} sizes; expected frames of one "
+                "size"
+            )
         if sum(frame.height * frame.width for frame in frames) > MAX_PIXELS:
-            raise DataError(f"{name} has {len(frames)} frames of {sizes.pop()}, over {MAX_PIXELS} pixels; give fewer")
+            raise DataError(
+                f"{name} has {len(frames)} frames of {sizes.pop()}, over {MAX_PIXELS} pixels; "
+                "give fewer"
+            )
         return Clip(name, frames, fps=float(rate))
 
     def _source(self, value: Any, name: str) -> Path | bytes:
@@ -161,16 +186,24 @@ class MediaLocator:
             except binascii.Error as error:
                 raise DataError(f"{name} is not base64: {error}") from error
         if "://" in value and not value.startswith("file://"):
-            raise DataError(f"{name} is the address {value[:80]}; nothing is fetched: save the file and give its path")
+            raise DataError(
+                f"{name} is the address {value[:80]}; nothing is fetched: save the file and give "
+                "its path"
+            )
         path = self.folder / value.removeprefix("file://")
         try:
             size = path.stat().st_size if path.is_file() else None
         except OSError as error:  # too long
             raise DataError(f"{name}: {value[:80]!r} is no path: {error.strerror}") from error
         if size is None:
-            raise DataError(f"{name}: {str(path)!r} is no file; paths are relative to the folder of the data file")
+            raise DataError(
+                f"{name}: {str(path)!r} is no file; paths are relative to the folder of the data "
+                "file"
+            )
         if size > MAX_BYTES:
-            raise DataError(f"{name}: {path} has {size} bytes, more than {MAX_BYTES}; give a smaller file")
+            raise DataError(
+                f"{name}: {path} has {size} bytes, more than {MAX_BYTES}; give a smaller file"
+            )
         return path
 
 
@@ -179,11 +212,15 @@ def _opened(source: Path | bytes, name: str) -> Iterator[Any]:
     """With its header read."""
     module = pillow("Image")
     try:
-        image = module.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=FORMATS)
+        image = module.open(
+            io.BytesIO(source) if isinstance(source, bytes) else source, formats=FORMATS
+        )
     except module.DecompressionBombError as error:
         raise DataError(f"{name}: {error}; give a smaller image") from error
     except IMAGE_ERRORS as error:
-        raise DataError(f"{name} is no image that can be read (one of {', '.join(FORMATS)})") from error
+        raise DataError(
+            f"{name} is no image that can be read (one of {', '.join(FORMATS)})"
+        ) from error
     with closing(image):
         if image.height * image.width > MAX_PIXELS:
             size = f"{image.height} x {image.width} pixels"

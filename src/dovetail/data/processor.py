@@ -24,8 +24,13 @@ TENSORS = (*(kind.pixels for kind in KINDS), *GRIDS)
 class FileMedia(LazyMedia):
     """rows: of features, of each image. where: file and line."""
 
-    def __init__(self, shown: MediaRef, rows: tuple[int, ...], where: str, cache: "MediaCache") -> None:
-        self.shown, self.rows, self.where, self._cache = shown, rows, where, cache
+    def __init__(
+        self, shown: MediaRef, rows: tuple[int, ...], where: str, cache: "MediaCache"
+    ) -> None:
+        self.shown = shown
+        self.rows = rows
+        self.where = where
+        self._cache = cache
 
     def start(self) -> None:
         self._cache.start(self)
@@ -45,14 +50,16 @@ class FileMedia(LazyMedia):
     def __deepcopy__(self, _: object) -> "FileMedia":
         return self
 
-    __eq__, __hash__ = object.__eq__, object.__hash__
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
 
 
 class MediaCache:
     """Keeps the most recent within `capacity` bytes."""
 
     def __init__(self, read: Callable[[FileMedia], Media], capacity: int = CACHE_BYTES) -> None:
-        self._read, self._capacity = read, capacity
+        self._read = read
+        self._capacity = capacity
         self._pool = ThreadPoolExecutor(READERS, thread_name_prefix="media")
         self._lock = threading.Lock()
         self._futures: dict[FileMedia, Future[Media]] = {}  # most recent last
@@ -82,10 +89,16 @@ class MediaCache:
 
 class Processor:
     def __init__(
-        self, image_token: int, video_token: int, load_images: Callable[[], Any], load_videos: Callable[[], Any]
+        self,
+        image_token: int,
+        video_token: int,
+        load_images: Callable[[], Any],
+        load_videos: Callable[[], Any],
     ) -> None:
-        self.image_token, self.video_token = image_token, video_token
-        self._load_images, self._load_videos = load_images, load_videos
+        self.image_token = image_token
+        self.video_token = video_token
+        self._load_images = load_images
+        self._load_videos = load_videos
         self.cache = MediaCache(self.read)
 
     @property
@@ -105,12 +118,16 @@ class Processor:
     ) -> tuple[list[int], list[bool], Media | None]:
         """With a placeholder for each row of features."""
         rows = tuple(self._feature_rows(picture) for picture in shown.images)
-        kinds = (("image", self.image_token, shown.images), ("video", self.video_token, shown.videos))
+        kinds = (
+            ("image", self.image_token, shown.images),
+            ("video", self.video_token, shown.videos),
+        )
         for kind, token, sources in kinds:
             count = list(ids).count(token)
             if count != len(sources):
                 raise DataError(
-                    f"the text has {count} {kind} tokens (id {token}), but the row has {len(sources)} {kind}s; in messages "
+                    f"the text has {count} {kind} tokens (id {token}), but the row has "
+                    f"{len(sources)} {kind}s; in messages "
                     f'give each a content part {{"type": "{kind}"}}, in a string write the token where it stands'
                 )
         images = iter([[self.image_token] * n for n in rows])
@@ -127,20 +144,25 @@ class Processor:
     def match(self, ids: Sequence[int], shown: MediaRef, where: str) -> Media | None:
         """The media of expanded ids."""
         if shown.videos:
-            raise DataError("input_ids with videos: only the processor lays out a video's tokens; give messages")
+            raise DataError(
+                "input_ids with videos: only the processor lays out a video's tokens; give messages"
+            )
         rows = tuple(self._feature_rows(picture) for picture in shown.images)
         runs = [len(list(run)) for token, run in groupby(ids) if token == self.image_token]
         if tuple(runs) != rows or self.video_token in ids:
             raise DataError(
-                f"input_ids have {sum(runs)} image tokens (id {self.image_token}), in runs of {runs}, but the row's images "
-                f"have {sum(rows)} rows of features, {list(rows)}; give the ids that this model's processor made for these "
+                f"input_ids have {sum(runs)} image tokens (id {self.image_token}), in runs of "
+                f"{runs}, but the row's images "
+                f"have {sum(rows)} rows of features, {list(rows)}; give the ids that this "
+                "model's processor made for these "
                 "images"
             )
         return FileMedia(shown, rows, where, self.cache) if shown else None
 
     def read(self, media: FileMedia) -> Media:
         """In a thread of the cache."""
-        shown, tensors = media.shown, dict[str, Tensor]()
+        shown = media.shown
+        tensors = dict[str, Tensor]()
         try:
             if shown.images:
                 pictures = [upright(picture) for picture in shown.images]
@@ -148,7 +170,10 @@ class Processor:
                 grids = tensors[KINDS[0].grid]
                 rows = tuple((grids.prod(dim=1) // self.images.merge_size**2).tolist())
                 if rows != media.rows:
-                    raise DataError(f"its images have {rows} rows of features, but {media.rows} when rows were loaded")
+                    raise DataError(
+                        f"its images have {rows} rows of features, but {media.rows} when rows "
+                        "were loaded"
+                    )
             if shown.videos:
                 clips = [_tensors(self._watch(clip)) for clip in shown.videos]
                 tensors |= {name: torch.cat([clip[name] for clip in clips]) for name in clips[0]}
@@ -162,20 +187,28 @@ class Processor:
             if hasattr(processor, "get_number_of_image_patches"):
                 patches = processor.get_number_of_image_patches(picture.height, picture.width, {})
             else:
-                patches = int(_tensors(processor([upright(picture)], return_tensors="pt"))[KINDS[0].grid].prod())
+                patches = int(
+                    _tensors(processor([upright(picture)], return_tensors="pt"))[
+                        KINDS[0].grid
+                    ].prod()
+                )
             rows: int = patches // processor.merge_size**2
         except ValueError as error:
             raise DataError(f"{picture.name}: the model's processor refuses it: {error}") from error
         except (AttributeError, TypeError, LookupError) as error:
             raise DataError(
-                f"preprocessor_config.json names {type(processor).__name__}, which makes no patches of native resolution "
+                f"preprocessor_config.json names {type(processor).__name__}, which makes no "
+                "patches of native resolution "
                 f"({error!r}); give the one that the model came with"
             ) from error
         return rows
 
     def _video_ids(self, clip: Clip) -> list[int]:
         token = self.videos.tokenizer.convert_ids_to_tokens(self.video_token)
-        return cast("list[int]", self._watch(clip, text=[token], add_special_tokens=False)["input_ids"][0].tolist())
+        return cast(
+            "list[int]",
+            self._watch(clip, text=[token], add_special_tokens=False)["input_ids"][0].tolist(),
+        )
 
     def _watch(self, clip: Clip, **options: Any) -> Mapping[str, Any]:
         if clip.file is not None:
@@ -185,13 +218,21 @@ class Processor:
             options |= {
                 "videos": [[upright(frame) for frame in clip.frames]],
                 "do_sample_frames": False,
-                "video_metadata": [{"total_num_frames": count, "fps": clip.fps, "frames_indices": list(range(count))}],
+                "video_metadata": [
+                    {
+                        "total_num_frames": count,
+                        "fps": clip.fps,
+                        "frames_indices": list(range(count)),
+                    }
+                ],
             }
         try:
             return cast("Mapping[str, Any]", self.videos(return_tensors="pt", **options))
         except (ValueError, ImportError, OSError, RuntimeError) as error:
             reason = " ".join(str(error).split())[:300]
-            raise DataError(f"{clip.name}: the model's video processor refuses it: {reason}") from error
+            raise DataError(
+                f"{clip.name}: the model's video processor refuses it: {reason}"
+            ) from error
 
 
 def _tensors(out: Mapping[str, Any]) -> dict[str, Tensor]:

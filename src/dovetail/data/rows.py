@@ -44,7 +44,9 @@ class JsonRow:
 
     def gives(self, name: str, instead_of: str) -> bool:
         """A null counts as missing if `instead_of` is there."""
-        return name in self.values and (self.values[name] is not None or instead_of not in self.values)
+        return name in self.values and (
+            self.values[name] is not None or instead_of not in self.values
+        )
 
     def id(self, index: int | str) -> Any:
         own = self.values.get("id")
@@ -62,17 +64,27 @@ class JsonRow:
 
 
 def is_deep(values: Any) -> bool:
-    level, depth = [values], 0
+    level = [values]
+    depth = 0
     while level and depth <= MAX_DEPTH:
-        inside = (item for outer in level for item in (outer.values() if isinstance(outer, dict) else outer))
-        level, depth = [item for item in inside if isinstance(item, dict | list)], depth + 1
+        inside = (
+            item
+            for outer in level
+            for item in (outer.values() if isinstance(outer, dict) else outer)
+        )
+        level = [item for item in inside if isinstance(item, dict | list)]
+        depth = depth + 1
     return depth > MAX_DEPTH
 
 
 def parse_json(text: bytes, place: str, kind: type = dict) -> Any:
     """A JSON object, or a list of them."""
-    expected = "each line must be one JSON object" if kind is dict else "expected a list of JSON objects"
-    deep = DataError(f"{place}: lists and objects inside each other more than {MAX_DEPTH} deep; make it flat")
+    expected = (
+        "each line must be one JSON object" if kind is dict else "expected a list of JSON objects"
+    )
+    deep = DataError(
+        f"{place}: lists and objects inside each other more than {MAX_DEPTH} deep; make it flat"
+    )
     try:
         values = json.loads(text.strip(), object_pairs_hook=unique_keys)
     except RecursionError as error:
@@ -97,11 +109,15 @@ def parse_json(text: bytes, place: str, kind: type = dict) -> Any:
 def batch_rows(num_rows: int, count: int, seed: int | None, start: int) -> list[int]:
     """`count` rows from the `start`-th of endless epochs, shuffled unless `seed` is None."""
     stream = range(start, start + count)
-    orders = {epoch: _epoch_order(num_rows, seed, epoch) for epoch in {at // num_rows for at in stream}}
+    orders = {
+        epoch: _epoch_order(num_rows, seed, epoch) for epoch in {at // num_rows for at in stream}
+    }
     return [orders[at // num_rows][at % num_rows] for at in stream]
 
 
-def mixed_rows(parts: Sequence[tuple[int, float]], count: int, seed: int | None, start: int) -> list[int]:
+def mixed_rows(
+    parts: Sequence[tuple[int, float]], count: int, seed: int | None, start: int
+) -> list[int]:
     """As `batch_rows`, of concatenated parts: number of rows, and share of the stream."""
     firsts = [0, *accumulate(rows for rows, _ in parts)]
     shares = _block_shares(tuple(weight for _, weight in parts))
@@ -125,11 +141,15 @@ def _block_shares(weights: tuple[float, ...]) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=2)
-def _block_order(shares: tuple[int, ...], seed: int, block: int) -> tuple[Sequence[int], Sequence[Sequence[int]]]:
+def _block_order(
+    shares: tuple[int, ...], seed: int, block: int
+) -> tuple[Sequence[int], Sequence[Sequence[int]]]:
     """The part at each place of a block; the places of each part."""
     order = [part for part, share in enumerate(shares) for _ in range(share)]
     random.Random(f"{seed}/mixture/{block}").shuffle(order)
-    return order, [[place for place, other in enumerate(order) if other == part] for part in range(len(shares))]
+    return order, [
+        [place for place, other in enumerate(order) if other == part] for part in range(len(shares))
+    ]
 
 
 @lru_cache(maxsize=32)  # a million rows take half a second

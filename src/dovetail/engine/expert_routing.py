@@ -31,31 +31,46 @@ class BalanceSettings:
 
 
 class Routing:
-    def __init__(self, model: StagedModel, moe: MoeSpec, mesh: Mesh, settings: BalanceSettings) -> None:
-        self.model, self.moe, self.mesh, self.settings = model, moe, mesh, settings
+    def __init__(
+        self, model: StagedModel, moe: MoeSpec, mesh: Mesh, settings: BalanceSettings
+    ) -> None:
+        self.model = model
+        self.moe = moe
+        self.mesh = mesh
+        self.settings = settings
 
     @classmethod
-    def of(cls, model: StagedModel, mesh: Mesh, settings: BalanceSettings | None) -> "Routing | None":
-        return None if model.moe is None else cls(model, model.moe, mesh, settings or BalanceSettings())
+    def of(
+        cls, model: StagedModel, mesh: Mesh, settings: BalanceSettings | None
+    ) -> "Routing | None":
+        return (
+            None
+            if model.moe is None
+            else cls(model, model.moe, mesh, settings or BalanceSettings())
+        )
 
     def with_routes(self, micro: MicroBatch) -> MicroBatch:
         if micro.halves:
             return replace(micro, halves=tuple(map(self.with_routes, micro.halves)))
-        trace, rows = micro.batch.routing, self._rows(micro)
-        return replace(micro, routes=Routes(None if trace is None else trace.map(lambda x: x[rows])))
+        trace = micro.batch.routing
+        rows = self._rows(micro)
+        local = None if trace is None else trace.map(lambda x: x[rows])
+        return replace(micro, routes=Routes(local))
 
     def with_balance(
         self, pairs: PlannedMicroBatches, loss: LossFn, tokens: int, dtype: torch.dtype
     ) -> PlannedMicroBatches:
         """tokens: of the whole batch. dtype: of statistics. Collective."""
-        settings, weight = self.settings, 0.0
+        settings = self.settings
+        weight = 0.0
         if settings.aux_coef or settings.z_coef:
             with torch.no_grad():
                 weight = self._expected_count(pairs, loss, dtype) / tokens
 
         def prepare(number: int) -> tuple[Tensor, MicroBatch]:
             for index, micro in split_halves([pairs[number]]):
-                rows, batch = self._rows(micro), micro.batch
+                rows = self._rows(micro)
+                batch = micro.batch
                 assert micro.routes is not None
                 micro.routes.balance = Balance(
                     counted=rows < len(index),
@@ -70,19 +85,26 @@ class Routing:
 
         return LazySequence(len(pairs), prepare)
 
-    def update(self, totals: Sequence[tuple[Tensor, Tensor]], tokens: int, *, skipped: bool) -> dict[str, float]:
+    def update(
+        self, totals: Sequence[tuple[Tensor, Tensor]], tokens: int, *, skipped: bool
+    ) -> dict[str, float]:
         """Update biases -> metrics. totals: of each batch of the step. tokens: of all."""
         loads, costs = (torch.stack(parts).sum(0) for parts in zip(*totals, strict=True))
         if not skipped and self.moe.bias and self.settings.bias_rate:
             self._update_biases(loads)
         shares = loads / loads.mean(1, keepdim=True)
-        metrics = {"expert_load_max": fmean(shares.amax(1).tolist()), "expert_load_min": fmean(shares.amin(1).tolist())}
+        metrics = {
+            "expert_load_max": fmean(shares.amax(1).tolist()),
+            "expert_load_min": fmean(shares.amin(1).tolist()),
+        }
         if self.settings.aux_coef or self.settings.z_coef:
-            metrics |= dict(zip(("balance_loss", "router_z_loss"), (costs.mean(0) / tokens).tolist(), strict=True))
+            balance_loss, z_loss = (costs.mean(0) / tokens).tolist()
+            metrics |= {"balance_loss": balance_loss, "router_z_loss": z_loss}
         return metrics
 
     def trace(self, pairs: PlannedMicroBatches, tokens: int) -> RoutingTrace:
-        moe, device = self.moe, self.mesh.device
+        moe = self.moe
+        device = self.mesh.device
         indices = torch.zeros(tokens, len(moe.numbers), moe.top_k, dtype=torch.int32, device=device)
         for index, micro in split_halves(pairs):
             rows = self._rows(micro)
@@ -90,12 +112,14 @@ class Routing:
             assert micro.routes is not None
             for layer, chosen in micro.routes.chosen.items():
                 indices[index[rows[real]], moe.numbers.index(layer)] = chosen[real]
-        return RoutingTrace(moe.numbers, self._sum(indices), torch.ones(tokens, dtype=torch.bool, device=device))
+        valid = torch.ones(tokens, dtype=torch.bool, device=device)
+        return RoutingTrace(moe.numbers, self._sum(indices), valid)
 
     def totals(self, pairs: PlannedMicroBatches) -> tuple[Tensor, Tensor]:
         """Tokens by layer and expert [M, E], balance losses [M, 2]. Collective."""
         moe = self.moe
-        both = torch.zeros(len(moe.numbers), moe.num_experts + 2, dtype=torch.float64, device=self.mesh.device)
+        shape = (len(moe.numbers), moe.num_experts + 2)
+        both = torch.zeros(shape, dtype=torch.float64, device=self.mesh.device)
         for _, micro in split_halves(pairs):
             assert micro.routes is not None
             for layer, load in micro.routes.loads.items():
@@ -112,7 +136,9 @@ class Routing:
                 step = self.settings.bias_rate * torch.sign(load.mean() - load)
                 module.e_score_correction_bias += step.to(module.e_score_correction_bias.dtype)
 
-    def _expected_count(self, pairs: PlannedMicroBatches, loss: LossFn, dtype: torch.dtype) -> float:
+    def _expected_count(
+        self, pairs: PlannedMicroBatches, loss: LossFn, dtype: torch.dtype
+    ) -> float:
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         for _, micro in pairs:
             blank = torch.zeros(len(micro.all_counted), dtype=dtype, device=self.mesh.device)
@@ -124,12 +150,16 @@ class Routing:
         return micro.order.chunk(self.mesh["tp"].size)[self.mesh["tp"].rank]
 
     def _sum(self, x: Tensor) -> Tensor:
-        return sum_over(sum_over(sum_over(x, self.mesh["tp"]), self.mesh["fsdp"]), self.mesh["pp"])
+        for axis in ("tp", "fsdp", "pp"):
+            x = sum_over(x, self.mesh[axis])
+        return x
 
 
 def split_halves(pairs: PlannedMicroBatches) -> Iterator[tuple[Tensor, MicroBatch]]:
     for index, micro in pairs:
         if micro.halves:
-            yield from zip((index[: micro.first], index[micro.first :]), micro.halves, strict=True)
+            first, second = micro.halves
+            yield index[: micro.first], first
+            yield index[micro.first :], second
         else:
             yield index, micro

@@ -29,19 +29,24 @@ class ReshardPolicy:
     summed: bool
 
     @classmethod
-    def within(cls, elements: int, parameter: int, gradient: int, memory: int | None) -> "ReshardPolicy":
+    def within(
+        cls, elements: int, parameter: int, gradient: int, memory: int | None
+    ) -> "ReshardPolicy":
         """memory: of a device; None: a host."""
         if memory is None:
             return cls(gathered=False, summed=True)
         summed = elements * gradient <= MEMORY_SHARE * memory
-        return cls(gathered=elements * (parameter + gradient) <= MEMORY_SHARE * memory, summed=summed)
+        return cls(
+            gathered=elements * (parameter + gradient) <= MEMORY_SHARE * memory, summed=summed
+        )
 
     @classmethod
     def of(cls, model: StagedModel, mesh: Mesh, dtype: torch.dtype) -> "ReshardPolicy":
         """Collective over dp x cp."""
         if mesh["pp"].size > 1 or mesh["fsdp"].size == 1:
             return cls(gathered=True, summed=True)
-        first, memory = next(model.parameters()), memory_of(mesh.device)
+        first = next(model.parameters())
+        memory = memory_of(mesh.device)
         if memory is not None:
             memory = int(stack_over(torch.tensor(memory, device=mesh.device), mesh["fsdp"]).min())
         elements = sum(parameter.numel() for parameter in model.parameters())
@@ -54,7 +59,9 @@ def shard_over_data(model: StagedModel, mesh: Mesh, dtype: torch.dtype) -> None:
     # stages run many times a step; one rank would only cast again
     keep = mesh["pp"].size > 1 or (mesh["fsdp"].size == 1 and dtype != first.dtype)
     policy = MixedPrecisionPolicy(
-        param_dtype=dtype if dtype != first.dtype else None, reduce_dtype=wide(first.dtype), cast_forward_inputs=False
+        param_dtype=dtype if dtype != first.dtype else None,
+        reduce_dtype=wide(first.dtype),
+        cast_forward_inputs=False,
     )
     options: dict[str, Any] = {"mp_policy": policy, "reshard_after_forward": not keep}
     for module in (*model.groups(), model):
@@ -71,9 +78,12 @@ def forget_step(model: StagedModel, mesh: Mesh) -> None:
     """Drop what a failed step has left, without collectives; torch 2.15's `reset_iter_state` drops gradients."""
     model.wgrad_queue.clear()
     assert isinstance(model, FSDPModule)
-    state, resets = model._get_fsdp_state(), torch.__version__ >= "2.15"
+    state = model._get_fsdp_state()
+    resets = torch.__version__ >= "2.15"
     for module in model.modules():  # FSDP2 lists them in its first forward pass
-        group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
+        group = (
+            module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
+        )
         if group is None:
             continue
         if not resets:

@@ -20,7 +20,14 @@ from dovetail.engine.base import BatchReport, StepReport
 from dovetail.engine.expert_routing import BalanceSettings, PlannedMicroBatches, Routing
 from dovetail.engine.fsdp import ReshardPolicy, enable_grad_accumulation_fusion, forget_step
 from dovetail.engine.nonfinite import StepWatch, record_faults
-from dovetail.engine.stage import Accumulated, InferenceRunner, TrainingRunner, announce_failure, begin_gathers, mean
+from dovetail.engine.stage import (
+    Accumulated,
+    InferenceRunner,
+    TrainingRunner,
+    announce_failure,
+    begin_gathers,
+    mean,
+)
 from dovetail.engine.state import EngineState
 from dovetail.engine.validation import ValidatedLoss, check_same
 from dovetail.errors import ConfigError, DataError, ModelError
@@ -60,7 +67,9 @@ class Engine(EngineState):
     ) -> None:
         """model: of `shard_over_data`. dtype: of the computation. tokens_per_batch: most of a micro-batch, with padding."""
         assert isinstance(model, FSDPModule), "shard_over_data comes first"
-        self.model, self.mesh, self.origin = model, mesh, origin
+        self.model = model
+        self.mesh = mesh
+        self.origin = origin
         self.tokens_per_batch = tokens_per_batch
         self.dtype = dtype or next(model.parameters()).dtype
         self.watch = watch or StepWatch()
@@ -68,7 +77,8 @@ class Engine(EngineState):
         self.context_shard = ContextShard(cp.rank, cp.size, ulysses_degree(model.spec, mesh.layout))
         self.dual_batch = DualBatch.of(model.supports_dual_batch, mesh, None)
         connect(mesh)
-        self._settings, self._routing = optim or OptimSettings(), Routing.of(model, mesh, balance)
+        self._settings = optim or OptimSettings()
+        self._routing = Routing.of(model, mesh, balance)
         self._optimizer: Optimizer | None = None
         self._accumulated: list[Accumulated] = []
         freeze(model, mesh, self._settings.frozen)
@@ -117,7 +127,9 @@ class Engine(EngineState):
             self._infer(list(self._prepare(batch)), keep)  # not lazily: `keep` waits
             return self._gather_tokens(out, batch)[0]
 
-    def infer(self, batch: PackedBatch, loss: LossFn, keep: Callable[[Tensor, MicroBatch, Any], None]) -> None:
+    def infer(
+        self, batch: PackedBatch, loss: LossFn, keep: Callable[[Tensor, MicroBatch, Any], None]
+    ) -> None:
         with self._call(critic=self.model.is_critic):
             self._infer(self._prepare(batch), keep, loss)
 
@@ -128,7 +140,9 @@ class Engine(EngineState):
             self._accumulate(batch, ValidatedLoss(loss), trace=trace)
             return self._update(None)
 
-    def forward_backward(self, batch: PackedBatch, loss: LossFn, *, trace: bool = False) -> BatchReport:
+    def forward_backward(
+        self, batch: PackedBatch, loss: LossFn, *, trace: bool = False
+    ) -> BatchReport:
         """Add the batch's gradient and count to those before; reduced over dp. trace: report every token's experts."""
         with self._call():
             done = self._accumulate(batch, ValidatedLoss(loss), trace=trace)
@@ -142,9 +156,14 @@ class Engine(EngineState):
         Gradients that are not finite update nothing (`skipped`).
         """
         if denominator is not None and not 0 < denominator < math.inf:
-            raise ConfigError(f"denominator={denominator!r}; expected more than 0, or None for the sum of the counts")
+            raise ConfigError(
+                f"denominator={denominator!r}; expected more than 0, or None for the sum of the "
+                "counts"
+            )
         if not self._accumulated:
-            raise ModelError("optim_step() without gradients; call forward_backward(batch, loss) first")
+            raise ModelError(
+                "optim_step() without gradients; call forward_backward(batch, loss) first"
+            )
         with self._call():
             return self._update(denominator)
 
@@ -154,7 +173,9 @@ class Engine(EngineState):
             self._optimizer.zero_grad()
 
     def _accumulate(self, batch: PackedBatch, loss: LossFn, *, trace: bool) -> Accumulated:
-        optimizer, policy, progress = self.optimizer, self.reshard_policy, self.watch.progress
+        optimizer = self.optimizer
+        policy = self.reshard_policy
+        progress = self.watch.progress
         if progress is not None:
             progress.phase("update")
         begin_gathers(self.resident_model, self.mesh)
@@ -165,7 +186,9 @@ class Engine(EngineState):
             pairs = self._routing.with_balance(pairs, loss, len(batch), self._wide)
         optimizer.reserve()  # before activations take host memory
         watch = None if progress is None or progress.listener is None else progress.advance
-        stages = TrainingRunner(self.model, self.mesh, _micros_of(pairs), self.dtype, loss, policy, watch)
+        stages = TrainingRunner(
+            self.model, self.mesh, _micros_of(pairs), self.dtype, loss, policy, watch
+        )
         if progress is not None:
             stages.mark = progress.mark
         try:
@@ -185,16 +208,22 @@ class Engine(EngineState):
         done = self._accumulated
         if self.watch.progress is not None:
             self.watch.progress.phase("optimizer")
-        count = torch.stack([each.count for each in done]).sum() if denominator is None else denominator
+        count: Tensor | float
+        if denominator is None:
+            count = torch.stack([each.count for each in done]).sum()
+        else:
+            count = denominator
         update = self.optimizer.step(count, [x for each in done for x in each.watched])
         totals: dict[str, tuple[float, float]] = {}
-        for name, (total, number) in (item for each in done for item in each.read(self.mesh).items()):
-            before = totals.get(name, (0.0, 0.0))
-            totals[name] = before[0] + total, before[1] + number
+        for each in done:
+            for name, (total, number) in each.read(self.mesh).items():
+                before = totals.get(name, (0.0, 0.0))
+                totals[name] = (before[0] + total, before[1] + number)
         loss_total, number = totals.pop("")
         faults = record_faults(done, update.faults, self.watch, self.mesh) if update.skipped else {}
         metrics = {name: mean(*pair) for name, pair in totals.items()}
-        tokens, lengths = sum(len(each.batch) for each in done), [n for each in done for n in each.batch.lengths]
+        tokens = sum(len(each.batch) for each in done)
+        lengths = [n for each in done for n in each.batch.lengths]
         if self._routing is not None:
             loads = [each.loads for each in done if each.loads is not None]
             metrics |= self._routing.update(loads, tokens, skipped=update.skipped)
@@ -223,10 +252,15 @@ class Engine(EngineState):
         """Lazy, unless the batch is on the device: each waits for it."""
         check_same(batch, self.mesh)
         self.model.check(batch)
-        multiple, share = self.mesh.token_multiple, self.context_shard
-        dp, device, tp = self.mesh["dp"], self.mesh.device, self.mesh["tp"].size
+        multiple = self.mesh.token_multiple
+        share = self.context_shard
+        dp = self.mesh["dp"]
+        device = self.mesh.device
+        tp = self.mesh["tp"].size
         budget = self._budget(batch)
-        plan = plan_microbatches(batch.lengths, dp.size, budget, multiple, self.model.spec.width, batch.groups)
+        plan = plan_microbatches(
+            batch.lengths, dp.size, budget, multiple, self.model.spec.width, batch.groups
+        )
         own = plan[dp.rank]
         if batch.media:
             start_reading(batch.media[s] for sequences in own for s in sequences)
@@ -236,7 +270,9 @@ class Engine(EngineState):
             start_reading(chosen.media)
             lengths = [[batch.lengths[i] for i in replica[number]] for replica in plan]
             if self.dual_batch.should_split(lengths, multiple, budget):
-                micro = MicroBatch.halved(chosen, balanced_split(chosen.lengths), multiple, share, tp).to(device)
+                micro = MicroBatch.halved(
+                    chosen, balanced_split(chosen.lengths), multiple, share, tp
+                ).to(device)
             else:
                 micro = MicroBatch.of(chosen, multiple, share).to(device)
             index = to_device(batch.token_index(own[number]), device)
@@ -253,13 +289,18 @@ class Engine(EngineState):
         return pairs
 
     def _infer(
-        self, pairs: PlannedMicroBatches, keep: Callable[[Tensor, MicroBatch, Any], None], loss: LossFn | None = None
+        self,
+        pairs: PlannedMicroBatches,
+        keep: Callable[[Tensor, MicroBatch, Any], None],
+        loss: LossFn | None = None,
     ) -> None:
         def on_result(micro: int, result: Any) -> None:
             keep(*pairs[micro], result)
 
         if pairs:
-            stages = InferenceRunner(self.model, self.mesh, _micros_of(pairs), self.dtype, on_result, loss)
+            stages = InferenceRunner(
+                self.model, self.mesh, _micros_of(pairs), self.dtype, on_result, loss
+            )
             self._run("forward", stages)
         if self.mesh["pp"].size > 1:
             reshard(self.model)  # a pipeline keeps them gathered
@@ -280,7 +321,9 @@ class Engine(EngineState):
             has = "a language model's head, so it has score(batch) and no values", "value"
             if self.model.is_critic:
                 has = "a value head, so it has values(batch) and no log-probs", "lm"
-            raise ModelError(f"this engine has {has[0]}; for these take from_pretrained(..., head={has[1]!r})")
+            raise ModelError(
+                f"this engine has {has[0]}; for these take from_pretrained(..., head={has[1]!r})"
+            )
         with torch.inference_mode(mode=False), torch.autocast(self.mesh.device.type, enabled=False):
             try:
                 yield
@@ -292,11 +335,15 @@ class Engine(EngineState):
 
     def _trace(self, batch: PackedBatch, pairs: PlannedMicroBatches) -> RoutingTrace:
         if self._routing is None:
-            raise ModelError(f"this {self.model.spec.family} model has no experts that the native engine routes to")
+            raise ModelError(
+                f"this {self.model.spec.family} model has no experts that the native engine "
+                "routes to"
+            )
         return self._routing.trace(pairs, len(batch)).map(lambda x: x.to(batch.tokens.device))
 
     def _budget(self, batch: PackedBatch) -> int | None:
-        pp, multiple = self.mesh["pp"].size, self.mesh.token_multiple
+        pp = self.mesh["pp"].size
+        multiple = self.mesh.token_multiple
         if pp == 1 or not batch.num_sequences:
             return self.tokens_per_batch
         share = -(-len(batch) // (self.mesh["dp"].size * MICROS_PER_STAGE * pp))
@@ -306,7 +353,8 @@ class Engine(EngineState):
         return enough if self.tokens_per_batch is None else min(enough, self.tokens_per_batch)
 
     def _gather_tokens(self, x: Tensor, batch: PackedBatch) -> Tensor:
-        return sum_over(sum_over(x, self.mesh["fsdp"]), self.mesh["pp"]).to(batch.tokens.device)
+        x = sum_over(sum_over(x, self.mesh["fsdp"]), self.mesh["pp"])
+        return x.to(batch.tokens.device)
 
     @property
     def _wide(self) -> torch.dtype:

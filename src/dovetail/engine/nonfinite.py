@@ -32,26 +32,38 @@ class StepWatch:
     def step(self) -> int:
         return (self.progress and self.progress.state.step) or 0
 
-    def record(self, own: Sequence[str], micros: Sequence[MicroBatch], mesh: Mesh) -> dict[int, list[str]]:
+    def record(
+        self, own: Sequence[str], micros: Sequence[MicroBatch], mesh: Mesh
+    ) -> dict[int, list[str]]:
         """All ranks' faults; ranks with a cause (a gradient only if there is no other) write micro-batches. Collective."""
         by_rank = of_all(list(own), mesh)
         causes = [[fault for fault in names if not fault.startswith(GRADIENT)] for names in by_rank]
-        faults = {rank: names for rank, names in enumerate(causes if any(causes) else by_rank) if names}
+        told = causes if any(causes) else by_rank
+        faults = {rank: names for rank, names in enumerate(told) if names}
         rank = mesh["world"].rank
         if self.folder is not None and rank in faults:
             name = f"step_{self.step:06}.rank_{rank}"
-            number = len([*self.folder.glob(name), *self.folder.glob(f"{name}.*")])  # of several updates a step
+            number = len(
+                [*self.folder.glob(name), *self.folder.glob(f"{name}.*")]
+            )  # of several updates a step
             place = self.folder / (f"{name}.{number + 1}" if number else name)
             try:
                 self._write(place, faults, micros, mesh)
             except OSError as error:  # the run goes on
                 shutil.rmtree(place, ignore_errors=True)
-                sys.stderr.write(f"dovetail: {place}, what rank {rank} computed on, is not kept: {error}\n")
+                sys.stderr.write(
+                    f"dovetail: {place}, what rank {rank} computed on, is not kept: {error}\n"
+                )
         return faults
 
-    def _write(self, place: Path, faults: dict[int, list[str]], micros: Sequence[MicroBatch], mesh: Mesh) -> None:
+    def _write(
+        self, place: Path, faults: dict[int, list[str]], micros: Sequence[MicroBatch], mesh: Mesh
+    ) -> None:
         place.mkdir(parents=True)
-        tensors = {f"{i}.{key}": x for i, micro in enumerate(micros) for key, x in _tensors(micro).items()}
+        tensors = {}
+        for i, micro in enumerate(micros):
+            for key, x in _tensors(micro).items():
+                tensors[f"{i}.{key}"] = x
         specs = [TensorSpec(key, x.dtype, tuple(x.shape)) for key, x in tensors.items()]
         writer = TensorFileWriter(place / "micro_batches.safetensors", specs)
         for key, x in tensors.items():
@@ -85,11 +97,17 @@ def _nonfinite_parts(done: Accumulated) -> list[str]:
     for i, part in enumerate(done.losses):
         if not bool(torch.isfinite(part)):
             batch = done.batch
-            members = batch.sequence_ids[done.pairs[i][0].to(batch.tokens.device)].unique_consecutive().tolist()
-            bad.append(f"loss of micro-batch {i} (sequences {shortened(', '.join(map(str, members)))})")
+            tokens = done.pairs[i][0].to(batch.tokens.device)
+            members = batch.sequence_ids[tokens].unique_consecutive().tolist()
+            listed = shortened(", ".join(map(str, members)))
+            bad.append(f"loss of micro-batch {i} (sequences {listed})")
     known = [name for name in bad if name.startswith("loss")]
     named = zip(("loss", "count of the loss"), done.own, strict=False)
-    return bad + [name for name, x in named if not bool(torch.isfinite(x).all()) and not (name == "loss" and known)]
+    for name, x in named:
+        is_told = name == "loss" and known
+        if not is_told and not bool(torch.isfinite(x).all()):
+            bad.append(name)
+    return bad
 
 
 def _tensors(micro: MicroBatch) -> dict[str, Tensor]:

@@ -19,7 +19,13 @@ from dovetail.engine.fsdp import ReshardPolicy
 from dovetail.errors import SecondaryFailure
 from dovetail.nn.model import StagedModel
 from dovetail.nn.tiling import Tiled
-from dovetail.parallel.collectives import AsyncHostCopy, gather_objects, stack_numbers, stack_over, sum_over
+from dovetail.parallel.collectives import (
+    AsyncHostCopy,
+    gather_objects,
+    stack_numbers,
+    stack_over,
+    sum_over,
+)
 from dovetail.parallel.mesh import Mesh
 from dovetail.pipeline.schedule import Action
 
@@ -39,8 +45,12 @@ class InferenceRunner:
         on_result: Callable[..., None],
         loss: LossFn | None = None,
     ) -> None:
-        self.model, self.mesh, self.micros, self.dtype = model, mesh, micros, dtype
-        self.on_result, self.loss = on_result, loss
+        self.model = model
+        self.mesh = mesh
+        self.micros = micros
+        self.dtype = dtype
+        self.on_result = on_result
+        self.loss = loss
 
     def buffer(self, micro: int) -> Tensor:
         tokens = len(self.micros[micro]) // self.mesh["tp"].size
@@ -79,7 +89,8 @@ class TrainingRunner(InferenceRunner):
         watch: Callable[[int, int], None] | None = None,
     ) -> None:
         """watch: gets the backward passes done, and all."""
-        self.sums, self.losses = (sums := Sums()), (losses := list[Tensor]())
+        self.sums = (sums := Sums())
+        self.losses = (losses := list[Tensor]())
 
         def add(_: int, value: Loss) -> None:
             add_sums(sums, value)
@@ -89,12 +100,15 @@ class TrainingRunner(InferenceRunner):
         self.mark: Callable[[str], AbstractContextManager[object]] = nullcontext  # for a profile
         self.policy = policy or ReshardPolicy.of(model, mesh, dtype)
         several = mesh["pp"].size > 1 or len(micros) > 1
-        spares_memory = model.recompute != "none" or any(isinstance(part, Tiled) for part in model.modules())
+        spares_memory = model.recompute != "none" or any(
+            isinstance(part, Tiled) for part in model.modules()
+        )
         self.stays_gathered = self.policy.gathered and (several or not spares_memory)
         self._gather_between_passes(True)
         self.pending: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
         self.reduced = False
-        self.watch, self.done = watch, 0
+        self.watch = watch
+        self.done = 0
 
     def run(self) -> None:
         for micro in range(len(self.micros)):
@@ -156,13 +170,19 @@ class TrainingRunner(InferenceRunner):
 class Accumulated:
     """Results of a `forward_backward` for the optimizer step. count: float64 [], on the device. Made collectively."""
 
-    def __init__(self, stages: TrainingRunner, batch: PackedBatch, pairs: Sequence[tuple[Tensor, MicroBatch]]) -> None:
-        sums, mesh = stages.sums, stages.mesh
+    def __init__(
+        self, stages: TrainingRunner, batch: PackedBatch, pairs: Sequence[tuple[Tensor, MicroBatch]]
+    ) -> None:
+        sums = stages.sums
+        mesh = stages.mesh
         unify_names(sums, mesh)
         rows = reduce_sums(sums, mesh)
-        self.rows, self.names = AsyncHostCopy(rows), sorted(sums)  # copied before the update, without a wait
+        self.rows = AsyncHostCopy(rows)
+        self.names = sorted(sums)  # copied before the update, without a wait
         self.count = stack_over(rows[:1, 1].sum(), mesh["pp"])[-1]  # "" sorts first
-        self.batch, self.losses, self.own = batch, stages.losses, [*sums[""]] if sums else []
+        self.batch = batch
+        self.losses = stages.losses
+        self.own = [*sums[""]] if sums else []
         self.pairs = [(index, replace(micro, routes=None, halves=())) for index, micro in pairs]
         self.totals: dict[str, tuple[float, float]] = {}
         self.loads: tuple[Tensor, Tensor] | None = None
@@ -187,9 +207,12 @@ def begin_gathers(model: StagedModel, mesh: Mesh) -> None:
 
 def add_sums(sums: Sums, value: Loss) -> None:
     for name, (total, count) in {"": (value.total, value.count), **value.metrics}.items():
-        before = sums.get(name)
-        now = total.detach(), torch.as_tensor(count, device=total.device).detach()
-        sums[name] = now if before is None else (before[0] + now[0], before[1] + now[1])
+        total = total.detach()
+        count = torch.as_tensor(count, device=total.device).detach()
+        if name in sums:
+            total = sums[name][0] + total
+            count = sums[name][1] + count
+        sums[name] = (total, count)
 
 
 def announce_failure(mesh: Mesh) -> None:
@@ -198,12 +221,17 @@ def announce_failure(mesh: Mesh) -> None:
 
 def unify_names(sums: Sums, mesh: Mesh) -> None:
     """Zeros for other ranks' metrics. SecondaryFailure where another failed. Collective."""
-    names, world = sorted(sums), mesh["world"]
-    hashes = stack_numbers([zlib.crc32(json.dumps(names).encode()) if sums else 0], world, mesh.device)
+    names = sorted(sums)
+    world = mesh["world"]
+    checksum = zlib.crc32(json.dumps(names).encode()) if sums else 0
+    hashes = stack_numbers([checksum], world, mesh.device)
     if [FAILED] in hashes:
-        raise SecondaryFailure(f"pipeline stage {hashes.index([FAILED])} failed in this pass; its rank says why")
+        stage = hashes.index([FAILED])
+        raise SecondaryFailure(f"pipeline stage {stage} failed in this pass; its rank says why")
     if len({value for (value,) in hashes if value}) > 1:  # 0: stages without a loss
-        everywhere = {name for theirs in gather_objects(names, world, mesh.device) for name in theirs}
+        everywhere = {
+            name for theirs in gather_objects(names, world, mesh.device) for name in theirs
+        }
         zero = torch.zeros((), dtype=torch.float64, device=mesh.device)
         sums |= {name: (zero, zero) for name in everywhere - sums.keys() if sums}
 
@@ -212,12 +240,18 @@ def reduce_sums(sums: Sums, mesh: Mesh) -> Tensor:
     """float64 [n, 2] on the last stage, [0, 2] elsewhere."""
     if mesh["pp"].rank < mesh["pp"].size - 1:
         return torch.zeros(0, 2, dtype=torch.float64, device=mesh.device)
-    flat = torch.stack([torch.stack([x.to(torch.float64) for x in sums[name]]) for name in sorted(sums)])
-    return sum_over(flat, mesh["fsdp"])
+    rows = []
+    for name in sorted(sums):
+        total, count = sums[name]
+        rows.append(torch.stack([total.to(torch.float64), count.to(torch.float64)]))
+    return sum_over(torch.stack(rows), mesh["fsdp"])
 
 
-def sums_by_name(names: list[str], rows: list[list[float]], mesh: Mesh) -> dict[str, tuple[float, float]]:
-    last = gather_objects(dict(zip(names, rows, strict=True)), mesh["pp"], mesh.device)[-1]
+def sums_by_name(
+    names: list[str], rows: list[list[float]], mesh: Mesh
+) -> dict[str, tuple[float, float]]:
+    by_name = dict(zip(names, rows, strict=True))
+    last = gather_objects(by_name, mesh["pp"], mesh.device)[-1]
     return {name: (total, count) for name, (total, count) in last.items()}
 
 
@@ -227,9 +261,9 @@ def mean(total: float, count: float) -> float:
 
 def inputs_of(micros: Sequence[MicroBatch]) -> dict[str, Tensor]:
     """Floating-point fields of counted tokens."""
-    return {
-        f"{name} of micro-batch {i}": x
-        for i, micro in enumerate(micros)
-        for name, x in micro.counted.fields.items()
-        if x.is_floating_point()
-    }
+    found = {}
+    for i, micro in enumerate(micros):
+        for name, x in micro.counted.fields.items():
+            if x.is_floating_point():
+                found[f"{name} of micro-batch {i}"] = x
+    return found

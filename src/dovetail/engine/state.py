@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 
 from dovetail.checkpoint.reader import ShardedReader
-from dovetail.checkpoint.train_state import MODEL_ROLE, export_training, load_training, open_state, save_state
+from dovetail.checkpoint.train_state import (
+    MODEL_ROLE,
+    export_training,
+    load_training,
+    open_state,
+    save_state,
+)
 from dovetail.checkpoint.writer import save_sharded
 from dovetail.memory import OffloadedState
 from dovetail.nn.model import StagedModel
@@ -54,8 +60,15 @@ class EngineState:
 
     def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """(HF name, whole tensor), in bounded buckets. dtype: default: the saved ones."""
-        dtype_of = self.origin.dtype_of if dtype is None else parameters_in(dtype, self.resident_model)
-        return stream(self.resident_model, self.mesh, dtype_of=dtype_of, listed=self.origin.listed)
+        dtype_of = (
+            self.origin.dtype_of if dtype is None else parameters_in(dtype, self.resident_model)
+        )
+        return stream(
+            self.resident_model,
+            self.mesh,
+            dtype_of=dtype_of,
+            checkpoint_names=self.origin.checkpoint_names,
+        )
 
     def save_pretrained(self, path: Path | str) -> None:
         """An HF directory, atomically."""
@@ -66,13 +79,25 @@ class EngineState:
         return save_sharded(self.resident_model, Path(path), self.mesh, **self._saved())
 
     def _saved(self) -> dict[str, Any]:
-        return {"sides": self.origin.sides, "dtype_of": self.origin.dtype_of, "listed": self.origin.listed}
+        return {
+            "auxiliary": self.origin.auxiliary,
+            "dtype_of": self.origin.dtype_of,
+            "checkpoint_names": self.origin.checkpoint_names,
+        }
 
     def export_training(self, role: str, *, with_model: bool = False) -> list[Export]:
         """Named by `role`. with_model: also the weights as saved."""
-        model, origin = self.resident_model, self.origin
-        saved = export(model, self.mesh, dtype_of=origin.dtype_of, listed=origin.listed) if with_model else None
-        states, others = self.optimizer.state_tensors(), self.optimizer.rule.others()
+        model = self.resident_model
+        origin = self.origin
+        saved = (
+            export(
+                model, self.mesh, dtype_of=origin.dtype_of, checkpoint_names=origin.checkpoint_names
+            )
+            if with_model
+            else None
+        )
+        states = self.optimizer.state_tensors()
+        others = self.optimizer.rule.others()
         state = export_training(model, self.mesh, role, states, others, saved)
         return state if saved is None else [saved, *state]
 
@@ -80,7 +105,8 @@ class EngineState:
         """Continue as after `updates` optimizer steps, from any layout."""
         model = self.resident_model
         self.optimizer.resume(updates)
-        states, others = self.optimizer.state_tensors(), self.optimizer.rule.others()
+        states = self.optimizer.state_tensors()
+        others = self.optimizer.rule.others()
         found = load_training(model, self.mesh, role, states, others, reader)
         with agreed(self.mesh):
             self.optimizer.restore(states, found)
@@ -89,8 +115,12 @@ class EngineState:
         """Weights, optimizer, schedule and `extra` (JSON) to a new or empty directory, atomically; no accumulated gradients."""
         exports = self.export_training(MODEL_ROLE, with_model=True)
         groups = [asdict(group) for group in self.param_groups]
-        state = {"updates": {MODEL_ROLE: self.updates}, "param_groups": groups, "extra": dict(extra or {})}
-        return save_state(Path(path), self.mesh, exports, self.origin.sides, state)
+        state = {
+            "updates": {MODEL_ROLE: self.updates},
+            "param_groups": groups,
+            "extra": dict(extra or {}),
+        }
+        return save_state(Path(path), self.mesh, exports, self.origin.auxiliary, state)
 
     def load_state(self, path: Path | str) -> Mapping[str, Any]:
         """Continue from `save_state` or a run's checkpoint, of any layout -> its `extra`."""
@@ -102,7 +132,8 @@ class EngineState:
         saved = state.get("param_groups", ())
         if [group["pattern"] for group in saved] == [group.pattern for group in self.param_groups]:
             for group, before in zip(self.param_groups, saved, strict=True):
-                group.lr, group.weight_decay = before["lr"], before["weight_decay"]
+                group.lr = before["lr"]
+                group.weight_decay = before["weight_decay"]
         extra: Mapping[str, Any] = state.get("extra", {})
         return extra
 
@@ -123,7 +154,9 @@ class EngineState:
     def _device_state(self) -> list[Tensor]:
         reshard(self.model)
         state = [local_tensor(param) for param in self.model.parameters()]
-        state += [local_tensor(param.grad) for param in self.model.parameters() if param.grad is not None]
+        state += [
+            local_tensor(param.grad) for param in self.model.parameters() if param.grad is not None
+        ]
         state += list(self.model.buffers())
         if self._optimizer is not None and not self._settings.on_host:
             state += self._optimizer.rule.resident()

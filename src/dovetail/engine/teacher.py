@@ -32,13 +32,17 @@ class Teacher:
     @classmethod
     def of(cls, engine: Engine, student: Engine) -> "Teacher":
         """Layouts may differ; ranks and tokenizer are the same. Collective."""
-        theirs, ours = engine.model.spec.vocab_size, student.model.spec.vocab_size
+        theirs = engine.model.spec.vocab_size
+        ours = student.model.spec.vocab_size
         if theirs < ours:
             sizes = f"the teacher has a vocabulary of {theirs}, the student one of {ours}"
             raise ModelError(f"{sizes}; give a teacher with the student's tokenizer")
         own = engine.model.head if engine.model.cut.last else None
         held = own.weight if isinstance(own, LMHead) else None
-        params = [p for p in local_params(engine.model, engine.mesh) if held is not None and p.parameter is held]
+        params = []
+        if held is not None:
+            every = local_params(engine.model, engine.mesh)
+            params = [param for param in every if param.parameter is held]
         exported = export_params(params, engine.mesh, dtype_of=lambda _: student.dtype)
         ((_, whole),) = gather_whole(exported, engine.mesh, list(exported.specs))
         head = student.model.head if student.model.cut.last else None
@@ -58,8 +62,10 @@ class Teacher:
 
 def hidden_states(engine: Engine, batch: PackedBatch) -> Tensor:
     """[n, D] of counted tokens, in order, on every rank. Collective."""
-    mesh, rows = engine.mesh, batch.mask.cumsum(0) - 1
-    out = torch.zeros(int(batch.mask.sum()), engine.model.spec.width, dtype=engine.dtype, device=mesh.device)
+    mesh = engine.mesh
+    rows = batch.mask.cumsum(0) - 1
+    shape = (int(batch.mask.sum()), engine.model.spec.width)
+    out = torch.zeros(shape, dtype=engine.dtype, device=mesh.device)
 
     def keep(index: Tensor, micro: MicroBatch, x: Tensor) -> None:
         out[rows.to(index.device)[index[micro.order[micro.index]]]] = x
@@ -70,7 +76,8 @@ def hidden_states(engine: Engine, batch: PackedBatch) -> Tensor:
 
 def evaluate(engine: Engine, batch: PackedBatch, loss: LossFn) -> BatchReport:
     """Collective."""
-    sums, mesh = Sums(), engine.mesh
+    sums = Sums()
+    mesh = engine.mesh
 
     def add(_: Tensor, __: MicroBatch, value: Loss) -> None:
         add_sums(sums, value)

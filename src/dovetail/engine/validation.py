@@ -29,10 +29,15 @@ def check_same(batch: PackedBatch, mesh: Mesh) -> None:
         differ = [name for name, a, b in zip(COMPARED, prints[0], values, strict=True) if a != b]
         if differ:
             at = f"rank {rank} differs from rank 0 in {', '.join(differ)}"
-            raise DataError(f"ranks were given different batches: {at}; every rank takes the same whole global batch")
+            raise DataError(
+                f"ranks were given different batches: {at}; every rank takes the same whole "
+                "global batch"
+            )
     if not isinstance(batch, PackedBatch):
         kind = type(batch).__name__
-        raise DataError(f"the batch is a {kind}; pack the sequences: dt.PackedBatch.pack([[1, 5, 7], [1, 9]])")
+        raise DataError(
+            f"the batch is a {kind}; pack the sequences: dt.PackedBatch.pack([[1, 5, 7], [1, 9]])"
+        )
 
 
 def fingerprint(batch: Any) -> list[int]:
@@ -40,9 +45,12 @@ def fingerprint(batch: Any) -> list[int]:
     if not isinstance(batch, PackedBatch):
         return [-1] * len(COMPARED)
     names = sorted((name, str(x.dtype)) for name, x in batch.fields.items())
-    known = [zlib.crc32(json.dumps(value).encode()) for value in (batch.lengths, batch.groups, names)]
-    columns = (batch.tokens, batch.targets, batch.mask)
-    return [*known, *(zlib.crc32(x.contiguous().numpy().data) if x.device.type == "cpu" else 0 for x in columns)]
+    described = (batch.lengths, batch.groups, names)
+    found = [zlib.crc32(json.dumps(value).encode()) for value in described]
+    for x in (batch.tokens, batch.targets, batch.mask):
+        on_host = x.device.type == "cpu"  # elsewhere it would wait for the device
+        found.append(zlib.crc32(x.contiguous().numpy().data) if on_host else 0)
+    return found
 
 
 @dataclass(frozen=True)
@@ -68,35 +76,48 @@ class ValidatedLoss:
         except Exception as error:
             sequences = int((batch.cu_seqlens.diff() > 0).sum())
             error.add_note(
-                f"raised by the loss of a micro-batch of {sequences} sequences with {len(batch)} counted tokens; which they "
-                "are is the engine's choice: a loss can rely on groups only (dt.Sequence(..., group=1)), and a micro-batch may "
+                f"raised by the loss of a micro-batch of {sequences} sequences with {len(batch)} "
+                "counted tokens; which they "
+                "are is the engine's choice: a loss can rely on groups only (dt.Sequence(..., "
+                "group=1)), and a micro-batch may "
                 "hold none (`dovetail docs contract`, Losses)"
             )
             raise
         if not isinstance(result, Loss):
             raise ConfigError(
-                f"the loss returned a {type(result).__name__}; return dt.Loss(total, count, metrics): sums over the batch's "
-                "tokens, and how many they are, as in dt.Loss(-stats.logprob.sum(), batch.mask.sum(), {})"
+                f"the loss returned a {type(result).__name__}; return dt.Loss(total, count, "
+                "metrics): sums over the batch's "
+                "tokens, and how many they are, as in dt.Loss(-stats.logprob.sum(), "
+                "batch.mask.sum(), {})"
             )
-        total, count = _scalar("total", result.total, first), _scalar("count", result.count, first)
+        total = _scalar("total", result.total, first)
+        count = _scalar("count", result.count, first)
         if not isinstance(result.metrics, Mapping):
-            raise ConfigError(f"the loss's metrics are a {type(result.metrics).__name__}; give dt.Sum by name")
+            raise ConfigError(
+                f"the loss's metrics are a {type(result.metrics).__name__}; give dt.Sum by name"
+            )
         if torch.is_grad_enabled() and not total.requires_grad:
             if bool(total != 0):
                 named = "values" if isinstance(stats, Tensor) else "stats.logprob or stats.entropy"
                 raise ConfigError(
-                    f"the loss's total, {float(total):.4g}, has no gradient: compute it from the {named} that the "
+                    f"the loss's total, {float(total):.4g}, has no gradient: compute it from the "
+                    f"{named} that the "
                     "loss is given; look for detach(), item() or no_grad()"
                 )
             total = total + first[:0].sum()  # backward needs a graph
-        return Loss(total, count, {name: _metric(name, value, first) for name, value in result.metrics.items()})
+        metrics = {name: _metric(name, value, first) for name, value in result.metrics.items()}
+        return Loss(total, count, metrics)
 
 
 def _metric(name: Any, value: Any, like: Tensor) -> Sum:
     if not (isinstance(name, str) and name):  # "" is the loss itself
-        raise ConfigError(f"the loss names a metric {name!r}; give it a name that is a string and not empty")
+        raise ConfigError(
+            f"the loss names a metric {name!r}; give it a name that is a string and not empty"
+        )
     if not isinstance(value, Sum):
-        raise ConfigError(f"the loss's metric {name!r} is a {type(value).__name__}; give dt.Sum(total, count)")
+        raise ConfigError(
+            f"the loss's metric {name!r} is a {type(value).__name__}; give dt.Sum(total, count)"
+        )
     return Sum(*(_scalar(f"metric {name!r}", x, like) for x in value))
 
 
@@ -105,5 +126,9 @@ def _scalar(name: str, x: Any, like: Tensor) -> Tensor:
         return x.to(like.device)
     if isinstance(x, Real):
         return torch.full((), float(x), dtype=torch.float64, device=like.device)
-    given = f"is a tensor {list(x.shape)}; take its sum()" if isinstance(x, Tensor) else f"is a {type(x).__name__}"
+    given = (
+        f"is a tensor {list(x.shape)}; take its sum()"
+        if isinstance(x, Tensor)
+        else f"is a {type(x).__name__}"
+    )
     raise ConfigError(f"the loss's {name} {given}; expected a number or a tensor of one")

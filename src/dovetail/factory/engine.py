@@ -31,12 +31,17 @@ from dovetail.nn.decoder import Decoder, Head, Trunk
 from dovetail.nn.model import StagedModel, StageRange
 from dovetail.nn.tiling import tile_mlps
 from dovetail.optim.optimizer import OptimSettings, shards_of
-from dovetail.optim.rules import try_rule
+from dovetail.optim.rules import check_rule
 from dovetail.parallel.consensus import agreed
 from dovetail.parallel.layout import Layout
 from dovetail.parallel.mesh import TIMEOUT, Mesh
 from dovetail.parallel.placement import as_index
-from dovetail.parallel.process_group import ensure_process_group, num_ranks, num_ranks_here, pick_device
+from dovetail.parallel.process_group import (
+    ensure_process_group,
+    num_ranks,
+    num_ranks_here,
+    pick_device,
+)
 from dovetail.pipeline.partition import partition
 from dovetail.rollout.base import Completion, Prompt, Sampler, SamplingParams
 from dovetail.weights.hf_directory import (
@@ -46,7 +51,7 @@ from dovetail.weights.hf_directory import (
     Pretrained,
     find_value_head,
     refuse_adapters,
-    saved_sides,
+    saved_auxiliary,
 )
 from dovetail.weights.hf_reader import TensorSource
 from dovetail.weights.load import load
@@ -82,14 +87,23 @@ class EngineOptions:
     resume: tuple[ShardedReader, str, int] | None = None
 
     def __post_init__(self) -> None:
-        for name, known in {"recompute": get_args(Recompute), "engine": get_args(EngineName)}.items():
+        for name, known in {
+            "recompute": get_args(Recompute),
+            "engine": get_args(EngineName),
+        }.items():
             if vars(self)[name] not in known:
-                raise ConfigError(f"{name}={vars(self)[name]!r}; expected one of {', '.join(known)}")
+                raise ConfigError(
+                    f"{name}={vars(self)[name]!r}; expected one of {', '.join(known)}"
+                )
         for name in ("master_dtype", "save_dtype"):
             if not isinstance(vars(self)[name], (torch.dtype, type(None))):
-                raise ConfigError(f"{name}={vars(self)[name]!r}; expected one of torch's, such as torch.bfloat16")
+                raise ConfigError(
+                    f"{name}={vars(self)[name]!r}; expected one of torch's, such as torch.bfloat16"
+                )
         if self.mlp_tile_tokens < 0:
-            raise ConfigError(f"mlp_tile_tokens={self.mlp_tile_tokens}; expected 0 (all at once) or more")
+            raise ConfigError(
+                f"mlp_tile_tokens={self.mlp_tile_tokens}; expected 0 (all at once) or more"
+            )
 
 
 class SamplingEngine(Engine):
@@ -121,9 +135,13 @@ class SamplingEngine(Engine):
         rows = [Prompt(row, torch.as_tensor(ids).tolist()) for row, ids in enumerate(prompts)]
         with self._call(critic=False):
             if self.sampler is None:
-                backend: Backend = "native" if isinstance(self.source.spec, ArchSpec) else "transformers"
+                backend: Backend = (
+                    "native" if isinstance(self.source.spec, ArchSpec) else "transformers"
+                )
                 layout = backend_layout(self.source, self.mesh.layout, backend)
-                mesh = self.mesh if layout == self.mesh.layout else make_mesh(layout, self.mesh.device)
+                mesh = (
+                    self.mesh if layout == self.mesh.layout else make_mesh(layout, self.mesh.device)
+                )
                 self.sampler = make_sampler(self.source, mesh, self.dtype, backend)
             self.sampler.refill(self.weights(self.sampler.dtype))
             return self.sampler.sample(rows, params)
@@ -151,7 +169,9 @@ def from_pretrained(
     ConfigError, ModelError, CheckpointError or LayoutError, on every rank.
     """
     if head not in HEADS:
-        raise ConfigError(f"head={head!r}; expected one of {', '.join(HEADS)}: log-probs and entropies, or values")
+        raise ConfigError(
+            f"head={head!r}; expected one of {', '.join(HEADS)}: log-probs and entropies, or values"
+        )
     if not isinstance(layout, (Layout, type(None))):
         raise ConfigError(f"layout={layout!r}; expected dt.Layout, as in dt.Layout(tp=2)")
     dtype = dtype_named(dtype)
@@ -169,7 +189,9 @@ def dtype_named(dtype: torch.dtype | str) -> torch.dtype:
     known = {str(kind).removeprefix("torch."): kind for kind in DTYPES}
     resolved = known.get(dtype) if isinstance(dtype, str) else dtype
     if resolved not in DTYPES:
-        raise ConfigError(f"dtype={dtype!r}; expected one of {', '.join(known)}, or torch's object of that name")
+        raise ConfigError(
+            f"dtype={dtype!r}; expected one of {', '.join(known)}, or torch's object of that name"
+        )
     return resolved
 
 
@@ -179,18 +201,27 @@ def make_mesh(layout: Layout | None, device: torch.device, *, timeout: timedelta
 
 
 def make_engine(
-    source: Pretrained, mesh: Mesh, dtype: torch.dtype, head: Literal["lm", "value"], options: EngineOptions
+    source: Pretrained,
+    mesh: Mesh,
+    dtype: torch.dtype,
+    head: Literal["lm", "value"],
+    options: EngineOptions,
 ) -> SamplingEngine:
     """Collective."""
     check_layout(source.spec, mesh.layout)
-    optim, master = options.optim or OptimSettings(), options.master_dtype or wide(dtype)
+    optim = options.optim or OptimSettings()
+    master = options.master_dtype or wide(dtype)
     if options.offload_optimizer:
         optim = replace(optim, on_host=True)
     with agreed(mesh):
-        try_rule(optim.name, optim.options, mesh.device, master)
+        check_rule(optim.name, optim.options, mesh.device, master)
     reader = open_weights(source, mesh)
     fresh = options.fresh_head_seed is not None
-    found = find_value_head(reader, source.path, fresh=fresh, bias=options.head_bias) if head == "value" else LM_HEAD
+    found = (
+        find_value_head(reader, source.path, fresh=fresh, bias=options.head_bias)
+        if head == "value"
+        else LM_HEAD
+    )
     model = make_model(source, mesh, master, reader, found.kind, options.recompute)
     _spare_memory(model, mesh, options)
     shard_over_data(model, mesh, dtype)
@@ -203,9 +234,13 @@ def make_engine(
 
     def saved_dtype(name: str) -> torch.dtype | None:
         stored = found.aliases.get(name, name)
-        return options.save_dtype or reader.dtype(stored if stored in reader.names else next(iter(reader.names)))
+        return options.save_dtype or reader.dtype(
+            stored if stored in reader.names else next(iter(reader.names))
+        )
 
-    origin = CheckpointSource(saved_dtype, tuple(reader.names), saved_sides(source, found.kind, options.save_dtype))
+    origin = CheckpointSource(
+        saved_dtype, tuple(reader.names), saved_auxiliary(source, found.kind, options.save_dtype)
+    )
     engine = SamplingEngine(
         model, mesh, origin, optim=optim, dtype=dtype, tokens_per_batch=options.tokens_per_batch,
         balance=options.balance, watch=options.watch,
@@ -244,7 +279,9 @@ def _spare_memory(model: StagedModel, mesh: Mesh, options: EngineOptions) -> Non
             edit = "set activation_checkpointing=selective or full (in the library recompute)"
             raise ConfigError(f"offload_activations moves what recomputation starts from; {edit}")
         if not isinstance(model.text, Trunk):
-            raise ConfigError("offload_activations works with model.engine=native only; leave it out or set false")
+            raise ConfigError(
+                "offload_activations works with model.engine=native only; leave it out or set false"
+            )
         model.text.host = PinnedPool(mesh.device, ranks=num_ranks_here(mesh.device))
 
 
@@ -262,17 +299,24 @@ def make_model(
         return decoder
     kernels = kernels_for(mesh.device)
     try:
-        model = TransformersModel(source.spec, source.config, mesh, kernels, head, recompute, reader)
+        model = TransformersModel(
+            source.spec, source.config, mesh, kernels, head, recompute, reader
+        )
     except ModelError as error:
         known = f"config.json: model_type is {source.spec.family!r}; known families: {', '.join(FAMILIES)}"
-        raise ModelError(f"{source.spec.lacking or known}; the transformers engine cannot run it: {error}") from error
+        raise ModelError(
+            f"{source.spec.missing_features or known}; the transformers engine cannot run it: "
+            f"{error}"
+        ) from error
     return model.hold_in(dtype)
 
 
 def make_decoder(
     spec: ArchSpec, mesh: Mesh, dtype: torch.dtype, head: Head = "lm", recompute: Recompute = "none"
 ) -> Decoder:
-    ranges, pp, kernels = partition(spec, mesh.layout), mesh["pp"], kernels_for(mesh.device)
+    ranges = partition(spec, mesh.layout)
+    pp = mesh["pp"]
+    kernels = kernels_for(mesh.device)
     if pp.size > 1:  # transfers occupy SMs that gated products need
         kernels = replace(kernels, gated=None)
     cut = StageRange(ranges[pp.rank :: pp.size], first=pp.rank == 0, last=pp.rank == pp.size - 1)
@@ -290,15 +334,19 @@ def fill_fresh(model: StagedModel, mesh: Mesh, names: tuple[str, ...], seed: int
             if shard.name in names:
                 for region in shard.regions:
                     drawn = weight if shard.name.endswith("weight") else torch.zeros(1)
-                    shard.local[as_index(region.local_slice)] = drawn[as_index(region.checkpoint_slice)].to(shard.local)
+                    shard.local[as_index(region.local_slice)] = drawn[
+                        as_index(region.checkpoint_slice)
+                    ].to(shard.local)
 
 
 def compile_kernels(engines: Iterable[Engine]) -> None:
     for engine in engines:
-        spec, layout = engine.model.spec, engine.mesh.layout
+        spec = engine.model.spec
+        layout = engine.mesh.layout
         if not isinstance(spec, ArchSpec) or engine.model.kernels.attention is not fa4.attention:
             continue
-        a, shares = spec.attention, layout.tp * ulysses_degree(spec, layout)
+        a = spec.attention
+        shares = layout.tp * ulysses_degree(spec, layout)
         heads = (a.num_heads // shares, max(1, a.num_kv_heads // shares))
         dims = (a.latent.key_dim, a.latent.v_dim) if a.latent else (a.head_dim, a.head_dim)
         windowed = any(window is not None for window in a.windows)

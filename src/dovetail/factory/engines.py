@@ -13,7 +13,13 @@ from dovetail.rollout.remote.fleet import Replica, Wire
 from dovetail.rollout.remote.http import Client, EngineError
 from dovetail.rollout.remote.sglang import Sglang
 from dovetail.rollout.remote.vllm import DEV_MODE, SLEEP, STARTS, Native, Vllm
-from dovetail.rollout.remote.wire import KEEPS_PIXELS, RETURNS_ROUTES, SLEEP_MODE, check_log_probs, fitting_log_probs
+from dovetail.rollout.remote.wire import (
+    KEEPS_PIXELS,
+    RETURNS_ROUTES,
+    SLEEP_MODE,
+    check_log_probs,
+    fitting_log_probs,
+)
 from dovetail.weights.config_file import CONFIG, pinned, read_config
 
 if TYPE_CHECKING:
@@ -22,7 +28,10 @@ if TYPE_CHECKING:
 
 WIRES: Mapping[str, Wire] = {"vllm": Vllm(), "sglang": Sglang(), "native": Native()}
 TRANSFERS: Mapping[str | None, Mapping[str, str]] = {  # by vLLM's back end
-    **{f"dovetail_{transport}": {"transport": transport, "proof": "plugin"} for transport in ("nccl", "ipc", "file")},
+    **{
+        f"dovetail_{transport}": {"transport": transport, "proof": "plugin"}
+        for transport in ("nccl", "ipc", "file")
+    },
     "nccl": {"transport": "nccl", "proof": "checker"},
 }
 PROBE_SECONDS = 60.0  # of a request before the run
@@ -33,11 +42,19 @@ HINTS: Mapping[int | None, str] = {  # by status
 
 
 def connect(
-    recipe: "Recipe", urls: Sequence[str], key: str | None, vocab_size: int | None, *, asleep: bool = False
+    recipe: "Recipe",
+    urls: Sequence[str],
+    key: str | None,
+    vocab_size: int | None,
+    *,
+    asleep: bool = False,
 ) -> list[Replica]:
     """Probes all servers, which then sleep, if they are to. One ConfigError names all problems."""
-    rollout, replicas, problems = recipe.rollout, list[Replica](), list[str]()
-    wire, longest = WIRES[rollout.backend], rollout.max_new_tokens
+    rollout = recipe.rollout
+    replicas = list[Replica]()
+    problems = list[str]()
+    wire = WIRES[rollout.backend]
+    longest = rollout.max_new_tokens
     for url in dict.fromkeys(urls):
         try:
             client = Client(url, key=key, timeout=PROBE_SECONDS)
@@ -48,10 +65,13 @@ def connect(
                 raise ConfigError(f"engine {url} {why}; start it with {RETURNS_ROUTES}")
             if rollout.sleep and not server.sleeps:
                 raise ConfigError(
-                    f"engine {url} cannot sleep, which rollout.sleep asks for; start it with {SLEEP_MODE}"
+                    f"engine {url} cannot sleep, which rollout.sleep asks for; start it with "
+                    f"{SLEEP_MODE}"
                 )
             if server.max_length is not None and longest >= server.max_length:
-                raise ConfigError(_too_short(url, server.max_length, longest, "rollout.max_new_tokens is"))
+                raise ConfigError(
+                    _too_short(url, server.max_length, longest, "rollout.max_new_tokens is")
+                )
             if asleep:
                 client.post(SLEEP)
         except EngineError as error:
@@ -70,7 +90,8 @@ def connect(
 def check_lengths(replicas: Sequence[Replica], longest: int) -> None:
     """longest: prompt with completion."""
     for replica in replicas:
-        most, what = replica.server.max_length, "the longest prompt with rollout.max_new_tokens has"
+        most = replica.server.max_length
+        what = "the longest prompt with rollout.max_new_tokens has"
         if most is not None and longest > most:
             raise ConfigError(_too_short(replica.client.url, most, longest, what))
 
@@ -79,12 +100,16 @@ def asked(recipe: "Recipe") -> list[SamplingParams]:
     """What concerns log-probs, of training and evaluation."""
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     rollout = {name: value for name, value in recipe.rollout if name in names}
-    return [SamplingParams(**rollout), *(SamplingParams(temperature=each.temperature) for each in recipe.eval.sets)]
+    return [
+        SamplingParams(**rollout),
+        *(SamplingParams(temperature=each.temperature) for each in recipe.eval.sets),
+    ]
 
 
 def push_settings(rollout: "RolloutSection", replicas: Sequence[Replica]) -> "PushSection":
     """rollout.push; transport and proof default to what the servers were started for."""
-    push, chosen = rollout.push, bool(rollout.push.model_fields_set & {"transport", "proof"})
+    chosen = bool(rollout.push.model_fields_set & {"transport", "proof"})
+    push = rollout.push
     if rollout.backend != "vllm":
         by_file = rollout.backend == "sglang" and not chosen
         return push.model_copy(update={"transport": "file"}) if by_file else push
@@ -97,7 +122,10 @@ def push_settings(rollout: "RolloutSection", replicas: Sequence[Replica]) -> "Pu
             keys = f"transport={push.transport} and proof={push.proof}, which is {wanted!r}"
             flag = f"--weight-transfer-config '{json.dumps({'backend': wanted})}'"
             back_end = f"by its back end {backend!r}, but rollout.push has {keys}"
-            raise ConfigError(f"engine {url} takes weights {back_end}; start it with {flag}, or leave both keys out")
+            raise ConfigError(
+                f"engine {url} takes weights {back_end}; start it with {flag}, or leave both "
+                "keys out"
+            )
     return push
 
 
@@ -106,22 +134,52 @@ def transfer_backend(push: "PushSection") -> str:
 
 
 def engine_start(recipe: "Recipe", *, ranks_on_gpus: bool) -> EngineStart | None:
-    start, rollout = recipe.rollout.start, recipe.rollout
+    start = recipe.rollout.start
+    rollout = recipe.rollout
     if start is None:
         return None
-    sglang, native = rollout.backend == "sglang", rollout.backend == "native"
+    sglang = rollout.backend == "sglang"
+    native = rollout.backend == "native"
     named = pinned(recipe.model.path)
-    model, revision = (recipe.model.path, []) if named is None else (named[0], ["--revision", named[1]])
-    program = start.command or (("python", "-m", "sglang.launch_server") if sglang else ("vllm", "serve"))
-    given = ["--model-path", model, "--incremental-streaming-output"] if sglang else [model, *_vllm_flags(recipe)]
+    model, revision = (
+        (recipe.model.path, []) if named is None else (named[0], ["--revision", named[1]])
+    )
+    program = start.command or (
+        ("python", "-m", "sglang.launch_server") if sglang else ("vllm", "serve")
+    )
+    given = (
+        ["--model-path", model, "--incremental-streaming-output"]
+        if sglang
+        else [model, *_vllm_flags(recipe)]
+    )
     if native:
-        program, revision = start.command or (*python_module("dovetail"), "serve"), []
-        given = [recipe.model.path, "--dtype", recipe.model.dtype, *([] if start.gpus_each else ["--device", "cpu"])]
+        program = start.command or (*python_module("dovetail"), "serve")
+        revision = []
+        given = [
+            recipe.model.path,
+            "--dtype",
+            recipe.model.dtype,
+            *([] if start.gpus_each else ["--device", "cpu"]),
+        ]
         given += ["--push-dir", str(Path(rollout.push.directory).absolute())]
-    cut = ["--tp-size" if sglang else "--tensor-parallel-size", str(start.gpus_each)] if start.gpus_each > 1 else []
+    cut = []
+    if start.gpus_each > 1:
+        flag = "--tp-size" if sglang else "--tensor-parallel-size"
+        cut = [flag, str(start.gpus_each)]
     routes = [RETURNS_ROUTES] if rollout.router_replay == "rollout" else []
     name, _, value = DEV_MODE.rpartition(" ")[2].partition("=")
-    words = [*program, *given, *revision, "--host", "127.0.0.1", "--port", "PORT", *cut, *routes, *start.args]
+    words = [
+        *program,
+        *given,
+        *revision,
+        "--host",
+        "127.0.0.1",
+        "--port",
+        "PORT",
+        *cut,
+        *routes,
+        *start.args,
+    ]
     return EngineStart(
         commands=[words] * start.count, gpus_each=start.gpus_each, timeout=start.timeout,
         ranks_on_gpus=ranks_on_gpus and not rollout.sleep,  # else they share
@@ -130,7 +188,9 @@ def engine_start(recipe: "Recipe", *, ranks_on_gpus: bool) -> EngineStart | None
 
 
 def _vllm_flags(recipe: "Recipe") -> list[str]:
-    fits = [kind for kind in STARTS if all(kind in fitting_log_probs(each) for each in asked(recipe))]
+    fits = [
+        kind for kind in STARTS if all(kind in fitting_log_probs(each) for each in asked(recipe))
+    ]
     mode = STARTS[fits[-1]].split() if fits else []
     transfer = json.dumps({"backend": transfer_backend(recipe.rollout.push)})
     path = Path(recipe.model.path)

@@ -24,7 +24,8 @@ from dovetail.rl.losses import PolicyLoss, SFTLoss, weight_fields
 from dovetail.rl.preference_losses import CPOLoss, DPOLoss, KTOLoss, ORPOLoss, RewardLoss
 from dovetail.rl.step_metrics import EMPTY_UPDATE, sample_metrics
 
-LENGTHS, PROMPT = (5, 4, 6, 3), 1  # tokens of two responses to each of two prompts
+LENGTHS = (5, 4, 6, 3)
+PROMPT = 1  # tokens of two responses to each of two prompts
 STEP_NAMES = ("step", "timestamp", "skipped", "fault", "flops", "work", "mfu", "peak_memory_gib")
 STEP_PREFIXES = ("eval", "reward", "seconds/", "step_", "tokens")
 
@@ -43,7 +44,9 @@ def sft_loss(algorithm: SFT, folder: Path) -> SFTLoss:
     return loss
 
 
-def policy_loss(algorithm: PolicyGradient, folder: Path, given: Collection[str] = (), **keys: Any) -> PolicyLoss:
+def policy_loss(
+    algorithm: PolicyGradient, folder: Path, given: Collection[str] = (), **keys: Any
+) -> PolicyLoss:
     """given: fields of the run's batches. keys: fields of `PolicyLoss`."""
     section = algorithm.loss
     if section.function is None:
@@ -75,11 +78,16 @@ def same_keys(section: Iterable[tuple[str, Any]], settings: type) -> dict[str, A
 def fields_of(recipe: Recipe, algorithm: PolicyGradient) -> list[str]:
     """Fields of a step's batch before advantages."""
     recomputed = algorithm.needs_old_logprobs or recipe.rollout.router_replay == "trainer"
-    weighed = recipe.correction is not None and recipe.correction.old == "recomputed" and not recipe.weighs_in_update
+    weighed = (
+        recipe.correction is not None
+        and recipe.correction.old == "recomputed"
+        and not recipe.weighs_in_update
+    )
     has = {
         "rollout_logprob": True,
         "temperature": recipe.rollout.temperature != 1.0,
-        "old_logprob": recomputed or (recipe.correction is not None and not recipe.weighs_in_update),
+        "old_logprob": recomputed
+        or (recipe.correction is not None and not recipe.weighs_in_update),
         "lag": not recipe.rollout.inside,
         "rollout_weight": weighed,
         "reference_logprob": algorithm.wants_reference or recipe.reference.path is not None,
@@ -88,18 +96,26 @@ def fields_of(recipe: Recipe, algorithm: PolicyGradient) -> list[str]:
     return [name for name, is_there in has.items() if is_there]
 
 
-def advantage(section: OwnFunction, folder: Path, given: Collection[str] = ()) -> OwnAdvantage | None:
+def advantage(
+    section: OwnFunction, folder: Path, given: Collection[str] = ()
+) -> OwnAdvantage | None:
     if section is None:
         return None
-    own, batch = load_function(section, folder, "algorithm.advantage"), _trial("token", given)
-    rewards, groups = torch.tensor([0.0, 1.0, 0.5, 0.5], dtype=torch.float64), torch.tensor([0, 0, 1, 1])
+    own = load_function(section, folder, "algorithm.advantage")
+    batch = _trial("token", given)
+    rewards = torch.tensor([0.0, 1.0, 0.5, 0.5], dtype=torch.float64)
+    groups = torch.tensor([0, 0, 1, 1])
     with _tried("algorithm.advantage", section.function):
         if not own_advantages(own, rewards, groups, batch).isfinite().all():
-            raise ValueError("an advantage is not finite for rewards [0, 1, 0.5, 0.5] of groups [0, 0, 1, 1]")
+            raise ValueError(
+                "an advantage is not finite for rewards [0, 1, 0.5, 0.5] of groups [0, 0, 1, 1]"
+            )
     return own
 
 
-def load_function(section: FunctionSection | LossSection, folder: Path, key: str) -> Callable[..., Any]:
+def load_function(
+    section: FunctionSection | LossSection, folder: Path, key: str
+) -> Callable[..., Any]:
     """Files of `folder` come before installed modules."""
     assert section.function is not None
     function = imported(section.function, folder, key)
@@ -119,7 +135,9 @@ def load_function(section: FunctionSection | LossSection, folder: Path, key: str
         except Exception as error:
             raise OwnFunctionError(f"{key} {section.function}", _cause(error, given[-1])) from error
 
-    return update_wrapper(partial(called, **section.options), function)  # with its attribute `separable`
+    return update_wrapper(
+        partial(called, **section.options), function
+    )  # with its attribute `separable`
 
 
 def imported(function: str, folder: Path, key: str) -> Callable[..., Any]:
@@ -133,7 +151,9 @@ def imported(function: str, folder: Path, key: str) -> Callable[..., Any]:
         return found
 
 
-def try_loss(loss: PolicyLoss | SFTLoss, batch: PackedBatch, section: FunctionSection | LossSection) -> None:
+def try_loss(
+    loss: PolicyLoss | SFTLoss, batch: PackedBatch, section: FunctionSection | LossSection
+) -> None:
     logprob = torch.linspace(-3, -1, len(batch)).requires_grad_()
     stats = TokenStats(logprob, torch.linspace(0.5, 2, len(batch)).requires_grad_())
     with _tried("algorithm.loss", section.function):
@@ -141,7 +161,9 @@ def try_loss(loss: PolicyLoss | SFTLoss, batch: PackedBatch, section: FunctionSe
         if loss.own is not None and isinstance(returned := loss.own(stats, batch), tuple):
             _check_names(returned[1])
         if not total.requires_grad:
-            raise ValueError("its value depends on no log-prob; compute it from stats.logprob or stats.entropy")
+            raise ValueError(
+                "its value depends on no log-prob; compute it from stats.logprob or stats.entropy"
+            )
         total.backward()
         grads = [x.grad for x in stats if x.grad is not None]
         if not all(bool(x.isfinite().all()) for x in (total, *grads)):
@@ -150,10 +172,15 @@ def try_loss(loss: PolicyLoss | SFTLoss, batch: PackedBatch, section: FunctionSe
 
 def _check_names(names: Iterable[Any]) -> None:
     """ValueError if a metric has the name of a metric of every step."""
-    taken = {*EMPTY_UPDATE, *sample_metrics([], compared=True), *STEP_NAMES} - {"clip_fraction"}  # of the term
+    taken = {*EMPTY_UPDATE, *sample_metrics([], compared=True), *STEP_NAMES} - {
+        "clip_fraction"
+    }  # of the term
     for name in names:
         if not isinstance(name, str) or name in taken or name.startswith(STEP_PREFIXES):
-            raise ValueError(f"a metric cannot be called {name!r}; choose a string that is not a metric of every step")
+            raise ValueError(
+                f"a metric cannot be called {name!r}; choose a string that is not a metric of "
+                "every step"
+            )
 
 
 @contextmanager
@@ -166,16 +193,22 @@ def _tried(key: str, function: str | None) -> Iterator[None]:
 
 
 def _cause(error: Exception, batch: PackedBatch | None = None) -> str:
-    name, what, place = type(error).__name__, str(error), users_line(error)
+    name = type(error).__name__
+    what = str(error)
+    place = users_line(error)
     if isinstance(error, KeyError) and batch is not None:
-        name, what = "LookupError", f"no {error}; the fields of this run are {', '.join(sorted(batch.fields))}"
+        name = "LookupError"
+        what = f"no {error}; the fields of this run are {', '.join(sorted(batch.fields))}"
     said = what if isinstance(error, UserError) else f"{name}: {what}"
     return f"{said} ({place})" if place else said
 
 
 def _trial(aggregation: Any, given: Collection[str]) -> PackedBatch:
     masks = [[False] * PROMPT + [True] * (n - PROMPT) for n in LENGTHS]
-    rows = [Sequence(list(range(1, len(mask) + 1)), mask=mask, group=i // 2) for i, mask in enumerate(masks)]
+    rows = [
+        Sequence(list(range(1, len(mask) + 1)), mask=mask, group=i // 2)
+        for i, mask in enumerate(masks)
+    ]
     batch = PackedBatch.pack(rows)
     near = torch.linspace(-3, -1, len(batch)).flip(0)
     known = {"advantage": torch.linspace(-1, 1, len(batch)), "temperature": torch.ones(len(batch))}

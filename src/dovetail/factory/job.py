@@ -14,7 +14,14 @@ from dovetail.engine.native import Engine
 from dovetail.engine.teacher import Teacher
 from dovetail.errors import ConfigError
 from dovetail.factory.engine import compile_kernels, make_engine
-from dovetail.factory.functions import advantage, fields_of, policy_loss, preference_loss, same_keys, sft_loss
+from dovetail.factory.functions import (
+    advantage,
+    fields_of,
+    policy_loss,
+    preference_loss,
+    same_keys,
+    sft_loss,
+)
 from dovetail.factory.layouts import Backend, check_positions
 from dovetail.factory.notes import notes
 from dovetail.factory.parts import Engines, RunParts
@@ -65,15 +72,20 @@ class Job:
 
     def start(self) -> None:
         """Collective."""
-        state, engines = self.run.on.state, self.contents.engines
-        state.engine, state.critic = engines[POLICY], engines.get(CRITIC)
+        state = self.run.on.state
+        engines = self.contents.engines
+        state.engine = engines[POLICY]
+        state.critic = engines.get(CRITIC)
         self.run.open(self.contents)
         self.printed.log_to(self.run.path / LOGS / REWARDS_LOG)
         for note in self.notes:
             self.run.say(f"note: {note}")
         if self.stream is not None:
-            resumed, exact = self.run.resumed, self.recipe.trainer.deterministic
-            for problem in self.stream.resume(repeats=exact and resumed is not None and resumed.repeats):
+            resumed = self.run.resumed
+            exact = self.recipe.trainer.deterministic
+            for problem in self.stream.resume(
+                repeats=exact and resumed is not None and resumed.repeats
+            ):
                 self.run.say(f"sampled again: {problem}")
         compile_kernels(self.contents.engines.values())
 
@@ -87,7 +99,8 @@ class Builder(RunParts):
         return from_a_whole_step(Path(self.recipe.run_dir) / CHECKPOINTS, self._job)
 
     def _job(self, damaged: Mapping[str, str]) -> Job:
-        recipe, rewards = self.recipe, None
+        recipe = self.recipe
+        rewards = None
         run = RunDirectory(recipe, self.mesh, self.resume, self.stop_signal, self.progress)
         with ExitStack() as self.at_close:
             self.at_close.callback(run.close)
@@ -97,10 +110,17 @@ class Builder(RunParts):
                 run.console.start()
             run.claim(damaged)
             source = self.source
-            model = self.first_weights = model_fingerprint(source.config, source.sides, source.path, self.mesh)
+            model = self.first_weights = model_fingerprint(
+                source.config, source.auxiliary, source.path, self.mesh
+            )
             self.resumed = run.resumed
             if self.resumed is not None:
-                refuse_other("the model's config, tokenizer or weights", self.resumed.state.model, model, "model.path")
+                refuse_other(
+                    "the model's config, tokenizer or weights",
+                    self.resumed.state.model,
+                    model,
+                    "model.path",
+                )
             if isinstance(recipe.algorithm, SFT):
                 task, rows, engines = self._sft(recipe.algorithm, run.first_row)
             elif isinstance(recipe.algorithm, Distillation):
@@ -116,12 +136,16 @@ class Builder(RunParts):
             if self.resumed is not None:
                 self.resumed.reader.verify_checksums(self.mesh, training=True)
             run.console.plan(self.recipe.trainer.steps)
-            contents = Contents(engines=engines, sides=engines[POLICY].origin.sides, model=model, data=rows)
+            contents = Contents(
+                engines=engines, auxiliary=engines[POLICY].origin.auxiliary, model=model, data=rows
+            )
             run.check_space(contents)
             at_close = self.at_close.pop_all()
         done = 0 if self.resumed is None else self.resumed.state.step
         lines = notes(self.recipe, self.source.config, self.lengths, self.notes, done)
-        return Job(self.recipe, task, run, contents, rewards, at_close, lines, self.stream, self.printed)
+        return Job(
+            self.recipe, task, run, contents, rewards, at_close, lines, self.stream, self.printed
+        )
 
     def _sft(self, algorithm: SFT, first_row: int) -> tuple[Task, str, Engines]:
         with agreed(self.mesh):
@@ -129,20 +153,32 @@ class Builder(RunParts):
         limits = self._limits(self._budget, self.recipe.data.max_length, "data.max_length")
         rows, held_out, sets, fingerprint = self._rows(partial(load_sft, limits=limits))
         policy = self._trained(self.source, self.mesh, POLICY, self.recipe.optim.lr)
-        task = SupervisedTask(loss=loss, rows=rows, **self._shared(policy, held_out, sets, first_row))
+        task = SupervisedTask(
+            loss=loss, rows=rows, **self._shared(policy, held_out, sets, first_row)
+        )
         return task, fingerprint, {POLICY: policy}
 
-    def _shared(self, policy: Engine, held_out: Any, eval_sets: Any, first_row: int) -> dict[str, Any]:
+    def _shared(
+        self, policy: Engine, held_out: Any, eval_sets: Any, first_row: int
+    ) -> dict[str, Any]:
         """Fields of every task."""
-        given = {"policy": policy, "held_out": held_out, "eval_sets": eval_sets, "first_row": first_row}
+        given = {
+            "policy": policy,
+            "held_out": held_out,
+            "eval_sets": eval_sets,
+            "first_row": first_row,
+        }
         return {**given, "recipe": self.recipe, "progress": self.progress, "parts": self.parts}
 
     def _preferences(self, algorithm: AnyPreference, first_row: int) -> tuple[Task, str, Engines]:
-        recipe, paired = self.recipe, not isinstance(algorithm, KTO)
+        recipe = self.recipe
+        paired = not isinstance(algorithm, KTO)
         role = self._role(recipe.reference, "reference") if algorithm.wants_reference else None
         limits = self._limits(self._budget, recipe.data.max_length, "data.max_length")
         limits = replace(limits, together=self._budget if paired else None)
-        rows, held_out, sets, fingerprint = self._rows(partial(load_preferences, limits=limits, paired=paired))
+        rows, held_out, sets, fingerprint = self._rows(
+            partial(load_preferences, limits=limits, paired=paired)
+        )
         policy = self._trained(self.source, self.mesh, POLICY, recipe.optim.lr)
         task = PreferenceTask(
             loss=preference_loss(algorithm),
@@ -155,21 +191,29 @@ class Builder(RunParts):
         return task, fingerprint, {POLICY: policy}
 
     def _distillation(self, algorithm: Distillation, first_row: int) -> tuple[Task, str, Engines]:
-        recipe, offline = self.recipe, algorithm.lmbda < 1
+        recipe = self.recipe
+        offline = algorithm.lmbda < 1
         role = self._role(recipe.teacher, "teacher")
         sampler_mesh = self._sampler_mesh() if algorithm.samples else None
         longest = self._budget - recipe.rollout.max_new_tokens
         load: Callable[..., list[Any]] = partial(load_prompts, answers=False)
         if offline:
-            load, limits = load_sft, self._limits(self._budget, recipe.data.max_length, "data.max_length")
+            load = load_sft
+            limits = self._limits(self._budget, recipe.data.max_length, "data.max_length")
         else:
             limits = self._limits(longest, recipe.data.max_prompt_length)
         rows, held_out, sets, fingerprint = self._rows(partial(load, limits=limits))
-        most = max(len(prompt_of(number, row).ids) for number, row in enumerate(rows)) if algorithm.samples else 0
+        most = (
+            max(len(prompt_of(number, row).ids) for number, row in enumerate(rows))
+            if algorithm.samples
+            else 0
+        )
         if most > longest:
             raise ConfigError(
-                f"the longest prompt of data.train has {most} tokens, and rollout.max_new_tokens leaves {longest} of "
-                "trainer.tokens_per_batch; raise the latter, lower the former, or set algorithm.lmbda=0, which samples nothing"
+                f"the longest prompt of data.train has {most} tokens, and rollout.max_new_tokens "
+                f"leaves {longest} of "
+                "trainer.tokens_per_batch; raise the latter, lower the former, or set "
+                "algorithm.lmbda=0, which samples nothing"
             )
         policy = self._trained(self.source, self.mesh, POLICY, recipe.optim.lr)
         sampling = {} if sampler_mesh is None else self._sampling(sampler_mesh)
@@ -177,7 +221,11 @@ class Builder(RunParts):
         reads_head = algorithm.divergence != SAMPLED
         shared = self._shared(policy, held_out, sets, first_row)
         heads = Teacher.of(teacher, policy) if reads_head else teacher
-        return DistillationTask(teacher=heads, rows=rows, **sampling, **shared), fingerprint, {POLICY: policy}
+        return (
+            DistillationTask(teacher=heads, rows=rows, **sampling, **shared),
+            fingerprint,
+            {POLICY: policy},
+        )
 
     @property
     def _backend(self) -> Backend:
@@ -193,11 +241,14 @@ class Builder(RunParts):
 
     def _sampling(self, mesh: Mesh) -> dict[str, Any]:
         """Fields of a task."""
-        recipe, rollout = self.recipe, self.recipe.rollout
+        rollout = self.recipe.rollout
+        recipe = self.recipe
         stops = stop_ids(self.source, self.tokenizer)
         if not rollout.inside:
             say = self.say or self.notes.append
-            remote = make_remote_sampler(self.source, recipe, mesh, self.dtype, self.replicas, say, self.processor)
+            remote = make_remote_sampler(
+                self.source, recipe, mesh, self.dtype, self.replicas, say, self.processor
+            )
             self.at_close.callback(remote.close)
             sampler: AnySampler = remote
         else:
@@ -220,21 +271,34 @@ class Builder(RunParts):
         self, sampling: dict[str, Any], run: RunDirectory, prompts: Sequence[Prompt], rows: str
     ) -> StreamSampler:
         inputs = [self.first_weights, rows]
-        stream = make_stream(sampling["sampler"], self.recipe, run, sampling["sampling"], prompts, self.parts, inputs)
+        stream = make_stream(
+            sampling["sampler"], self.recipe, run, sampling["sampling"], prompts, self.parts, inputs
+        )
         self.at_close.callback(stream.close)
         run.after_save = stream.saved
         sampling |= {"sampler": stream, "sampler_metrics": lambda: stream.counts}
         return stream
 
-    def _rl(self, algorithm: AnyRL, run: RunDirectory, rewards: RewardManager) -> tuple[Task, str, Engines]:
+    def _rl(
+        self, algorithm: AnyRL, run: RunDirectory, rewards: RewardManager
+    ) -> tuple[Task, str, Engines]:
         recipe, rollout, folder = self.recipe, self.recipe.rollout, self.recipe_folder
         with agreed(self.mesh):
-            keys = same_keys(algorithm, PolicyLoss) | ({"kl_coef": 0.0} if algorithm.kl_in == "reward" else {})
+            keys = same_keys(algorithm, PolicyLoss) | (
+                {"kl_coef": 0.0} if algorithm.kl_in == "reward" else {}
+            )
             if recipe.weighs_in_update and recipe.correction is not None:
-                keys |= {"sampler_bounds": recipe.correction.bounds, "outside": recipe.correction.outside}
+                keys |= {
+                    "sampler_bounds": recipe.correction.bounds,
+                    "outside": recipe.correction.outside,
+                }
             given = fields_of(recipe, algorithm)
             loss = policy_loss(algorithm, folder, ["advantage", *given], **keys)
-            own_advantage = advantage(algorithm.advantage, folder, given) if isinstance(algorithm, CriticFree) else None
+            own_advantage = (
+                advantage(algorithm.advantage, folder, given)
+                if isinstance(algorithm, CriticFree)
+                else None
+            )
         critic_role = self._role(recipe.critic, "critic") if isinstance(algorithm, PPO) else None
         wants_reference = algorithm.kl_coef > 0 or recipe.reference.path is not None
         reference_role = self._role(recipe.reference, "reference") if wants_reference else None
@@ -243,7 +307,8 @@ class Builder(RunParts):
         sampler_mesh = self._sampler_mesh()
         load = partial(load_prompts, limits=limits, answers=reads_answer(recipe.reward))
         prompts, held_out, sets, fingerprint = self._rows(load)
-        asked, key = [*prompts, *held_out, *chain(*sets.values())], "rollout.max_new_tokens"
+        asked = [*prompts, *held_out, *chain(*sets.values())]
+        key = "rollout.max_new_tokens"
         lengths = [len(prompt.ids) for prompt in asked]
         check_positions(self.source.config, self._backend, lengths, rollout.max_new_tokens, key)
         with agreed(self.mesh):
@@ -251,7 +316,11 @@ class Builder(RunParts):
             check_prompts(self.source, self.replicas, asked, rollout.max_new_tokens)
         eval_sets = self._eval_sets(sets, run.say)
         policy = self._trained(self.source, self.mesh, POLICY, recipe.optim.lr)
-        critic = self._trained(*critic_role, CRITIC, recipe.critic.lr or recipe.optim.lr) if critic_role else None
+        critic = (
+            self._trained(*critic_role, CRITIC, recipe.critic.lr or recipe.optim.lr)
+            if critic_role
+            else None
+        )
         sampling = self._sampling(sampler_mesh)
         if recipe.trainer.max_lag is not None:
             self.stream = self._stream(sampling, run, prompts, fingerprint)
@@ -260,15 +329,23 @@ class Builder(RunParts):
                 reward.runner.watch = self.progress.advance
         task = RLTask(
             critic=critic,
-            reference=make_engine(*reference_role, self.dtype, "lm", self._frozen) if reference_role else None,
+            reference=make_engine(*reference_role, self.dtype, "lm", self._frozen)
+            if reference_role
+            else None,
             **sampling,
             **self._shared(policy, held_out, eval_sets, run.first_row),
             policy_loss=loss,
             advantage=own_advantage,
-            value_loss=ValueLoss(algorithm.value_clip, algorithm.value_coef) if isinstance(algorithm, PPO) else None,
+            value_loss=ValueLoss(algorithm.value_clip, algorithm.value_coef)
+            if isinstance(algorithm, PPO)
+            else None,
             prompts=prompts,
             rewards=rewards,
             write_eval=run.write_eval,
             rollout_end=run.on.replaced,
         )
-        return task, fingerprint, {POLICY: policy} if critic is None else {POLICY: policy, CRITIC: critic}
+        return (
+            task,
+            fingerprint,
+            {POLICY: policy} if critic is None else {POLICY: policy, CRITIC: critic},
+        )

@@ -19,11 +19,13 @@ def check_layout(spec: AnySpec, layout: Layout) -> Layout:
     if isinstance(spec, TransformersSpec) and (layout.tp, layout.pp, layout.ep) != (1, 1, 1):
         known = f"model_type is {spec.family!r}; known families: {', '.join(FAMILIES)}; others, and those with "
         reason = f"{known}engine=transformers, are cut"
-        if spec.lacking:
-            reason = f"{spec.lacking}; --engine transformers may run it, but cuts"
+        if spec.missing_features:
+            reason = f"{spec.missing_features}; --engine transformers may run it, but cuts"
         raise LayoutError(f"layout {layout}: {reason} by cp and dp alone; set tp=1, pp=1 and ep=1")
     if layout.cp_mode != "auto" and layout.cp == 1:
-        raise LayoutError(f"layout: cp_mode={layout.cp_mode} says how to cut by cp; leave it out at cp=1")
+        raise LayoutError(
+            f"layout: cp_mode={layout.cp_mode} says how to cut by cp; leave it out at cp=1"
+        )
     check_pipeline(spec, layout)
     if isinstance(spec, ArchSpec):
         validate_layout(spec, layout)
@@ -39,7 +41,9 @@ def sampling_layout(spec: ArchSpec, layout: Layout) -> Layout:
     try:
         validate_layout(spec, folded)
     except LayoutError as error:
-        raise LayoutError(f"layout {layout}: the sampler runs pipeline ranks as tp={folded.tp}; {error}") from error
+        raise LayoutError(
+            f"layout {layout}: the sampler runs pipeline ranks as tp={folded.tp}; {error}"
+        ) from error
     return folded
 
 
@@ -49,8 +53,13 @@ def max_positions(config: Mapping[str, Any], backend: Backend | None = None) -> 
     most = next((text[key] for key in KEYS if isinstance(text.get(key), int)), None)
     given = text.get("rope_scaling") or text.get("rope_parameters")
     rope = given if isinstance(given, Mapping) else {}
-    kind, factor = rope.get("rope_type", rope.get("type")), rope.get("factor")
-    original = text.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings") or most
+    kind = rope.get("rope_type", rope.get("type"))
+    factor = rope.get("factor")
+    original = (
+        text.get("original_max_position_embeddings")
+        or rope.get("original_max_position_embeddings")
+        or most
+    )
     if kind == "longrope" and backend is not None and isinstance(original, int):
         return original
     if most is None or not isinstance(factor, int | float) or not 1 <= factor < most:
@@ -65,10 +74,15 @@ def check_positions(
     config: Mapping[str, Any], backend: Backend, prompts: Sequence[int], new_tokens: int, key: str
 ) -> None:
     """prompts: lengths."""
-    most, longest = max_positions(config, backend), max(prompts)
+    most = max_positions(config, backend)
+    longest = max(prompts)
     if most is None or longest + new_tokens <= most:
         return
-    edit = f"lower {key} to at most {most - longest}" if longest < most else f"shorten the prompts below {most} tokens"
+    edit = (
+        f"lower {key} to at most {most - longest}"
+        if longest < most
+        else f"shorten the prompts below {most} tokens"
+    )
     have = f"{key} is {new_tokens:,} and the longest prompt has {longest:,} tokens, {longest + new_tokens:,} together"
     source = "max_position_embeddings and rope scaling in its config.json"
     raise ConfigError(f"{have}, but the model has {most:,} positions ({source}); {edit}")

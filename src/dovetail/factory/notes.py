@@ -16,12 +16,21 @@ from dovetail.recipe.schema import Recipe
 
 
 def notes(
-    recipe: Recipe, config: Mapping[str, Any], lengths: Sequence[int], others: Sequence[str] = (), done: int = 0
+    recipe: Recipe,
+    config: Mapping[str, Any],
+    lengths: Sequence[int],
+    others: Sequence[str] = (),
+    done: int = 0,
 ) -> list[str]:
     """lengths: tokens of each training row. done: steps of a resumed run."""
-    lines, algorithm, trainer = list(dict.fromkeys(others)), recipe.algorithm, recipe.trainer
+    lines = list(dict.fromkeys(others))
+    algorithm = recipe.algorithm
+    trainer = recipe.trainer
     if missed := [str(step) for step in trainer.profile.steps if not done < step <= trainer.steps]:
-        lines.append(f"not profiled, since the run takes steps {done + 1} to {trainer.steps}: {', '.join(missed)}")
+        lines.append(
+            f"not profiled, since the run takes steps {done + 1} to {trainer.steps}: "
+            f"{', '.join(missed)}"
+        )
     names = ("critic", "reference", "teacher", "rollout")
     sections: dict[str, Any] = {"": recipe} | {f"{name}.": vars(recipe)[name] for name in names}
     sections |= {"reward.model.": recipe.reward.model} if recipe.reward.model else {}
@@ -29,7 +38,8 @@ def notes(
     if idle := _idle(recipe):
         lines.append(f"without effect, since algorithm.name is {algorithm.name}: {', '.join(idle)}")
     if isinstance(algorithm, PolicyGradient) and algorithm.kl_coef:
-        estimator, place = algorithm.kl_estimator, algorithm.kl_in
+        estimator = algorithm.kl_estimator
+        place = algorithm.kl_in
         if (estimator == "k1") != (place == "reward"):
             keys = f"algorithm.kl_estimator={estimator} with kl_in={place}"
             edit = "take k1 in the reward, k2 or k3 in the loss"
@@ -37,21 +47,31 @@ def notes(
     if isinstance(algorithm, PPO) and algorithm.critic_warmup >= trainer.steps:
         warmup = f"algorithm.critic_warmup={algorithm.critic_warmup} steps train the critic alone"
         lines.append(f"the policy is never trained: {warmup}, and trainer.steps is {trainer.steps}")
-    if given := [name for name, layout in layouts.items() if layout and layout.copy_engines is not None]:
+    if given := [
+        name for name, layout in layouts.items() if layout and layout.copy_engines is not None
+    ]:
         keys = ", ".join(f"{name}.copy_engines" for name in given)
         lines.append(f"{keys} has no effect any more: NCCL runs all collectives; leave it out")
     if trainer.eval_every and recipe.data.eval is None and not recipe.eval.sets:
-        lines.append("without effect, since there is no data.eval and no eval.sets: trainer.eval_every")
+        lines.append(
+            "without effect, since there is no data.eval and no eval.sets: trainer.eval_every"
+        )
     if trainer.prompts_per_step > len(lengths):
         rows = f"trainer.prompts_per_step is {trainer.prompts_per_step}, and data.train has {len(lengths)} rows"
         lines.append(f"{rows}: a step takes some of them more than once")
     if trainer.max_lag and recipe.correction is None:
         keys = f"trainer.max_lag={trainer.max_lag} with algorithm.correction={{ratio: none}}"
-        lines.append(f"{keys}: samples of older policies count as if they were the policy's own (mismatch.md)")
+        lines.append(
+            f"{keys}: samples of older policies count as if they were the policy's own "
+            "(mismatch.md)"
+        )
     most = max_positions(config)
     if not algorithm.samples and most is not None and max(lengths) > most:
         most_here = f"{most} positions (max_position_embeddings): those beyond were never trained"
-        lines.append(f"the longest row of data.train has {max(lengths)} tokens, but the model has {most_here}")
+        lines.append(
+            f"the longest row of data.train has {max(lengths)} tokens, but the model has "
+            f"{most_here}"
+        )
     return lines
 
 
@@ -65,7 +85,9 @@ def cpu_notes(recipe: Recipe) -> list[str]:
 
 def _idle(recipe: Recipe) -> list[str]:
     """Keys without effect."""
-    algorithm, trainer, idle = recipe.algorithm, recipe.trainer, list[str]()
+    algorithm = recipe.algorithm
+    trainer = recipe.trainer
+    idle = list[str]()
     is_rl = isinstance(algorithm, PolicyGradient)
     uses = {"critic": isinstance(algorithm, PPO), "teacher": isinstance(algorithm, Distillation)}
     uses["reference"] = is_rl or algorithm.wants_reference

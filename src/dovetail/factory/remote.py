@@ -41,23 +41,33 @@ def make_remote_sampler(
     processor: Processor | None = None,
 ) -> RemoteSampler:
     """replicas: empty except on rank 0."""
-    vocab_size, rollout = source.spec.vocab_size, recipe.rollout
+    vocab_size = source.spec.vocab_size
+    rollout = recipe.rollout
     moe = source.spec.moe if isinstance(source.spec, ArchSpec) else None
     image_token = None if processor is None or rollout.backend != "vllm" else processor.image_token
     if not replicas:
-        return RemoteSampler(mesh, dtype, vocab_size, None, None, moe, image_token, sleeps=rollout.sleep)
+        return RemoteSampler(
+            mesh, dtype, vocab_size, None, None, moe, image_token, sleeps=rollout.sleep
+        )
     lost = "the run goes on without this engine until it takes the next weights"
     fleet = Fleet(
         replicas, WIRES[rollout.backend], silence=rollout.request_timeout, max_num_seqs=rollout.max_num_seqs,
         on_loss=lambda error: say(f"note: {error}; {lost}"),
     )  # fmt: skip
-    push, clients = push_settings(rollout, replicas), [replica.client for replica in replicas]
+    push = push_settings(rollout, replicas)
+    clients = [replica.client for replica in replicas]
     kv_heads = source.spec.attention.num_kv_heads if isinstance(source.spec, ArchSpec) else None
-    pusher = Pusher(clients, push, kind=replicas[0].server.kind, device=mesh.device, kv_heads=kv_heads)
-    return RemoteSampler(mesh, dtype, vocab_size, fleet, pusher, moe, image_token, sleeps=rollout.sleep)
+    pusher = Pusher(
+        clients, push, kind=replicas[0].server.kind, device=mesh.device, kv_heads=kv_heads
+    )
+    return RemoteSampler(
+        mesh, dtype, vocab_size, fleet, pusher, moe, image_token, sleeps=rollout.sleep
+    )
 
 
-def check_prompts(source: Pretrained, replicas: Sequence[Replica], prompts: Sequence[Row], new_tokens: int) -> None:
+def check_prompts(
+    source: Pretrained, replicas: Sequence[Replica], prompts: Sequence[Row], new_tokens: int
+) -> None:
     check_lengths(replicas, max(len(prompt.ids) for prompt in prompts) + new_tokens)
     media = [prompt.media for prompt in prompts if prompt.media is not None]
     videos = any(isinstance(each, FileMedia) and each.shown.videos for each in media)
@@ -68,7 +78,9 @@ def check_prompts(source: Pretrained, replicas: Sequence[Replica], prompts: Sequ
 def check_sent(recipe: Recipe, prompts: Sequence[Row]) -> None:
     if recipe.trainer.max_lag is not None and any(prompt.media is not None for prompt in prompts):
         why = "rows of data.train have images or videos, which an asynchronous run does not send"
-        raise ConfigError(f"trainer.max_lag is {recipe.trainer.max_lag}, but {why}; leave max_lag out")
+        raise ConfigError(
+            f"trainer.max_lag is {recipe.trainer.max_lag}, but {why}; leave max_lag out"
+        )
 
 
 def make_stream(
@@ -81,7 +93,8 @@ def make_stream(
     inputs: Sequence[str],
 ) -> StreamSampler:
     """inputs: fingerprints of first weights and rows."""
-    trainer, first_row = recipe.trainer, run.first_row
+    trainer = recipe.trainer
+    first_row = run.first_row
 
     @lru_cache(maxsize=2)
     def rows(step: int) -> Sequence[int]:
@@ -91,7 +104,9 @@ def make_stream(
         requests = []
         for group, sample in samples:
             step, row = divmod(group, trainer.prompts_per_step)
-            requests.append((Prompt(row, prompts[rows(step)[row]].ids), sample, replace(sampling, step=step)))
+            requests.append(
+                (Prompt(row, prompts[rows(step)[row]].ids), sample, replace(sampling, step=step))
+            )
         return sampler.submit(requests)
 
     def make_feed() -> Feed:
@@ -105,4 +120,6 @@ def make_stream(
 
     step = 0 if run.resumed is None else run.resumed.state.step
     lead = sampler.fleet is not None
-    return StreamSampler(sampler, make_feed if lead else None, run.mesh, sampling, trainer.prompts_per_step, step)
+    return StreamSampler(
+        sampler, make_feed if lead else None, run.mesh, sampling, trainer.prompts_per_step, step
+    )

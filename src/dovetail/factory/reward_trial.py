@@ -16,7 +16,9 @@ TRIAL_SECONDS = 1.0
 SHOWN = 40  # characters of a completion in a message
 
 
-def try_reward(part: RewardPart, folder: Path, firsts: Sequence[Sequence[JsonRow]], samples: int) -> None:
+def try_reward(
+    part: RewardPart, folder: Path, firsts: Sequence[Sequence[JsonRow]], samples: int
+) -> None:
     """Load a reward, and call it for a completion of one of the first rows.
 
     folder: of its module. firsts: the first rows of each source; none where they are not known.
@@ -24,7 +26,8 @@ def try_reward(part: RewardPart, folder: Path, firsts: Sequence[Sequence[JsonRow
     lack, or fails on each of the first rows. A call that takes longer than a second proves nothing,
     and an asynchronous function is not called.
     """
-    columns, others = None, [rows[0].given for rows in firsts]
+    columns = None
+    others = [rows[0].given for rows in firsts]
     if firsts:
         names = extra_columns(firsts[0][0])
         columns = [name for name in names if all(name in given for given in others)]

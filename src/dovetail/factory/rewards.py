@@ -49,16 +49,21 @@ def make_rewards(
     printed: Printed | None = None,
 ) -> RewardManager:
     """Collective."""
-    named, rewards = section.labelled(), dict[str, Reward]()
+    named = section.labelled()
+    rewards = dict[str, Reward]()
     try:
         for label, part in named.items():
             if part.model is not None and part.model.path is not None and load_model is not None:
                 engine, tokenizer = load_model(part.model)
                 renderer = Renderer()
                 renderer.__enter__()
-                rewards[label] = ModelReward(engine, partial(_encode, tokenizer, renderer), renderer.__exit__)
+                rewards[label] = ModelReward(
+                    engine, partial(_encode, tokenizer, renderer), renderer.__exit__
+                )
             else:
-                limits = CallLimits(batch=part.batch, workers=part.workers, concurrency=part.concurrency)
+                limits = CallLimits(
+                    batch=part.batch, workers=part.workers, concurrency=part.concurrency
+                )
                 keys: dict[str, Any] = {
                     "options": part.options,
                     "directory": recipe_folder,
@@ -93,7 +98,11 @@ def _runner(
                 if printed is not None:
                     printed.runners.append(runner)
             except ConfigError as error:
-                problem = f"metric {function}, which is loaded as a reward: {error}" if limits.metric else str(error)
+                problem = (
+                    f"metric {function}, which is loaded as a reward: {error}"
+                    if limits.metric
+                    else str(error)
+                )
                 raise ConfigError(problem) from error
     return runner
 
@@ -122,15 +131,25 @@ def _address(part: RewardPart, run_dir: Path) -> dict[str, Any] | None:
     if part.judge is not None:
         given = part.judge.model_dump()
         request = {name: given.pop(name) for name in ("model", "max_tokens", "temperature")}
-        return {**given, "request": request, "cache": str(run_dir / CACHE) if given["cache"] else None}
-    return None if part.model is None or part.model.server is None else part.model.server.model_dump()
+        return {
+            **given,
+            "request": request,
+            "cache": str(run_dir / CACHE) if given["cache"] else None,
+        }
+    return (
+        None if part.model is None or part.model.server is None else part.model.server.model_dump()
+    )
 
 
 def _encode(tokenizer: Any, renderer: Renderer, prompt: Prompt, text: str) -> list[int]:
     if isinstance(prompt.prompt, str):
         joined = prompt.prompt + text
     elif tokenizer.chat_template:
-        joined = renderer.render(tokenizer, [*prompt.prompt, {"role": "assistant", "content": text}])
+        joined = renderer.render(
+            tokenizer, [*prompt.prompt, {"role": "assistant", "content": text}]
+        )
     else:
-        raise DataError("the rows hold messages, but the reward model's tokenizer has no chat template")
+        raise DataError(
+            "the rows hold messages, but the reward model's tokenizer has no chat template"
+        )
     return tokenizer.encode(joined, add_special_tokens=False)

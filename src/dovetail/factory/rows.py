@@ -23,7 +23,8 @@ from dovetail.recipe.schema import Recipe
 from dovetail.rewards.built_in import BUILT_IN
 from dovetail.weights.safe_paths import TOKENIZER_FILES
 
-TEMPLATE, SETTINGS = "chat_template.jinja", "tokenizer_config.json"
+TEMPLATE = "chat_template.jinja"
+SETTINGS = "tokenizer_config.json"
 OWN_CODE = "auto_map"  # in SETTINGS: the tokenizer is code of the model
 ELSEWHERE = "tekken.json"  # a tokenizer whose template is in none of these files
 Given = str | Sequence[str | SourceSection] | None  # data.train, data.eval or a set's data
@@ -68,7 +69,8 @@ class RowCheck:
 
     def first_of(self, source: Source, say: Callable[[str], None]) -> list[JsonRow]:
         """The first rows of `source`. DataError for the first bad one."""
-        rows, noted = list[JsonRow](), set[str]()
+        rows = list[JsonRow]()
+        noted = set[str]()
         for row in first_rows(source):
             rows.append(row)
             for note in self._notes(row):

@@ -21,7 +21,7 @@ from dovetail.weights.hf_directory import Pretrained
 def backend_layout(source: Pretrained, layout: Layout, backend: Backend) -> Layout:
     """dp must be known."""
     if backend == "transformers":
-        if isinstance(source.spec, TransformersSpec) and source.spec.lacking:
+        if isinstance(source.spec, TransformersSpec) and source.spec.missing_features:
             check_layout(source.spec, layout)  # refuses tp
         return Layout(dp=layout.num_ranks)
     named = source.config.get("model_type")
@@ -45,7 +45,9 @@ def make_sampler(
     """Without weights; `load` or `refill` it."""
     if backend == "transformers":
         return TransformersSampler(source.config, mesh, dtype)
-    sampler = NativeSampler(spec_from_config(source.config), mesh, kernels_for(mesh.device), dtype, options=options)
+    sampler = NativeSampler(
+        spec_from_config(source.config), mesh, kernels_for(mesh.device), dtype, options=options
+    )
     if sampler.spec.moe is not None:
         sampler.use_checkpoint_names(open_checkpoint(source.path, mesh))
     return sampler

@@ -23,16 +23,19 @@ from dovetail.jsonl import parse_json
 from dovetail.weights.hf_directory import Pretrained
 from dovetail.weights.safe_paths import refuse_without_tokenizer
 
-GENERATION_CONFIG, PREPROCESSOR_CONFIG = "generation_config.json", "preprocessor_config.json"
+GENERATION_CONFIG = "generation_config.json"
+PREPROCESSOR_CONFIG = "preprocessor_config.json"
 LOCK = ".dovetail.lock"
 
 
 def load_tokenizer(source: Pretrained, *, trust_remote_code: bool = False) -> Any:
     """Imports transformers late: most scoring needs no text."""
-    refuse_without_tokenizer(source.path, source.sides)
+    refuse_without_tokenizer(source.path, source.auxiliary)
     auto = importlib.import_module("transformers").AutoTokenizer
     with _loading(source.path, "tokenizer", trusted=trust_remote_code):
-        tokenizer = auto.from_pretrained(str(source.path), trust_remote_code=trust_remote_code, local_files_only=True)
+        tokenizer = auto.from_pretrained(
+            str(source.path), trust_remote_code=trust_remote_code, local_files_only=True
+        )
         tokenizer.encode("a", add_special_tokens=True)  # reads the remaining settings
         words = tokenizer.get_vocab()
         if len(words) > 1 and len(set(words.values())) == 1:
@@ -48,17 +51,20 @@ def load_processor(source: Pretrained, *, trust_remote_code: bool = False) -> Pr
 
     def load(kind: str) -> Any:
         pillow("Image")
-        if kind == "AutoImageProcessor" and PREPROCESSOR_CONFIG in source.sides:
-            file = source.sides[PREPROCESSOR_CONFIG]
+        if kind == "AutoImageProcessor" and PREPROCESSOR_CONFIG in source.auxiliary:
+            file = source.auxiliary[PREPROCESSOR_CONFIG]
             settings = published(parse_json(file.read_bytes(), str(file)))
             if settings is not None:
                 return KimiImages(settings)
         transformers = importlib.import_module("transformers")
         with _loading(source.path, "processor of images and videos", trusted=trust_remote_code):
             auto = getattr(transformers, kind)
-            return auto.from_pretrained(str(source.path), trust_remote_code=trust_remote_code, local_files_only=True)
+            return auto.from_pretrained(
+                str(source.path), trust_remote_code=trust_remote_code, local_files_only=True
+            )
 
-    images, both = partial(load, "AutoImageProcessor"), partial(load, "AutoProcessor")
+    images = partial(load, "AutoImageProcessor")
+    both = partial(load, "AutoProcessor")
     return Processor(config.image_token_id, config.video_token_id, images, both)
 
 
@@ -85,13 +91,15 @@ def _loading(path: Path, what: str, *, trusted: bool) -> Iterator[None]:
 def stop_ids(source: Pretrained, tokenizer: Tokenizer | None) -> tuple[int, ...]:
     """From generation_config.json, config.json and the tokenizer."""
     configs: list[Mapping[str, Any]] = [source.config]
-    if GENERATION_CONFIG in source.sides:
-        file = source.sides[GENERATION_CONFIG]
+    if GENERATION_CONFIG in source.auxiliary:
+        file = source.auxiliary[GENERATION_CONFIG]
         configs.insert(0, parse_json(file.read_bytes(), str(file)))
     ids_found: set[int] = set()
     for config in configs:
         eos = config.get("eos_token_id")
-        ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+        ids: list[Any] = eos if isinstance(eos, list) else [eos]
+        if eos is None:
+            ids = []
         size = source.spec.vocab_size
         if not all(is_id(i, size) for i in ids):
             expected = f"expected an id below vocab_size={size}, a list of them, or null"
@@ -106,7 +114,8 @@ def banned_ids(
     source: Pretrained, tokenizer: Any, processor: Processor | None, stops: Sequence[int]
 ) -> tuple[int, ...]:
     """Placeholders of images and videos, and ids without text."""
-    vocab_size, banned = source.spec.vocab_size, set[int]()
+    vocab_size = source.spec.vocab_size
+    banned = set[int]()
     if tokenizer is not None:
         known = set(tokenizer.get_vocab().values())  # ids may share a text
         known = known if len(known) >= len(tokenizer) else set(range(len(tokenizer)))

@@ -10,7 +10,12 @@ from dovetail.errors import ConfigError, LayoutError
 from dovetail.factory.job import Builder, Job
 from dovetail.launch.progress import Progress, collective_timeout
 from dovetail.parallel.consensus import refuse_different
-from dovetail.parallel.process_group import StopSignal, deterministic, pick_device, temporary_process_group
+from dovetail.parallel.process_group import (
+    StopSignal,
+    deterministic,
+    pick_device,
+    temporary_process_group,
+)
 from dovetail.recipe.schema import Recipe, load_recipe, make_recipe
 from dovetail.recipe.yaml import flat
 from dovetail.run.callbacks import TrainerCallback
@@ -38,8 +43,13 @@ class Trainer:
         self.recipe = make_recipe(recipe) if isinstance(recipe, Mapping) else recipe
         for each in callbacks:
             if not isinstance(each, TrainerCallback):
-                raise ConfigError(f"callbacks has {each!r}; expected objects of classes made from dt.TrainerCallback")
-        self.callbacks, self.device, self.resume = tuple(callbacks), device, resume
+                raise ConfigError(
+                    f"callbacks has {each!r}; expected objects of classes made from "
+                    "dt.TrainerCallback"
+                )
+        self.callbacks = tuple(callbacks)
+        self.device = device
+        self.resume = resume
 
     def train(self) -> Outcome:
         """To the end of the run. Collective: a launcher (torchrun) starts the ranks, else this process is the only one.
@@ -48,21 +58,37 @@ class Trainer:
         UserError for mistakes, CallbackError, and FinishedError if run_dir holds the finished run. An engine of this
         process keeps its process group; else the run has its own, which ends with it.
         """
-        device, stop, progress = pick_device(self.device), StopSignal(), Progress()
+        device = pick_device(self.device)
+        stop = StopSignal()
+        progress = Progress()
         with temporary_process_group(device, collective_timeout(self.recipe.trainer.timeouts)):
             keys = flat(self.recipe.model_dump(mode="json", by_alias=True))
             try:
-                builder = Builder(self.recipe, device, self.recipe_folder, lambda: stop.number, self.resume, progress)
+                builder = Builder(
+                    self.recipe,
+                    device,
+                    self.recipe_folder,
+                    lambda: stop.number,
+                    self.resume,
+                    progress,
+                )
             except LayoutError as error:
-                raise LayoutError(f"{error}; `torchrun --nproc-per-node N script.py` starts N ranks") from error
-            refuse_different({f"recipe: {key}": repr(keys[key]) for key in keys if key != "run_dir"}, builder.mesh)
+                raise LayoutError(
+                    f"{error}; `torchrun --nproc-per-node N script.py` starts N ranks"
+                ) from error
+            refuse_different(
+                {f"recipe: {key}": repr(keys[key]) for key in keys if key != "run_dir"},
+                builder.mesh,
+            )
             outcome = run_job(builder.job(), stop, progress, self.callbacks)
             del builder
             gc.collect()  # engines are cycles
         return outcome
 
 
-def run_job(job: Job, stop: StopSignal, progress: Progress, callbacks: Sequence[TrainerCallback] = ()) -> Outcome:
+def run_job(
+    job: Job, stop: StopSignal, progress: Progress, callbacks: Sequence[TrainerCallback] = ()
+) -> Outcome:
     """Collective."""
     with ExitStack() as stack:
         stack.callback(job.close)

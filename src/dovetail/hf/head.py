@@ -1,4 +1,4 @@
-"""Tries whether a model's logits are a product times a constant (Cohere, Granite), as in the fused head."""
+"""A trial whether a model's logits are a product times a constant, as in the fused head."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -9,12 +9,15 @@ from torch import Tensor, nn
 
 from dovetail.errors import ModelError
 
-TOKENS, WORDS = 5, 7
+TOKENS = 5
+WORDS = 7
 LARGEST_LOGIT = 30.0  # soft caps bend there
 SAME = 1e-6
 
 
 class _Output(SimpleNamespace):
+    """What a base model returns, however the model around it reads that."""
+
     def __getattr__(self, name: str) -> None:
         return None
 
@@ -26,6 +29,8 @@ class _Output(SimpleNamespace):
 
 
 class _Base(nn.Module):
+    """A base model that returns `hidden`, whatever it is given."""
+
     def __init__(self, hidden: Tensor) -> None:
         super().__init__()
         self.output = _Output(last_hidden_state=hidden)
@@ -35,31 +40,47 @@ class _Base(nn.Module):
 
 
 def logit_scale(model: "transformers.PreTrainedModel", width: int) -> float:
-    """ModelError. Replaces `model` and `lm_head` meanwhile."""
+    """Return the constant factor of the logits.
+
+    Replaces `model` and `lm_head` meanwhile. ModelError.
+    """
     draw = torch.Generator().manual_seed(0)
     hidden = torch.randn(1, TOKENS, width, generator=draw, dtype=torch.float64)
     head = nn.Linear(width, WORDS, bias=False, dtype=torch.float64, device="cpu")
     with torch.no_grad():
-        head.weight.copy_(torch.randn(WORDS, width, generator=draw) * LARGEST_LOGIT / width**0.5)
+        weight = torch.randn(WORDS, width, generator=draw)
+        head.weight.copy_(weight * LARGEST_LOGIT / width**0.5)
         product = head(hidden)
-        parts = {"model": model.get_submodule("model"), "lm_head": model.get_submodule("lm_head")}
+        parts = {name: model.get_submodule(name) for name in ("model", "lm_head")}
         model.add_module("model", _Base(hidden))
         model.add_module("lm_head", head)
         try:
-            logits = model(input_ids=torch.zeros(1, TOKENS, dtype=torch.int64), use_cache=False).logits
+            tokens = torch.zeros(1, TOKENS, dtype=torch.int64)
+            logits = model(input_ids=tokens, use_cache=False).logits
         except (AttributeError, TypeError, KeyError, RuntimeError, ValueError) as error:
             name = type(model).__name__
-            raise ModelError(f"{name} computes its logits from more than hidden states: {error}") from error
+            raise ModelError(
+                f"{name} computes its logits from more than hidden states: {error}"
+            ) from error
         finally:
             for name, part in parts.items():
                 model.add_module(name, part)
     logits = logits.to(product.dtype)
-    scale = float((logits * product).sum() / product.square().sum()) if logits.shape == product.shape else 0.0
-    if not scale or float((logits / scale - product).abs().max()) > SAME * LARGEST_LOGIT:
-        options = vars(model.config.get_text_config()).items()
-        named = [f"{name}={x}" for name, x in options if x is not None and "logit" in name and "attn" not in name]
+    scale = 0.0
+    if logits.shape == product.shape:
+        covariance = (logits * product).sum()
+        scale = float(covariance / product.square().sum())
+    if not scale or (logits / scale - product).abs().max() > SAME * LARGEST_LOGIT:
         raise ModelError(
-            f"{type(model).__name__}: {', '.join(named) or 'its own code'} changes the logits by more than a constant factor, "
-            "which the fused head does not compute"
+            f"{type(model).__name__}: {_logit_options(model)} changes the logits by more than "
+            "a constant factor, which the fused head does not compute"
         )
     return 1.0 if abs(scale - 1.0) <= SAME else scale
+
+
+def _logit_options(model: "transformers.PreTrainedModel") -> str:
+    options = []
+    for name, value in vars(model.config.get_text_config()).items():
+        if value is not None and "logit" in name and "attn" not in name:
+            options.append(f"{name}={value}")
+    return ", ".join(options) or "its own code"

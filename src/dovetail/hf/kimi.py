@@ -1,8 +1,11 @@
-"""Kimi-K2, Kimi-VL, Kimi-K2.5 as published. `MoonViT`: transformers' tower orders queries and keys differently."""
+"""Kimi-K2, Kimi-VL and Kimi-K2.5 as published.
+
+`MoonViT` is here because transformers' tower orders queries and keys differently.
+"""
 
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,11 +14,13 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
+from dovetail.arch.common import Config
 from dovetail.errors import ModelError
 from dovetail.kernels.reference import wide, widened
 from dovetail.nn.activation_checkpoint import Recompute, runner
 
-TEXT, VISION = "deepseek_v3", "kimi_k25"  # transformers' names
+TEXT = "deepseek_v3"
+VISION = "kimi_k25"  # transformers' names
 THETA = 10000.0
 BICUBIC = 3  # pillow's number
 MAX_SIDE = 512
@@ -26,24 +31,32 @@ TOWER_ONLY: Mapping[str, Any] = {
     "merge_type": "sd2_tpool", "mm_projector_type": "patchmerger", "pos_emb_type": "divided_fixed",
     "projector_hidden_act": "gelu", "hidden_act": "gelu_pytorch_tanh",
 }  # fmt: skip
-TEXT_ONLY: Mapping[str, Any] = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
+TEXT_ONLY: Mapping[str, Any] = {
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "moe_layer_freq": 1,
+}
 
 
-def translated(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """config.json as transformers knows it. ModelError."""
+def translated(config: Config) -> Config:
+    """Return config.json as transformers knows it. ModelError."""
     form = FORMS.get(str(config.get("model_type")))
     return config if form is None else form(config)
 
 
-def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _text(config: Config) -> Config:
     _check(config, TEXT_ONLY)
     return {**config, "model_type": TEXT}
 
 
-def _vision(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    text, published = dict(config.get("text_config") or {}), dict(config.get("vision_config") or {})
+def _vision(config: Config) -> Config:
+    text = dict(config.get("text_config") or {})
+    published = dict(config.get("vision_config") or {})
     _check(published, TOWER_ONLY)
-    tower = {n.removeprefix("vt_").removeprefix("init_"): x for n, x in published.items() if n != "model_type"}
+    published.pop("model_type", None)
+    tower = {}
+    for name, value in published.items():
+        tower[name.removeprefix("vt_").removeprefix("init_")] = value
     width = tower.get("hidden_size", 1152)
     _check(tower, {"mm_hidden_size": width})
     return {
@@ -59,43 +72,53 @@ def _vision(config: Mapping[str, Any]) -> Mapping[str, Any]:
     }
 
 
-FORMS: Mapping[str, Callable[[Mapping[str, Any]], Mapping[str, Any]]] = {
-    "kimi_k2": _text, "kimi_vl": _vision, "kimi_k25": _vision,
-}  # fmt: skip
+FORMS: Mapping[str, Callable[[Config], Config]] = {
+    "kimi_k2": _text,
+    "kimi_vl": _vision,
+    "kimi_k25": _vision,
+}
 
 
-def _check(config: Mapping[str, Any], supported: Mapping[str, Any]) -> None:
+def _check(config: Config, supported: Config) -> None:
     for name, value in supported.items():
         if config.get(name, value) != value:
             raise ModelError(f"config.json: {name} is {config[name]!r}; supported: {value!r}")
 
 
 class PositionTable(nn.Module):
+    """Learned embeddings of positions, scaled to each image."""
+
     def __init__(self, height: int, width: int, dim: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(height, width, dim))
 
     def forward(self, sizes: Sequence[tuple[int, int]]) -> Tensor:
-        """[sum of heights * widths, D], in float32 or wider."""
+        """Return embeddings [sum of heights * widths, D], in float32 or wider."""
         table = widened(self.weight)
         out = []
         for height, width in sizes:
-            rows, columns = _bicubic(table, 0, height), _bicubic(table, 1, width)
-            out.append(torch.einsum("xj,yjd->yxd", columns, torch.einsum("yi,ijd->yjd", rows, table)).flatten(0, 1))
+            rows = _bicubic(table, 0, height)
+            columns = _bicubic(table, 1, width)
+            tall = torch.einsum("yi,ijd->yjd", rows, table)
+            scaled = torch.einsum("xj,yjd->yxd", columns, tall)
+            out.append(scaled.flatten(0, 1))
         return torch.cat(out)
 
 
 def _bicubic(table: Tensor, dim: int, size: int) -> Tensor:
-    """[size, length], for a product: its gradients are deterministic on a GPU."""
+    """Return the matrix [size, length] of a scaling: gradients of products are deterministic."""
     length = table.shape[dim]
-    identity = torch.eye(length, dtype=table.dtype, device=table.device)[None, None]
-    return F.interpolate(identity, size=(size, length), mode="bicubic")[0, 0]
+    identity = torch.eye(length, dtype=table.dtype, device=table.device)
+    return F.interpolate(identity[None, None], size=(size, length), mode="bicubic")[0, 0]
 
 
 class PatchEmbed(nn.Module):
+    """A convolution of patches, plus the embeddings of their positions."""
+
     def __init__(self, config: "transformers.PreTrainedConfig") -> None:
         super().__init__()
-        size, dim = config.patch_size, config.hidden_size
+        size = config.patch_size
+        dim = config.hidden_size
         self.proj = nn.Conv2d(3, dim, kernel_size=size, stride=size)
         self.pos_emb = PositionTable(config.pos_emb_height, config.pos_emb_width, dim)
 
@@ -105,73 +128,105 @@ class PatchEmbed(nn.Module):
 
 
 class Block(nn.Module):
+    """A layer of the tower: attention within each image, and an MLP."""
+
     def __init__(self, config: "transformers.PreTrainedConfig") -> None:
         super().__init__()
-        width, self.num_heads = config.hidden_size, config.num_attention_heads
-        self.norm0, self.norm1 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.wqkv, self.wo = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        layers = {"fc0": nn.Linear(width, config.intermediate_size), "act": nn.GELU("tanh")}
-        self.mlp = nn.Sequential(OrderedDict(layers, fc1=nn.Linear(config.intermediate_size, width)))
+        width = config.hidden_size
+        self.num_heads = config.num_attention_heads
+        self.norm0 = nn.LayerNorm(width)
+        self.norm1 = nn.LayerNorm(width)
+        self.wqkv = nn.Linear(width, 3 * width)
+        self.wo = nn.Linear(width, width)
+        self.mlp = nn.Sequential()
+        self.mlp.add_module("fc0", nn.Linear(width, config.intermediate_size))
+        self.mlp.add_module("act", nn.GELU("tanh"))
+        self.mlp.add_module("fc1", nn.Linear(config.intermediate_size, width))
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, counts: list[int]) -> Tensor:
-        """x [n, D]; cos and sin [n, 1, C / 2]; counts: patches by image."""
-        q, k, v = self.wqkv(self.norm0(x)).unflatten(1, (3, self.num_heads, -1)).unbind(1)  # [n, H, C]
-        q, k = _rope(q, cos, sin), _rope(k, cos, sin)
-        images = zip(*(y.transpose(0, 1)[None].split(counts, dim=2) for y in (q, k, v)), strict=True)
-        mixed = torch.cat([F.scaled_dot_product_attention(*image) for image in images], dim=2)  # [1, H, n, C]
-        x = x + self.wo(mixed[0].transpose(0, 1).flatten(1))
+        """Return x [n, D] after the layer.
+
+        cos and sin [n, 1, C / 2]; counts: patches of each image.
+        """
+        qkv = self.wqkv(self.norm0(x))
+        q, k, v = qkv.unflatten(1, (3, self.num_heads, -1)).unbind(1)  # [n, H, C]
+        q = _rope(q, cos, sin)
+        k = _rope(k, cos, sin)
+        by_head = [y.transpose(0, 1)[None] for y in (q, k, v)]  # [1, H, n, C]
+        images = zip(*(y.split(counts, dim=2) for y in by_head), strict=True)
+        attended = [F.scaled_dot_product_attention(*image) for image in images]
+        mixed = torch.cat(attended, dim=2)[0].transpose(0, 1)
+        x = x + self.wo(mixed.flatten(1))
         return x + self.mlp(self.norm1(x))
 
 
 def _rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    a, b = x.to(cos.dtype).unflatten(-1, (-1, 2)).unbind(-1)
-    return torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1).flatten(-2).to(x.dtype)
+    pairs = x.to(cos.dtype).unflatten(-1, (-1, 2))
+    a, b = pairs.unbind(-1)
+    first = a * cos - b * sin
+    second = a * sin + b * cos
+    rotated = torch.stack((first, second), dim=-1)
+    return rotated.flatten(-2).to(x.dtype)
 
 
 class Encoder(nn.Module):
+    """The layers of the tower."""
+
     def __init__(self, config: "transformers.PreTrainedConfig") -> None:
         super().__init__()
         self.channels: int = config.hidden_size // config.num_attention_heads
-        self.theta = float((config.rope_parameters or {}).get("rope_theta", THETA))
+        rope = config.rope_parameters or {}
+        self.theta = float(rope.get("rope_theta", THETA))
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
         self.final_layernorm = nn.LayerNorm(config.hidden_size)
         self.recompute: Recompute = "none"
 
     def forward(self, x: Tensor, sizes: Sequence[tuple[int, int]]) -> Tensor:
-        angles = torch.cat([self.angles(height, width, x) for height, width in sizes])[:, None]
-        cos, sin = angles.cos(), angles.sin()
-        run, counts = runner(self.recompute), [height * width for height, width in sizes]
+        angles = torch.cat([self.angles(height, width, x) for height, width in sizes])
+        cos = angles[:, None].cos()
+        sin = angles[:, None].sin()
+        run = runner(self.recompute)
+        counts = [height * width for height, width in sizes]
         for block in self.blocks:
             x = run(block, x, cos, sin, counts)
         return self.final_layernorm(x)
 
     def angles(self, height: int, width: int, like: Tensor) -> Tensor:
-        """[height * width, C / 2], of column and row in turn."""
-        ranges = ((self.channels, 4), (height, 1), (width, 1))
-        options: Any = {"dtype": wide(like.dtype), "device": like.device}
-        steps, rows, columns = (torch.arange(0, end, step, **options) for end, step in ranges)
-        frequencies = self.theta ** -(steps / self.channels)
-        places = torch.stack((columns.repeat(height), rows.repeat_interleave(width)), dim=-1)
+        """Return angles [height * width, C / 2], of column and row in turn."""
+        arange = partial(torch.arange, dtype=wide(like.dtype), device=like.device)
+        frequencies = self.theta ** -(arange(0, self.channels, 4) / self.channels)
+        columns = arange(width).repeat(height)
+        rows = arange(height).repeat_interleave(width)
+        places = torch.stack((columns, rows), dim=-1)
         return (frequencies[:, None] * places[:, None]).flatten(1)
 
 
 class MoonViT(nn.Module):
-    """arXiv 2504.07491, section 2.1."""
+    """The vision tower of arXiv 2504.07491, section 2.1."""
 
     def __init__(self, config: "transformers.PreTrainedConfig") -> None:
         super().__init__()
         self.merge_kernel_size: tuple[int, int] = tuple(config.merge_kernel_size)
         if len(set(self.merge_kernel_size)) > 1:
-            raise ModelError(f"config.json: merge_kernel_size is {self.merge_kernel_size}; supported: two equal sides")
-        self.patch_embed, self.encoder = PatchEmbed(config), Encoder(config)
+            given = f"config.json: merge_kernel_size is {self.merge_kernel_size}"
+            raise ModelError(f"{given}; supported: two equal sides")
+        self.patch_embed = PatchEmbed(config)
+        self.encoder = Encoder(config)
 
     def forward(self, pixel_values: Tensor, grid_thw: Tensor, **_: object) -> Any:
-        """[n, 3, patch, patch], grids [images, 3] -> pooler_output [n / merged, merged, D]."""
+        """Return pooler_output [n / merged, merged, D].
+
+        pixel_values: patches [n, 3, patch, patch]. grid_thw [images, 3].
+        """
         sizes = [(height, width) for _, height, width in grid_thw.tolist()]
         x = self.encoder(self.patch_embed(pixel_values, sizes), sizes)
-        (a, b), rows = self.merge_kernel_size, []
-        for image, (height, width) in zip(x.split([h * w for h, w in sizes]), sizes, strict=True):
-            rows.append(image.view(height // a, a, width // b, b, -1).transpose(1, 2).flatten(0, 1).flatten(1, 2))
+        side = self.merge_kernel_size[0]
+        images = x.split([height * width for height, width in sizes])
+        rows = []
+        for image, (height, width) in zip(images, sizes, strict=True):
+            squares = image.view(height // side, side, width // side, side, -1)
+            merged = squares.transpose(1, 2).flatten(0, 1)
+            rows.append(merged.flatten(1, 2))
         return transformers.modeling_outputs.BaseModelOutputWithPooling(x, torch.cat(rows))
 
 
@@ -179,62 +234,90 @@ TOWERS: Mapping[str, type[nn.Module]] = {VISION: MoonViT}
 
 
 def replace_tower(model: "transformers.PreTrainedModel") -> None:
-    if (tower := TOWERS.get(model.config.model_type)) is not None:
-        model.get_submodule("model").add_module("vision_tower", tower(model.config.vision_config).to(model.dtype))
+    """Put our tower in place of transformers' one, where we have one."""
+    cls = TOWERS.get(model.config.model_type)
+    if cls is not None:
+        tower = cls(model.config.vision_config).to(model.dtype)
+        model.get_submodule("model").add_module("vision_tower", tower)
 
 
-def published(settings: Mapping[str, Any]) -> dict[str, Any] | None:
+def published(settings: Config) -> dict[str, Any] | None:
+    """Return the settings of a processor as Kimi publishes them; None: it is another one."""
     merged = {**settings, **(settings.get("media_proc_cfg") or {})}
     return merged if any(name in merged for name in LIMITS) else None
 
 
 class KimiImages:
-    """Scales images down and pads them to whole rows of features; called as transformers' processors."""
+    """A processor like transformers'.
 
-    def __init__(self, settings: Mapping[str, Any]) -> None:
+    It scales images down and pads them to whole rows of features.
+    """
+
+    def __init__(self, settings: Config) -> None:
         for name, value in (("pad_input", True), ("fixed_output_tokens", None)):
             if settings.get(name, value) != value:
-                raise ModelError(f"preprocessor_config.json: {name} is {settings[name]!r}; supported: {value!r}")
+                raise ModelError(
+                    f"preprocessor_config.json: {name} is {settings[name]!r}; supported: {value!r}"
+                )
         kernel = settings.get("merge_kernel_size", 2)
         self.merge_size, *others = kernel if isinstance(kernel, list) else [kernel]
         self.patch_size: int = settings.get("patch_size", 14)
         self.limit: int = next(settings[name] for name in LIMITS if name in settings)
         self.is_k25 = LIMITS[1] in settings
         self.max_side: int = settings.get("patch_limit_on_one_side", MAX_SIDE)
-        self.mean, self.std = settings.get("image_mean"), settings.get("image_std")
+        self.mean = settings.get("image_mean")
+        self.std = settings.get("image_std")
         counts = (self.merge_size, self.patch_size, self.limit, self.max_side)
-        whole = all(type(n) is int and n > 0 for n in counts) and set(others) <= {self.merge_size}
-        if not whole or not all(isinstance(colors, list) and len(colors) == 3 for colors in (self.mean, self.std)):
+        are_counts = all(type(n) is int and n > 0 for n in counts)
+        has_equal_sides = set(others) <= {self.merge_size}
+        colors = (self.mean, self.std)
+        have_colors = all(isinstance(each, list) and len(each) == 3 for each in colors)
+        if not (are_counts and has_equal_sides and have_colors):
             raise ModelError(
-                "preprocessor_config.json: expected patch_size, one merge_kernel_size for both sides, limits above 0, and "
-                "image_mean and image_std of three colors; fetch it again"
+                "preprocessor_config.json: expected patch_size, one merge_kernel_size for both "
+                "sides, "
+                "limits above 0, and image_mean and image_std of three colors; fetch it again"
             )
 
     def __call__(self, images: Sequence[Any], **_: object) -> dict[str, Tensor]:
-        """Pixels [n, 3, patch, patch], grids (1, height, width)."""
-        pixels, grids, p = [], [], self.patch_size
+        """Return pixels [n, 3, patch, patch] and grids (1, height, width)."""
+        pixels = []
+        grids = []
+        p = self.patch_size
         for image in images:
-            size, (height, width) = self._sizes(image.height, image.width)
-            x = np.asarray(image.resize((size[1], size[0]), resample=BICUBIC))
-            x = np.pad(x, ((0, height * p - size[0]), (0, width * p - size[1]), (0, 0))).astype(np.float32)
-            x = (x / np.float32(255) - np.float32(self.mean)) / np.float32(self.std)
-            pixels.append(torch.from_numpy(x).view(height, p, width, p, 3).permute(0, 2, 4, 1, 3).flatten(0, 1))
+            (scaled_height, scaled_width), (height, width) = self._sizes(image.height, image.width)
+            x = np.asarray(image.resize((scaled_width, scaled_height), resample=BICUBIC))
+            bottom = (0, height * p - scaled_height)
+            right = (0, width * p - scaled_width)
+            x = np.pad(x, (bottom, right, (0, 0))).astype(np.float32)
+            x = x / np.float32(255) - np.float32(self.mean)
+            x = x / np.float32(self.std)
+            patches = torch.from_numpy(x).view(height, p, width, p, 3)
+            pixels.append(patches.permute(0, 2, 4, 1, 3).flatten(0, 1))
             grids.append((1, height, width))
         return {"pixel_values": torch.cat(pixels), "image_grid_thw": torch.tensor(grids)}
 
     def get_number_of_image_patches(self, height: int, width: int, _: object = None) -> int:
-        """ValueError."""
-        return math.prod(self._sizes(height, width)[1])
+        """Return the number; ValueError for an image that is too long."""
+        _, patches = self._sizes(height, width)
+        return math.prod(patches)
 
     def _sizes(self, height: int, width: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        p, most = self.patch_size, self.max_side * self.patch_size
+        """Return the pixels of the scaled image, and the patches of the padded one."""
+        p = self.patch_size
+        max_pixels = self.max_side * p
         patches = max(1, height // p) * max(1, width // p)
         scale = min(1.0, math.sqrt(self.limit / patches))
         if self.is_k25:
-            scale = min(scale, most / height, most / width)
-        scaled = max(1, int(height * scale)), max(1, int(width * scale))
-        h, w = (-(-n // (p * self.merge_size)) * self.merge_size for n in scaled)
+            scale = min(scale, max_pixels / height, max_pixels / width)
+        scaled_height = max(1, int(height * scale))
+        scaled_width = max(1, int(width * scale))
+        cell = p * self.merge_size
+        h = -(-scaled_height // cell) * self.merge_size
+        w = -(-scaled_width // cell) * self.merge_size
         longest = self.max_side if self.is_k25 else self.max_side - 1
         if max(h, w) > longest:
-            raise ValueError(f"an image of {width} x {height} pixels is {w} x {h} patches; at most {longest} fit")
-        return scaled, (h, w)
+            raise ValueError(
+                f"an image of {width} x {height} pixels is {w} x {h} patches; at most {longest} fit"
+            )
+        return (scaled_height, scaled_width), (h, w)

@@ -1,4 +1,4 @@
-"""Tensors' names in checkpoints and modules."""
+"""Names of tensors in checkpoints and in transformers' modules."""
 
 from collections.abc import Collection
 
@@ -28,6 +28,8 @@ OLD_STEMS = (
 
 
 class Names:
+    """How transformers renames the tensors of a checkpoint as it loads them."""
+
     def __init__(self, model: "transformers.PreTrainedModel") -> None:
         steps = get_model_conversion_mapping(model, add_legacy=False)
         self._renamings = [step for step in steps if isinstance(step, WeightRenaming)]
@@ -39,24 +41,30 @@ class Names:
         return name
 
     def in_checkpoint(self, source: TensorSource, known: Collection[str]) -> dict[str, str]:
-        """Modules' names `known` -> the source's, where they differ. ModelError."""
-        listed: dict[str, str] = {}
+        """Return names of the modules, of `known` -> the source's, where they differ.
+
+        ModelError.
+        """
+        checkpoint_names: dict[str, str] = {}
         for name in source.names:
             if name in known:
                 continue
-            own = self.in_module(name)
-            if own in known:
-                listed.setdefault(own, name)
-            else:
-                self._refuse_converted(name, own, source)
-        return {own: name for own, name in listed.items() if own not in source.names}
+            in_module = self.in_module(name)
+            if in_module not in known:
+                self._refuse_converted(name, in_module, source)
+            elif in_module not in source.names:
+                checkpoint_names.setdefault(in_module, name)
+        return checkpoint_names
 
-    def _refuse_converted(self, name: str, own: str, source: TensorSource) -> None:
+    def _refuse_converted(self, name: str, in_module: str, source: TensorSource) -> None:
         for converter in self._converters:
-            _, pattern = converter.rename_source_key(own)
-            if pattern is not None and not any(isinstance(step, MergeModulelist) for step in converter.operations):
+            _, pattern = converter.rename_source_key(in_module)
+            merges = any(isinstance(step, MergeModulelist) for step in converter.operations)
+            if pattern is not None and not merges:
                 raise ModelError(
-                    f"{source.path}: transformers computes {converter.target_patterns[0]} from {name} as it loads this "
-                    "family; load the model with transformers and write its state_dict() with "
-                    "safetensors.torch.save_file, which keeps the names of the modules"
+                    f"{source.path}: transformers computes {converter.target_patterns[0]} from "
+                    f"{name} "
+                    "as it loads this family; load the model with transformers and write its "
+                    "state_dict() with safetensors.torch.save_file, which keeps the names of the "
+                    "modules"
                 )

@@ -1,4 +1,4 @@
-"""transformers' layers with our packing, attention and head."""
+"""Models of transformers with our packing, attention and head."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -10,11 +10,13 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from dovetail.arch.common import Config
 from dovetail.arch.transformers_spec import TransformersSpec
 from dovetail.batch.loss import Loss, LossFn, TokenStats
 from dovetail.batch.micro import MicroBatch
 from dovetail.batch.packed import PackedBatch
 from dovetail.errors import ModelError
+from dovetail.hf.attention import packed_attention, window_mask
 from dovetail.hf.head import logit_scale
 from dovetail.hf.kimi import Block, Encoder, replace_tower, translated
 from dovetail.hf.names import OLD_STEMS, Names
@@ -22,7 +24,7 @@ from dovetail.hf.rotary import check_sections, follow_lengths, marked
 from dovetail.hf.vision import Vision, family_of, kinds_of
 from dovetail.kernels.registry import KernelSet
 from dovetail.nn.activation_checkpoint import Recompute, options
-from dovetail.nn.attention import BatchAttention, attention_of
+from dovetail.nn.attention import attention_of
 from dovetail.nn.decoder import Head
 from dovetail.nn.heads import LMHead, ValueHead, shared
 from dovetail.nn.model import StagedModel, StageRange
@@ -31,67 +33,36 @@ from dovetail.weights.hf_reader import TensorSource
 from dovetail.weights.shards import form_of
 
 NAME = "dovetail"  # in transformers' registries
-# computed, or without effect
-KNOWN = frozenset(
-    ("context", "sliding_window", "dropout", "is_causal", "position_ids", "cache_position", "use_cache", "return_dict")
-)
 LAYERS = ("full_attention", "sliding_attention")
 SCORE_OPTIONS = ("attn_logit_softcapping", "attn_temperature_tuning")
 # raised by transformers for a config
 CONFIG_ERRORS = (
-    *(ValueError, TypeError, AttributeError, LookupError, ArithmeticError, AssertionError, RuntimeError, ImportError),
-    *(OSError, SyntaxError, StrictDataclassError),
+    ValueError,
+    TypeError,
+    AttributeError,
+    LookupError,
+    ArithmeticError,
+    AssertionError,
+    RuntimeError,
+    ImportError,
+    OSError,
+    SyntaxError,
+    StrictDataclassError,
 )
 # model_type -> (a field, the model_type that reads it)
 READ_AS: Mapping[str, tuple[str, str]] = {"mistral": ("layer_types", "ministral")}
 FLOAT = "__float__"
-LONG = 1000  # of a message
+MAX_MESSAGE = 1000  # characters
 GROUPED = 8  # rows of 16 bytes, which torch groups
 
 
-class Window(int):
-    """A window's width as a mask: some models pass it in no other way."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise ModelError(f"the model changes its attention masks ({name}), which packed attention does not compute")
-
-
-def window_mask(*_: object, local_size: int | None = None, **__: object) -> Window | None:
-    return None if local_size is None else Window(local_size)
-
-
-def packed_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | Window | None = None,
-    scaling: float | None = None,
-    **options: Any,
-) -> tuple[Tensor, None]:
-    """query [1, H, t, C], key [1, G, t, C], value [1, G, t, Cv] -> [1, t, H, Cv], None."""
-    context: BatchAttention | None = options.get("context")
-    name = type(module).__name__
-    if context is None:
-        raise ModelError(f"{name} does not hand arguments on to attention, so packed sequences would mix")
-    window = attention_mask if isinstance(attention_mask, Window) else None
-    passed = {"attention_mask": None if window else attention_mask, **options}
-    unknown = [option for option, x in passed.items() if not (option in KNOWN or x is None or x is False)]
-    if unknown:
-        raise ModelError(f"{name} calls attention with {', '.join(unknown)}, which packed attention does not compute")
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    width = q.shape[-1]
-    if scaling is not None and scaling != width**-0.5:
-        q = q * (scaling * width**0.5)
-    out = context.attend(q, k, v, options.get("sliding_window") or window)
-    return out.contiguous()[None], None  # some models view it
-
-
 class TransformersModel(StagedModel):
+    """A model of transformers, whole on each rank, with our attention and head."""
+
     def __init__(
         self,
         spec: TransformersSpec,
-        config: Mapping[str, Any],
+        config: Config,
         mesh: Mesh,
         kernels: KernelSet,
         head: Head = "lm",
@@ -100,11 +71,14 @@ class TransformersModel(StagedModel):
     ) -> None:
         whole = make_model(config)
         base: Any = whole.get_submodule("model")
-        words, own_head = base.get_input_embeddings(), whole.get_submodule("lm_head")
+        words = base.get_input_embeddings()
+        own_head = whole.get_submodule("lm_head")
         tied = head == "lm" and own_head.weight is words.weight
         super().__init__(spec, mesh, StageRange.whole(spec), tied=tied)
         self.logit_scale = logit_scale(whole, spec.width) if head == "lm" else 1.0
-        self.kernels, self.is_critic, self.recompute = kernels, head != "lm", recompute
+        self.kernels = kernels
+        self.is_critic = head != "lm"
+        self.recompute = recompute
         self.model: transformers.PreTrainedModel = base
         self.vision = Vision(base, mesh["cp"]) if has_vision(base.config) else None
         self.length_limit = follow_lengths(base, base.config)
@@ -124,18 +98,27 @@ class TransformersModel(StagedModel):
             if self.vision is None:
                 own = {*dict(self.named_parameters()), *dict(self.named_buffers())}
                 self.renamed = Names(whole).in_checkpoint(source, own)
-            self.stems = [pair for pair in OLD_STEMS if _lists(source, pair[1]) and not _lists(source, pair[0])]
+            for stem, old in OLD_STEMS:
+                if _has_stem(source, old) and not _has_stem(source, stem):
+                    self.stems.append((stem, old))
             self.experts = form_of(self, source)
 
     def forward(
-        self, micro: MicroBatch | None, loss: LossFn | None = None, stage: int = 0, x: Tensor | None = None
+        self,
+        micro: MicroBatch | None,
+        loss: LossFn | None = None,
+        stage: int = 0,
+        x: Tensor | None = None,
     ) -> TokenStats | Loss | Tensor:
         assert micro is not None and stage == 0 and x is None
         context = attention_of(micro, self.mesh, self.kernels)
-        hidden = self.text(**self._inputs(micro), use_cache=False, context=context).last_hidden_state[0]
+        output = self.text(**self._inputs(micro), use_cache=False, context=context)
+        hidden = output.last_hidden_state[0]
         if self.logit_scale != 1.0:
             hidden = hidden * self.logit_scale
-        return self.head(hidden, micro, None if loss is None else shared(loss, micro, self.mesh["cp"]))
+        if loss is not None:
+            loss = shared(loss, micro, self.mesh["cp"])
+        return self.head(hidden, micro, loss)
 
     @property
     def text(self) -> nn.Module:
@@ -143,20 +126,23 @@ class TransformersModel(StagedModel):
 
     def _inputs(self, micro: MicroBatch) -> dict[str, Any]:
         if self.vision is None:
-            batch, limit = micro.batch, self.length_limit
+            batch = micro.batch
+            limit = self.length_limit
             positions = batch.positions if limit is None else marked(batch, limit)
             return {"input_ids": micro.tokens[None], "position_ids": positions[micro.order][None]}
         placeholders = kinds_of(micro.tokens, self.model.config) > 0
-        words = self.model.get_input_embeddings()(micro.tokens.masked_fill(placeholders, 0))
+        embed = self.model.get_input_embeddings()
+        words = embed(micro.tokens.masked_fill(placeholders, 0))
         places, (first, *deep) = self.vision.encode(micro, words.dtype)
         positions = self.vision.positions(micro.batch)[:, micro.order]
-        inputs = {
-            "inputs_embeds": words.index_copy(0, places, first)[None],
-            "position_ids": positions if len(positions) == 1 else positions[:, None],
-        }
+        if len(positions) > 1:
+            positions = positions[:, None]
+        embeds = words.index_copy(0, places, first)[None]
+        inputs = {"inputs_embeds": embeds, "position_ids": positions}
         if deep:
-            mask = torch.zeros_like(micro.order, dtype=torch.bool).index_fill(0, places, True)
-            inputs |= {"deepstack_visual_embeds": deep, "visual_pos_masks": mask[None]}
+            nowhere = torch.zeros_like(micro.order, dtype=torch.bool)
+            inputs["deepstack_visual_embeds"] = deep
+            inputs["visual_pos_masks"] = nowhere.index_fill(0, places, True)[None]
         return inputs
 
     def check(self, batch: PackedBatch) -> None:
@@ -166,8 +152,10 @@ class TransformersModel(StagedModel):
             self.vision.check(batch)
 
     def stored_name(self, name: str) -> str:
-        ours, theirs = next((pair for pair in self.stems if name.startswith(pair[0])), ("", ""))
-        name = theirs + name.removeprefix(ours)
+        for stem, old in self.stems:
+            if name.startswith(stem):
+                name = old + name.removeprefix(stem)
+                break
         return self.renamed.get(name, name)
 
     def groups(self) -> Iterator[nn.Module]:
@@ -178,7 +166,7 @@ class TransformersModel(StagedModel):
             yield self.head
 
     def hold_in(self, dtype: torch.dtype) -> "TransformersModel":
-        """Buffers, such as frequencies, keep their dtype."""
+        """Convert the parameters; buffers, such as frequencies, keep their dtype."""
         for parameter in self.parameters():
             parameter.data = parameter.data.to(dtype)
         return self
@@ -190,33 +178,43 @@ class TransformersModel(StagedModel):
             buffer.copy_(computed[name])
 
 
-def _lists(source: TensorSource, stem: str) -> bool:
+def _has_stem(source: TensorSource, stem: str) -> bool:
     return any(name.startswith(stem) for name in source.names)
 
 
 class _ParametersOnMeta(TorchFunctionMode):
+    """A mode that makes parameters, which transformers allocates with torch.empty, on meta."""
+
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: Any = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        options = {**(kwargs or {}), "device": "meta"} if func is torch.empty else kwargs or {}
+        options = dict(kwargs or {})
+        if func is torch.empty:
+            options["device"] = "meta"
         return func(*args, **options)
 
 
 @contextmanager
 def config_errors() -> Iterator[None]:
-    """Raises ModelErrors, cut where transformers lists all model types."""
+    """Raise ModelError in place of transformers' errors, cut where they list all model types."""
     try:
         yield
     except ModelError:
         raise
     except CONFIG_ERRORS as error:
         text = " ".join(str(error).split())
-        text = text if len(text) < LONG else text.partition(". ")[0]
-        raise ModelError(f"transformers makes no model of this config: {type(error).__name__}: {text}") from error
+        if len(text) >= MAX_MESSAGE:
+            text, _, _ = text.partition(". ")
+        problem = f"{type(error).__name__}: {text}"
+        raise ModelError(f"transformers makes no model of this config: {problem}") from error
 
 
-def make_model(config: Mapping[str, Any]) -> "transformers.PreTrainedModel":
-    """float32, on meta but for computed buffers. ModelError."""
+def make_model(config: Config) -> "transformers.PreTrainedModel":
+    """Return the model in float32, on meta but for computed buffers. ModelError."""
     if NAME not in transformers.AttentionInterface():
         transformers.AttentionInterface.register(NAME, packed_attention)
         transformers.AttentionMaskInterface.register(NAME, window_mask)
@@ -224,7 +222,8 @@ def make_model(config: Mapping[str, Any]) -> "transformers.PreTrainedModel":
     with config_errors():
         _refuse(_config_problems(known))
         with _ParametersOnMeta():
-            model: transformers.PreTrainedModel = auto_class(known).from_config(known, dtype=torch.float32)
+            cls = auto_class(known)
+            model: transformers.PreTrainedModel = cls.from_config(known, dtype=torch.float32)
             replace_tower(model)
     _refuse(_model_problems(model))
     check_sections(model.get_decoder())
@@ -235,31 +234,43 @@ def make_model(config: Mapping[str, Any]) -> "transformers.PreTrainedModel":
 
 
 def auto_class(config: "transformers.PreTrainedConfig") -> Any:
-    return transformers.AutoModelForImageTextToText if has_vision(config) else transformers.AutoModelForCausalLM
+    if has_vision(config):
+        return transformers.AutoModelForImageTextToText
+    return transformers.AutoModelForCausalLM
 
 
 def group_even_experts(model: "transformers.PreTrainedModel") -> None:
-    """Experts of other widths run one by one: torch does not group them."""
-    if any(n % GROUPED for p in model.parameters() if p.dim() == 3 for n in p.shape[1:]):
-        model.set_experts_implementation("eager")
+    """Let experts of other widths run one by one: torch does not group them."""
+    for parameter in model.parameters():
+        if parameter.dim() == 3 and any(n % GROUPED for n in parameter.shape[1:]):
+            model.set_experts_implementation("eager")
+            return
 
 
-def known_config(config: Mapping[str, Any]) -> "transformers.PreTrainedConfig":
-    """ModelError."""
+def known_config(config: Config) -> "transformers.PreTrainedConfig":
+    """Return the config as transformers reads it. ModelError."""
     with config_errors():
         options = _floats(dict(translated(config)))
         kind = options.pop("model_type")
         if kind not in transformers.CONFIG_MAPPING and "auto_map" in options:
-            raise ModelError(f"model_type {kind!r} is code that comes with the model, which is not run")
+            raise ModelError(
+                f"model_type {kind!r} is code that comes with the model, which is not run"
+            )
         field, other = READ_AS.get(kind, ("", kind))
-        return transformers.AutoConfig.for_model(other if field in options else kind, **options)
+        if field in options:
+            kind = other
+        return transformers.AutoConfig.for_model(kind, **options)
 
 
 def _floats(value: Any) -> Any:
-    """Reads `{"__float__": "Infinity"}`."""
-    if isinstance(value, dict):
-        return float(value[FLOAT]) if value.keys() == {FLOAT} else {name: _floats(x) for name, x in value.items()}
-    return [_floats(x) for x in value] if isinstance(value, list) else value
+    """Return `value` with floats in place of `{"__float__": "Infinity"}`."""
+    if isinstance(value, list):
+        return [_floats(x) for x in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {FLOAT}:
+        return float(value[FLOAT])
+    return {name: _floats(x) for name, x in value.items()}
 
 
 def has_vision(config: "transformers.PreTrainedConfig") -> bool:
@@ -274,14 +285,25 @@ def _refuse(problems: Iterable[str]) -> None:
 def _config_problems(config: "transformers.PreTrainedConfig") -> Iterator[str]:
     text = config.get_text_config()
     values = vars(text)
-    if any(vars(part).get("quantization_config") is not None for part in (config, text)):
-        yield "config.json: quantization_config; convert the checkpoint to float32 or bfloat16 weights first"
+    quantized = [vars(part).get("quantization_config") for part in (config, text)]
+    if any(value is not None for value in quantized):
+        yield (
+            "config.json: quantization_config; "
+            "convert the checkpoint to float32 or bfloat16 weights first"
+        )
     for name in SCORE_OPTIONS:
         if values.get(name):
-            yield f"config.json: {name}={values[name]} changes attention, which packed attention does not compute"
-    if kinds := {kind for kind in values.get("layer_types") or () if kind not in LAYERS}:
+            yield (
+                f"config.json: {name}={values[name]} changes attention, "
+                "which packed attention does not compute"
+            )
+    kinds = {*(values.get("layer_types") or ())} - {*LAYERS}
+    if kinds:
         names = ", ".join(sorted(kinds))
-        yield f"config.json: layers of type {names} carry state over sequence boundaries, or choose what a token sees"
+        yield (
+            f"config.json: layers of type {names} carry state over sequence boundaries, "
+            "or choose what a token sees"
+        )
     if values.get("is_causal") is False:
         yield "config.json: is_causal=False; tokens that see what follows them have no log-probs"
     if has_vision(config):
@@ -289,24 +311,31 @@ def _config_problems(config: "transformers.PreTrainedConfig") -> Iterator[str]:
 
 
 def _model_problems(model: "transformers.PreTrainedModel") -> Iterator[str]:
-    name, head, sees = type(model).__name__, model.get_output_embeddings(), has_vision(model.config)
+    name = type(model).__name__
+    head = model.get_output_embeddings()
+    text = model.get_decoder() if has_vision(model.config) else model
     if not model._can_set_attn_implementation():
-        yield f"{name} does not call attention through AttentionInterface, so its batches cannot be packed"
+        yield (
+            f"{name} does not call attention through AttentionInterface, "
+            "so its batches cannot be packed"
+        )
     if isinstance(head, nn.Linear) and head.bias is not None:
         yield f"{name} has a head with a bias, which the fused head does not compute"
     if dict(model.named_children()).keys() != {"model", "lm_head"}:
         yield f"{name} is not made of `model` and `lm_head` alone"
-    for name, module in (model.get_decoder() if sees else model).named_modules():
+    for name, module in text.named_modules():
         if vars(module).get("is_causal") is False:
             yield f"tokens see what follows them in {name}, so they have no log-probs"
         if isinstance(module, nn.Conv1d):
-            yield f"{name} is a convolution over tokens, which carries state over sequence boundaries"
+            yield (
+                f"{name} is a convolution over tokens, which carries state over sequence boundaries"
+            )
         if "sinks" in dict(module.named_parameters(recurse=False)):
             yield f"{name} has sinks, which packed attention does not compute"
 
 
 def _freeze(model: nn.Module) -> None:
-    """Parameters without gradients become buffers."""
+    """Make buffers of parameters without gradients."""
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if not parameter.requires_grad:
@@ -315,11 +344,15 @@ def _freeze(model: nn.Module) -> None:
 
 
 def _recompute(model: "transformers.PreTrainedModel", recompute: Recompute) -> None:
-    """Blocks need training mode; their children do not."""
+    """Let the model recompute its blocks. They need training mode; their children do not."""
     if not model.supports_gradient_checkpointing:
-        raise ModelError(f"{type(model).__name__} recomputes nothing; set activation_checkpointing=none")
-    is_new = hasattr(model, "activation_checkpointing_enable")  # the older name warns
-    (model.activation_checkpointing_enable if is_new else model.gradient_checkpointing_enable)(options(recompute))
+        raise ModelError(
+            f"{type(model).__name__} recomputes nothing; set activation_checkpointing=none"
+        )
+    if hasattr(model, "activation_checkpointing_enable"):  # the older name warns
+        model.activation_checkpointing_enable(options(recompute))
+    else:
+        model.gradient_checkpointing_enable(options(recompute))
     for block in model.modules():
         if isinstance(block, Encoder):
             block.recompute = recompute

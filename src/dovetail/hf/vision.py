@@ -20,7 +20,7 @@ from dovetail.parallel.mesh import Axis
 
 
 class VisionKind(NamedTuple):
-    """code: token type."""
+    """Images or videos. code: their token type; pixels and grid: names of the processor."""
 
     name: str
     code: int
@@ -32,11 +32,16 @@ KINDS = (
     VisionKind("image", 1, "pixel_values", "image_grid_thw"),
     VisionKind("video", 2, "pixel_values_videos", "video_grid_thw"),
 )
+TOGETHER = "give it the tokens and the media that the processor made together, uncut"
 GRIDS = (*(kind.grid for kind in KINDS), "second_per_grid_ts")
 
 
 class Family(NamedTuple):
-    """marks: around a video's image tokens. frames_apart: text between frames. clips: videos of several frames."""
+    """How a family writes videos.
+
+    marks: tokens around a video's image tokens. frames_apart: text between frames.
+    clips: videos of several frames.
+    """
 
     marks: bool = False
     frames_apart: bool = False
@@ -53,30 +58,38 @@ FAMILIES: Mapping[str, Family] = {
 
 
 class VisionInputs(NamedTuple):
+    """One image or video. rows: of its features."""
+
     pixels: Tensor
     grid: tuple[int, ...]
     rows: int
 
 
 class Vision:
+    """The vision part of a model."""
+
     def __init__(self, model: "transformers.PreTrainedModel", axis: Axis) -> None:
-        self.model, self.axis = model, axis
+        self.model = model
+        self.axis = axis
         self.config: transformers.PreTrainedConfig = model.config
         self.family = family_of(model.config)
         patches = next(m for m in model.modules() if isinstance(m, (nn.Conv2d, nn.Conv3d)))
         shape = patches.weight.shape[1:]
-        self.patch = (shape.numel(),) if isinstance(patches, nn.Conv3d) else tuple(shape)
+        self.patch = tuple(shape)
+        if isinstance(patches, nn.Conv3d):
+            self.patch = (shape.numel(),)
         tower = self.config.vision_config.to_dict()
         self.merge: int = tower.get("spatial_merge_size") or tower["merge_kernel_size"][0]
 
     def check(self, batch: PackedBatch) -> None:
-        """DataError for media that do not fit; lazy ones are compared when read."""
+        """Raise DataError for media that do not fit; lazy ones are compared when read."""
         for number, (tokens, media) in enumerate(_sequences(batch)):
             if not isinstance(media, LazyMedia):
                 self._compare(number, tokens, media)
 
     def _compare(self, number: int, tokens: Tensor, media: Media | None) -> None:
-        runs = torch.stack(torch.unique_consecutive(kinds_of(tokens, self.config), return_counts=True), dim=1).tolist()
+        codes, counts = kinds_of(tokens, self.config).unique_consecutive(return_counts=True)
+        runs = [*zip(codes.tolist(), counts.tolist(), strict=True)]
         for kind in KINDS:
             lengths = [length for code, length in runs if code == kind.code]
             expected = []
@@ -85,30 +98,39 @@ class Vision:
                 expected += [x.rows // frames] * frames
             if lengths != expected:
                 raise DataError(
-                    f"sequence {number} has {sum(lengths)} {kind.name} tokens, in runs of {lengths}, but its {kind.name}s "
-                    f"have {sum(expected)} rows of features, {expected}; give it the tokens and the media that the "
-                    "processor made together, uncut"
+                    f"sequence {number} has {sum(lengths)} {kind.name} tokens, in runs of "
+                    f"{lengths}, "
+                    f"but its {kind.name}s have {sum(expected)} rows of features, {expected}; "
+                    f"{TOGETHER}"
                 )
 
     def inputs(self, media: Media | None, number: int, kind: VisionKind) -> list[VisionInputs]:
+        """Return the images or videos of a sequence. DataError."""
         if media is None or kind.grid not in media:
             return []
         grids = [tuple(grid) for grid in media[kind.grid].tolist()]
         patches = [t * h * w for t, h, w in grids]
-        shape, expected = tuple(media[kind.pixels].shape) if kind.pixels in media else (), (sum(patches), *self.patch)
-        if shape != expected or any(h % self.merge or w % self.merge for _, h, w in grids):
+        shape = tuple(media[kind.pixels].shape) if kind.pixels in media else ()
+        expected = (sum(patches), *self.patch)
+        is_odd = any(h % self.merge or w % self.merge for _, h, w in grids)
+        if is_odd or shape != expected:
             raise DataError(
-                f"sequence {number} has {kind.pixels} of shape {shape}, but {kind.grid} {grids}, in multiples of "
-                f"{self.merge}, stands for {expected}; give it what this model's processor made"
+                f"sequence {number} has {kind.pixels} of shape {shape}, but {kind.grid} {grids}, "
+                f"in multiples of {self.merge}, stands for {expected}; "
+                "give it what this model's processor made"
             )
         if not self.family.clips and any(t > 1 for t, _, _ in grids):
             lacks = f"which transformers' {self.config.model_type} does not take"
-            raise DataError(f"sequence {number} has a video of several frames, {lacks}; give each frame as an image")
+            raise DataError(
+                f"sequence {number} has a video of several frames, {lacks}; give each frame as "
+                "an image"
+            )
         rows = [n // self.merge**2 for n in patches]
-        return [VisionInputs(*x) for x in zip(media[kind.pixels].split(patches), grids, rows, strict=True)]
+        pixels = media[kind.pixels].split(patches)
+        return [VisionInputs(*x) for x in zip(pixels, grids, rows, strict=True)]
 
     def positions(self, batch: PackedBatch) -> Tensor:
-        """[R, T], by the model's own rule."""
+        """Return positions [R, T], by the model's own rule."""
         if not hasattr(self.model, "get_rope_index"):
             return batch.positions[None]
         parts = []
@@ -123,29 +145,53 @@ class Vision:
         return torch.cat(parts, dim=1).to(batch.positions.device)
 
     def encode(self, micro: MicroBatch, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
-        """Places [n] here, ascending, and features [n, D], first and deep ones. Collective over cp."""
-        device, rank = micro.order.device, self.axis.rank
+        """Return the places [n] of features in the tokens of this rank, and features [n, D].
+
+        Places ascend; the features are the first and the deep ones. Collective over cp.
+        """
+        device = micro.order.device
         inputs, places = self._collect(micro.batch)
-        owned = [*zip(inputs, balance_images([len(x.pixels) for x in inputs], self.axis.size), strict=True)]
-        rows_of = [sum(x.rows for x, owner in owned if owner == r) for r in range(self.axis.size)]
-        rows, widths = self._run([x for x, owner in owned if owner == rank], dtype, device)
-        height = max(*rows_of, 1)  # gradients flow on every rank
-        padded = F.pad(rows[: rows_of[rank]], (0, 0, 0, height - rows_of[rank]))
-        gathered = gather_in_order(padded, self.axis, sum_deterministic)
-        ends = [r * height for r in range(self.axis.size)]
-        index: list[int] = []
-        for x, owner in owned:
-            index += range(ends[owner], ends[owner] + x.rows)
-            ends[owner] += x.rows
+        gathered, index, widths = self._gather(inputs, dtype, device)
         places, by_place = places.sort()
         order = micro.shard.order(len(micro.batch))
-        at = torch.searchsorted(order, places).clamp(max=len(order) - 1)
-        is_local = order[at] == places
-        features = gathered.index_select(0, torch.tensor(index, dtype=torch.int64)[by_place][is_local].to(device))
-        return at[is_local].to(device), list(features.split(widths, dim=1))
+        local_places = torch.searchsorted(order, places).clamp(max=len(order) - 1)
+        is_local = order[local_places] == places
+        rows = torch.tensor(index, dtype=torch.int64)[by_place][is_local]
+        features = gathered.index_select(0, rows.to(device))
+        layers = features.split(widths, dim=1)
+        return local_places[is_local].to(device), [*layers]
+
+    def _gather(
+        self, inputs: list[VisionInputs], dtype: torch.dtype, device: torch.device
+    ) -> tuple[Tensor, list[int], list[int]]:
+        """Run a share of the inputs.
+
+        Return features of all ranks, the row of each feature, and widths.
+        """
+        ranks = range(self.axis.size)
+        owners = balance_images([len(x.pixels) for x in inputs], self.axis.size)
+        rank = self.axis.rank
+        own = []
+        num_rows = [0 for _ in ranks]
+        for x, owner in zip(inputs, owners, strict=True):
+            num_rows[owner] += x.rows
+            if owner == rank:
+                own.append(x)
+        features, widths = self._run(own, dtype, device)
+        height = max(*num_rows, 1)  # gradients flow on every rank
+        padding = height - num_rows[rank]
+        padded = F.pad(features[: num_rows[rank]], (0, 0, 0, padding))
+        gathered = gather_in_order(padded, self.axis, sum_deterministic)
+        ends = [rank * height for rank in ranks]
+        index: list[int] = []
+        for x, owner in zip(inputs, owners, strict=True):
+            index += range(ends[owner], ends[owner] + x.rows)
+            ends[owner] += x.rows
+        return gathered, index, widths
 
     def _collect(self, batch: PackedBatch) -> tuple[list[VisionInputs], Tensor]:
-        inputs, places = list[VisionInputs](), [torch.empty(0, dtype=torch.int64)]
+        inputs = []
+        places = [torch.empty(0, dtype=torch.int64)]
         starts = cumulative(batch.lengths).tolist()
         start_reading(batch.media)
         for number, (tokens, media) in enumerate(_sequences(batch)):
@@ -154,10 +200,14 @@ class Vision:
                 kinds = kinds_of(tokens, self.config)
                 for kind in KINDS:
                     inputs += self.inputs(media, number, kind)
-                    places.append(starts[number] + (kinds == kind.code).nonzero()[:, 0])
+                    found = (kinds == kind.code).nonzero()[:, 0]
+                    places.append(starts[number] + found)
         return inputs, torch.cat(places)
 
-    def _run(self, inputs: list[VisionInputs], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, list[int]]:
+    def _run(
+        self, inputs: list[VisionInputs], dtype: torch.dtype, device: torch.device
+    ) -> tuple[Tensor, list[int]]:
+        """Return features side by side, and their widths. Without inputs, of a blank image."""
         if not inputs:
             blank = torch.zeros((self.merge**2, *self.patch))
             inputs = [VisionInputs(blank, (1, self.merge, self.merge), 1)]
@@ -165,53 +215,66 @@ class Vision:
         grids = torch.tensor([x.grid for x in inputs], device=device)
         out = self.model.get_video_features(pixels, grids, return_dict=True)
         layers = [out.pooler_output, *out.get("deepstack_features", ())]
-        features = [
-            (x if isinstance(x, Tensor) else torch.cat(x)).to(dtype) for x in layers
-        ]  # some models give a tuple
-        return torch.cat(features, dim=1), [layer.shape[1] for layer in features]
+        features = []
+        for x in layers:
+            whole = x if isinstance(x, Tensor) else torch.cat(x)  # some models give a tuple
+            features.append(whole.to(dtype))
+        return torch.cat(features, dim=1), [x.shape[1] for x in features]
 
 
 def balance_images(patches: Sequence[int], ranks: int) -> list[int]:
-    """Ranks: the largest first, to the least loaded."""
-    load, owners = [0] * ranks, [0] * len(patches)
-    for i in sorted(range(len(patches)), key=lambda i: (-patches[i], i)):
-        owners[i] = min(range(ranks), key=lambda rank: (load[rank], rank))
+    """Return the rank of each image: the largest first, to the least loaded."""
+    load = [0] * ranks
+    owners = [0] * len(patches)
+    for i in sorted(range(len(patches)), key=lambda i: -patches[i]):
+        owners[i] = min(range(ranks), key=lambda rank: load[rank])
         load[owners[i]] += patches[i]
     return owners
 
 
 def family_of(config: "transformers.PreTrainedConfig") -> Family:
-    """ModelError."""
+    """Return how the family of `config` writes videos. ModelError."""
     try:
         return FAMILIES[config.model_type]
     except KeyError:
         raise ModelError(
-            f"model_type {quoted(config.model_type)} is not among the vision-language families that the transformers engine "
-            f"runs: {', '.join(FAMILIES)}; another may mask, merge or place its images in a way of its own"
+            f"model_type {quoted(config.model_type)} is not among the vision-language families "
+            "that "
+            f"the transformers engine runs: {', '.join(FAMILIES)}; another may mask, merge or "
+            "place "
+            "its images in a way of its own"
         ) from None
 
 
 def kinds_of(tokens: Tensor, config: "transformers.PreTrainedConfig") -> Tensor:
-    """0 text, 1 image, 2 video."""
+    """Return the kind of each token: 0 text, 1 image, 2 video."""
     kinds = (tokens == config.image_token_id).long()
     if family_of(config).marks:
         opened = (tokens == config.video_start_token_id).cumsum(-1)
-        return kinds * (1 + (opened > (tokens == config.video_end_token_id).cumsum(-1)).long())
+        closed = (tokens == config.video_end_token_id).cumsum(-1)
+        return kinds * (1 + (opened > closed).long())
     return kinds + 2 * (tokens == config.video_token_id).long()
 
 
 def as_images(tokens: Tensor, media: Media, config: "transformers.PreTrainedConfig") -> Media:
-    """Images and frames in the order of their tokens: transformers gives features to all or none."""
-    codes = [code for code in kinds_of(tokens, config).unique_consecutive().tolist() if code]
-    frames = {kind.code: _frames(media, kind) for kind in KINDS}
+    """Return images and frames in the order of their tokens.
+
+    transformers gives features to all or none.
+    """
+    runs_of_tokens = kinds_of(tokens, config).unique_consecutive()
+    codes = [code for code in runs_of_tokens.tolist() if code]
+    frames_left = {}
     for kind in KINDS:
-        if codes.count(kind.code) != len(frames[kind.code]):
+        frames = _frames(media, kind)
+        frames_left[kind.code] = iter(frames)
+        runs = codes.count(kind.code)
+        if runs != len(frames):
             raise DataError(
-                f"a prompt has {codes.count(kind.code)} runs of {kind.name} tokens, but {len(frames[kind.code])} images or "
-                "frames for them; give it the tokens and the media that the processor made together, uncut"
+                f"a prompt has {runs} runs of {kind.name} tokens, but {len(frames)} images or "
+                "frames "
+                f"for them; {TOGETHER}"
             )
-    left = {code: iter(parts) for code, parts in frames.items()}
-    pixels, grids = zip(*(next(left[code]) for code in codes), strict=True)
+    pixels, grids = zip(*(next(frames_left[code]) for code in codes), strict=True)
     image = KINDS[0]
     return {image.pixels: torch.cat(pixels), image.grid: torch.tensor(grids)}
 
@@ -219,8 +282,11 @@ def as_images(tokens: Tensor, media: Media, config: "transformers.PreTrainedConf
 def _frames(media: Media, kind: VisionKind) -> list[tuple[Tensor, tuple[int, int, int]]]:
     if kind.grid not in media:
         return []
-    grids = [(1, h, w) for frames, h, w in media[kind.grid].tolist() for _ in range(frames)]
-    return list(zip(media[kind.pixels].split([h * w for _, h, w in grids]), grids, strict=True))
+    grids = []
+    for frames, height, width in media[kind.grid].tolist():
+        grids += [(1, height, width)] * frames
+    patches = [height * width for _, height, width in grids]
+    return [*zip(media[kind.pixels].split(patches), grids, strict=True)]
 
 
 def _sequences(batch: PackedBatch) -> Iterator[tuple[Tensor, Media | None]]:

@@ -15,7 +15,8 @@ from dovetail.kernels import reference
 from dovetail.kernels.reference import Spans
 
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
-FLASH_MULTIPLE, FLASH_MAX_HEAD = 8, 256
+FLASH_MULTIPLE = 8
+FLASH_MAX_HEAD = 256
 GROUPED_MULTIPLE = 8  # bf16 in 16 bytes
 HOPPER = 9
 ARCHITECTURES = (HOPPER, 10)  # of the extra `fa4`
@@ -43,7 +44,9 @@ def takes_flash(dtype: torch.dtype, head_dim: int) -> bool:
     return dtype in FLASH_DTYPES and head_dim % FLASH_MULTIPLE == 0 and head_dim <= FLASH_MAX_HEAD
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, q_spans: Spans, k_spans: Spans, window: int | None = None) -> Tensor:
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, q_spans: Spans, k_spans: Spans, window: int | None = None
+) -> Tensor:
     if not takes_flash(q.dtype, q.shape[-1]):
         return reference.attention(q, k, v, q_spans, k_spans, window)
     left = -1 if window is None or window >= k_spans.longest else window - 1
@@ -63,7 +66,11 @@ def _varlen_attention() -> Callable[..., Any]:
 
 def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     """One launch without a host sync, for rows of multiples of 16 bytes."""
-    if x.dtype != torch.bfloat16 or not len(x) or any(n % GROUPED_MULTIPLE for n in weight.shape[1:]):
+    if (
+        x.dtype != torch.bfloat16
+        or not len(x)
+        or any(n % GROUPED_MULTIPLE for n in weight.shape[1:])
+    ):
         return reference.grouped_mm(x, weight, offsets)
     return F.grouped_mm(x, weight, offs=offsets.to(torch.int32))
 
@@ -96,11 +103,14 @@ class _RouterLogits(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        (dz,), (x, weight) = grads, ctx.saved_tensors
+        (dz,) = grads
+        (x, weight) = ctx.saved_tensors
         high = dz.to(x.dtype)
         parts = torch.cat((high, (dz - high).to(x.dtype)), dim=-1)  # [t, 2 E]
         dw = torch.mm(parts.T, x, out_dtype=torch.float32)
-        return parts @ torch.cat((weight, weight)), (dw[: len(weight)] + dw[len(weight) :]).to(weight.dtype)
+        return parts @ torch.cat((weight, weight)), (dw[: len(weight)] + dw[len(weight) :]).to(
+            weight.dtype
+        )
 
 
 def add_weight_grad_(total: Tensor, dz: Tensor, x: Tensor, *, first: bool = False) -> None:

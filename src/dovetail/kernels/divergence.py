@@ -25,7 +25,11 @@ class Divergence(NamedTuple):
     beta: float = 0.5  # of jsd
 
     def of(self, first: Tensor, second: Tensor) -> Tensor:
-        weights = {"forward_kl": (1.0, 0.0), "reverse_kl": (0.0, 1.0), "jsd": (self.beta, 1.0 - self.beta)}[self.kind]
+        weights = {
+            "forward_kl": (1.0, 0.0),
+            "reverse_kl": (0.0, 1.0),
+            "jsd": (self.beta, 1.0 - self.beta),
+        }[self.kind]
         return weights[0] * first + weights[1] * second
 
 
@@ -48,7 +52,8 @@ def divergence_sums(z: Tensor, pair: Pair, divergence: Divergence) -> Tensor:
         for rows in row_blocks(z):
             a, b = _logs(z, pair, rows)
             to_q, to_p = _distances(a, b, divergence)
-            p, q = a.exp(), b.exp()
+            p = a.exp()
+            q = b.exp()
             third = p if divergence.kind == "forward_kl" else q
             if divergence.kind == "jsd":
                 third = divergence.beta * q + (1.0 - divergence.beta) * p
@@ -75,7 +80,8 @@ def divergence_grad_(
     g, h, k = (None if x is None else x[:, None] for x in grads)
     assert g is not None and k is not None
     local = (local_targets >= 0) & (local_targets < z.shape[1])
-    index, at_target = torch.where(local, local_targets, 0)[:, None], torch.where(local[:, None], g, 0.0)
+    index = torch.where(local, local_targets, 0)[:, None]
+    at_target = torch.where(local[:, None], g, 0.0)
     entropy = (pair.total.log() - pair.offset)[:, None]
     for rows in row_blocks(z):
         a, b = _logs(z, pair, rows)
@@ -95,7 +101,10 @@ def divergence_grad_(
 def _logs(z: Tensor, pair: Pair, rows: slice) -> tuple[Tensor, Tensor]:
     """a and b, finite also at -inf."""
     logs = []
-    for logits, peak, total in ((z, pair.peak, pair.total), (pair.w, pair.teacher_peak, pair.teacher_total)):
+    for logits, peak, total in (
+        (z, pair.peak, pair.total),
+        (pair.w, pair.teacher_peak, pair.teacher_total),
+    ):
         shifted = logits[rows].to(wide(z.dtype)) - peak[rows, None]
         if pair.temperature is not None:
             shifted /= pair.temperature[rows, None]

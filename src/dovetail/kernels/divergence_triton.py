@@ -20,7 +20,8 @@ def divergence_sums(z: Tensor, pair: Pair, divergence: Divergence) -> Tensor:
     if not _takes(z, pair):
         return reference.divergence_sums(z, pair, divergence)
     sums = torch.empty((n, 2), dtype=z.dtype, device=z.device)
-    rows, kind = _rows(pair, divergence), KINDS.index(divergence.kind)
+    rows = _rows(pair, divergence)
+    kind = KINDS.index(divergence.kind)
     _pair_sums[(n,)](z, pair.w, rows, sums, columns, kind, COLUMNS, num_warps=WARPS)
     return sums
 
@@ -38,18 +39,23 @@ def divergence_grad_(
     """A half-precision result lies at the front of each row."""
     n, columns = z.shape
     if not _takes(z, pair):
-        return reference.divergence_grad_(z, pair, local_targets, grads, second, divergence, dtype=dtype)
+        return reference.divergence_grad_(
+            z, pair, local_targets, grads, second, divergence, dtype=dtype
+        )
     out = z.view(dtype or z.dtype)[:, :columns]
     g, h, k = grads
     entropy = pair.total.log() - pair.offset
     own = torch.stack((g, torch.zeros_like(g) if h is None else h, entropy, k, second))
-    rows, kind = torch.cat((_rows(pair, divergence), own.to(z.dtype))), KINDS.index(divergence.kind)
+    rows = torch.cat((_rows(pair, divergence), own.to(z.dtype)))
+    kind = KINDS.index(divergence.kind)
     _pair_grad[(n,)](z, pair.w, out, local_targets, rows, columns, kind, COLUMNS, num_warps=WARPS)
     return out
 
 
 def _takes(z: Tensor, pair: Pair) -> bool:
-    return z.numel() > 0 and all(x.dtype == torch.float32 and x.is_contiguous() for x in (z, pair.w))
+    return z.numel() > 0 and all(
+        x.dtype == torch.float32 and x.is_contiguous() for x in (z, pair.w)
+    )
 
 
 def _rows(pair: Pair, divergence: Divergence) -> Tensor:
@@ -63,12 +69,22 @@ def _rows(pair: Pair, divergence: Divergence) -> Tensor:
 def _row_numbers(rows: tensor) -> tuple[tensor, tensor, tensor, tensor, tensor, tensor]:
     at = rows + tl.program_id(0).to(tl.int64)
     n = tl.num_programs(0)
-    w_peak, w_log_total = tl.load(at + 2 * n), tl.load(at + 3 * n)
-    return tl.load(at), tl.load(at + n), w_peak, w_log_total, tl.load(at + 4 * n), tl.load(at + 5 * n)
+    w_peak = tl.load(at + 2 * n)
+    w_log_total = tl.load(at + 3 * n)
+    return (
+        tl.load(at),
+        tl.load(at + n),
+        w_peak,
+        w_log_total,
+        tl.load(at + 4 * n),
+        tl.load(at + 5 * n),
+    )
 
 
 @triton.jit
-def _logs(z: tensor, peak: tensor, log_total: tensor, scale: tensor, at: tensor, columns: constexpr) -> tensor:
+def _logs(
+    z: tensor, peak: tensor, log_total: tensor, scale: tensor, at: tensor, columns: constexpr
+) -> tensor:
     logits = tl.load(z + at, mask=at < columns, other=float("-inf"))
     return tl.maximum((logits - peak) * scale - log_total, LOWEST)
 
@@ -84,7 +100,13 @@ def _to_mixture(a: tensor, b: tensor, beta: tensor) -> tuple[tensor, tensor]:
 
 @triton.jit
 def _pair_sums(
-    z: tensor, w: tensor, rows: tensor, sums: tensor, columns: constexpr, KIND: constexpr, BLOCK: constexpr
+    z: tensor,
+    w: tensor,
+    rows: tensor,
+    sums: tensor,
+    columns: constexpr,
+    KIND: constexpr,
+    BLOCK: constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     peak, log_total, w_peak, w_log_total, scale, beta = _row_numbers(rows)
@@ -111,7 +133,14 @@ def _pair_sums(
 
 @triton.jit
 def _pair_grad(
-    z: tensor, w: tensor, out: tensor, labels: tensor, rows: tensor, width: constexpr, KIND: constexpr, BLOCK: constexpr
+    z: tensor,
+    w: tensor,
+    out: tensor,
+    labels: tensor,
+    rows: tensor,
+    width: constexpr,
+    KIND: constexpr,
+    BLOCK: constexpr,
 ) -> None:
     """rows [11, n]: `_rows`, g, h, entropy, k, second. `out` may be the front of z."""
     row = tl.program_id(0).to(tl.int64)

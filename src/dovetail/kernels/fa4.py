@@ -17,9 +17,12 @@ MIN_MAX_SEQLEN = 512  # at least: shorter packs would be another form
 MANY_SEQUENCES = 257  # the package changes its form here
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, q_spans: Spans, k_spans: Spans, window: int | None = None) -> Tensor:
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, q_spans: Spans, k_spans: Spans, window: int | None = None
+) -> Tensor:
     """Other head dims and dtypes take `cuda.attention`."""
-    dims, shared = (q.shape[-1], v.shape[-1]), q.shape[1] != k.shape[1]
+    dims = (q.shape[-1], v.shape[-1])
+    shared = q.shape[1] != k.shape[1]
     if q.dtype not in cuda.FLASH_DTYPES or dims not in HEAD_DIMS or (shared and dims[0] != dims[1]):
         return cuda.attention(q, k, v, q_spans, k_spans, window)
     out, _lse = packed_attention(
@@ -42,16 +45,30 @@ def _without_broadcast(x: Tensor) -> Tensor:
 
 
 def compile_kernels(
-    heads: tuple[int, int], dims: tuple[int, int], windowed: bool, dtype: torch.dtype, device: torch.device
+    heads: tuple[int, int],
+    dims: tuple[int, int],
+    windowed: bool,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> None:
     """Compile every form of `attention`. heads: of queries, of keys."""
     if dtype not in cuda.FLASH_DTYPES or dims not in HEAD_DIMS:
         return
-    short, long = 8, PACK_GQA_QUERIES + 1
-    packs = ([1, short], [1, long], [1] * MANY_SEQUENCES + [short], [1] * MANY_SEQUENCES + [long], [long])
+    short = 8
+    long = PACK_GQA_QUERIES + 1
+    packs = (
+        [1, short],
+        [1, long],
+        [1] * MANY_SEQUENCES + [short],
+        [1] * MANY_SEQUENCES + [long],
+        [long],
+    )
     for window in (None, 4) if windowed else (None,):
         for lengths in packs:
-            spans = Spans(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device), tuple(lengths))
+            spans = Spans(
+                torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device),
+                tuple(lengths),
+            )
             shapes = ((heads[0], dims[0]), (heads[1], dims[0]), (heads[1], dims[1]))
             options: dict[str, Any] = {"dtype": dtype, "device": device, "requires_grad": True}
             q, k, v = (torch.zeros(sum(lengths), *shape, **options) for shape in shapes)
@@ -73,7 +90,9 @@ def packed_attention(
     if not cu_seqlens:
         q, k, v = _as_batch((q, k, v), max_seqlens)
     pack_gqa = None if max_seqlens[0] <= PACK_GQA_QUERIES else False
-    out, lse, *_ = forward(q, k, v, **_options(cu_seqlens, max_seqlens, window), pack_gqa=pack_gqa, return_lse=True)
+    out, lse, *_ = forward(
+        q, k, v, **_options(cu_seqlens, max_seqlens, window), pack_gqa=pack_gqa, return_lse=True
+    )
     return out if cu_seqlens else out.flatten(0, 1), lse
 
 
@@ -87,7 +106,9 @@ def packed_attention_backward(
     window: int | None,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    (out, lse), (q, k, v), grad = results, inputs, _without_broadcast(grad)
+    (out, lse) = results
+    (q, k, v) = inputs
+    grad = _without_broadcast(grad)
     backward = importlib.import_module(INTERFACE)._flash_attn_bwd
     if not cu_seqlens:
         q, k, v = _as_batch((q, k, v), max_seqlens)
@@ -102,7 +123,9 @@ def _as_batch(qkv: tuple[Tensor, Tensor, Tensor], max_seqlens: list[int]) -> lis
     return [x.unflatten(0, (-1, length)) for x, length in zip(qkv, (n, m, m), strict=True)]
 
 
-def _options(cu_seqlens: list[Tensor], max_seqlens: list[int], window: int | None) -> dict[str, Any]:
+def _options(
+    cu_seqlens: list[Tensor], max_seqlens: list[int], window: int | None
+) -> dict[str, Any]:
     left, right = (None, None) if window is None else (window - 1, 0)
     options: dict[str, Any] = {"causal": True, "window_size_left": left, "window_size_right": right}
     for name, ends, longest in zip("qk", cu_seqlens, max_seqlens, strict=False):
@@ -111,14 +134,19 @@ def _options(cu_seqlens: list[Tensor], max_seqlens: list[int], window: int | Non
 
 
 @packed_attention.register_fake
-def _fake(q: Tensor, _k: Tensor, v: Tensor, cu_seqlens: list[Tensor], max_seqlens: list[int], *_: Any) -> Any:
-    (tokens, heads, _dim), n = q.shape, max_seqlens[0]
+def _fake(
+    q: Tensor, _k: Tensor, v: Tensor, cu_seqlens: list[Tensor], max_seqlens: list[int], *_: Any
+) -> Any:
+    (tokens, heads, _dim) = q.shape
+    n = max_seqlens[0]
     lse_shape = (heads, tokens) if cu_seqlens else (tokens // n, heads, n)
     return q.new_empty(tokens, heads, v.shape[-1]), q.new_empty(lse_shape, dtype=torch.float32)
 
 
 @packed_attention_backward.register_fake
-def _fake_backward(_grad: Tensor, _results: list[Tensor], inputs: list[Tensor], *_: Any) -> tuple[Tensor, ...]:
+def _fake_backward(
+    _grad: Tensor, _results: list[Tensor], inputs: list[Tensor], *_: Any
+) -> tuple[Tensor, ...]:
     return tuple(torch.empty_like(x) for x in inputs)
 
 

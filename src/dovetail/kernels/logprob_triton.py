@@ -19,7 +19,9 @@ def vocab_stats(z: Tensor, local_targets: Tensor, temperature: Tensor | None = N
         return reference.vocab_stats(z, local_targets, temperature)
     stats = torch.empty((n, 4), dtype=z.dtype, device=z.device)
     inverse = _inverse(z, temperature)
-    _row_stats[(n,)](z, local_targets, inverse, stats, columns, z.stride(0), COLUMNS, num_warps=WARPS)
+    _row_stats[(n,)](
+        z, local_targets, inverse, stats, columns, z.stride(0), COLUMNS, num_warps=WARPS
+    )
     return stats
 
 
@@ -52,7 +54,13 @@ def _inverse(z: Tensor, temperature: Tensor | None) -> Tensor:
 
 @triton.jit
 def _row_stats(
-    z: tensor, targets: tensor, inverse: tensor, stats: tensor, columns: constexpr, stride: tensor, BLOCK: constexpr
+    z: tensor,
+    targets: tensor,
+    inverse: tensor,
+    stats: tensor,
+    columns: constexpr,
+    stride: tensor,
+    BLOCK: constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     scale = tl.load(inverse + row)
@@ -82,7 +90,13 @@ def _row_stats(
 
 @triton.jit
 def _row_grad(
-    z: tensor, out: tensor, targets: tensor, rows: tensor, columns: constexpr, out_stride: tensor, BLOCK: constexpr
+    z: tensor,
+    out: tensor,
+    targets: tensor,
+    rows: tensor,
+    columns: constexpr,
+    out_stride: tensor,
+    BLOCK: constexpr,
 ) -> None:
     """rows [6, n]: peak, g, g / total, offset, h / total, 1 / temperature. The barrier: `out` may be the front of z."""
     row = tl.program_id(0).to(tl.int64)
@@ -101,4 +115,6 @@ def _row_grad(
         shifted = (block - peak) * scale
         factor = by_logprob + by_entropy * tl.maximum(shifted - offset, LOWEST)
         grad = tl.where(at == target, g, 0.0) - tl.exp(shifted) * factor
-        tl.store(out + row * out_stride + at, (grad * scale).to(out.dtype.element_ty), mask=at < columns)
+        tl.store(
+            out + row * out_stride + at, (grad * scale).to(out.dtype.element_ty), mask=at < columns
+        )

@@ -33,11 +33,15 @@ def top_k(scores: Tensor, k: int) -> Tensor:
     indices = torch.empty((n, k), dtype=torch.int64, device=scores.device)
     columns = triton.next_power_of_2(experts)
     rows = max(1, TOP_K_BLOCK // columns)
-    _top_k[(triton.cdiv(n, rows),)](scores.contiguous(), indices, n, Tile(experts, rows, columns), k, num_warps=4)
+    _top_k[(triton.cdiv(n, rows),)](
+        scores.contiguous(), indices, n, Tile(experts, rows, columns), k, num_warps=4
+    )
     return indices
 
 
-def permute(x: Tensor, experts: Tensor, count: int, total: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def permute(
+    x: Tensor, experts: Tensor, count: int, total: int | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     if not _supported(x, experts.shape[1]):
         return reference.permute(x, experts, count, total)
     rows, ends = sort_rows(experts, count)
@@ -81,13 +85,21 @@ class _MoveRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Tensor, copies: int, total: int, back: bool) -> Tensor:
         ctx.save_for_backward(rows)
-        ctx.copies, ctx.total, ctx.back = copies, total, back
+        ctx.copies = copies
+        ctx.total = total
+        ctx.back = back
         return unpermute_rows(x, rows, copies) if back else permute_rows(x, rows, copies, total)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (dy,), (rows,), copies = grads, ctx.saved_tensors, ctx.copies
-        dx = permute_rows(dy, rows, copies, ctx.total) if ctx.back else unpermute_rows(dy, rows, copies)
+        (dy,) = grads
+        (rows,) = ctx.saved_tensors
+        copies = ctx.copies
+        dx = (
+            permute_rows(dy, rows, copies, ctx.total)
+            if ctx.back
+            else unpermute_rows(dy, rows, copies)
+        )
         return dx, None, None, None, None
 
 
@@ -96,16 +108,21 @@ class _UnpermuteWeighted(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
-        x, weights = x.contiguous(), weights.contiguous()
+        x = x.contiguous()
+        weights = weights.contiguous()
         ctx.save_for_backward(x, rows, weights)
         return unpermute_rows(x, rows, weights.shape[1], weights)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, Tensor]:
-        dy, (x, rows, weights) = grads[0].contiguous(), ctx.saved_tensors
-        dx, dw = torch.empty_like(x), torch.empty_like(weights)
+        dy = grads[0].contiguous()
+        (x, rows, weights) = ctx.saved_tensors
+        dx = torch.empty_like(x)
+        dw = torch.empty_like(weights)
         size = RowSize(x.shape[1], weights.shape[1], PIECE)
-        _unpermute_grad[(len(weights),)](dy, x, rows, weights, (dx, dw), len(x), size, num_warps=4, **EXACT)
+        _unpermute_grad[(len(weights),)](
+            dy, x, rows, weights, (dx, dw), len(x), size, num_warps=4, **EXACT
+        )
         return dx, None, dw
 
 
@@ -127,12 +144,20 @@ def unpermute_rows(x: Tensor, rows: Tensor, copies: int, weights: Tensor | None 
 
 def _launch(x: Tensor, tokens: int, copies: int) -> tuple[RowSize, tuple[int], int]:
     piece = min(PIECE, triton.next_power_of_2(x.shape[1]))
-    return RowSize(x.shape[1], copies, piece), (tokens * triton.cdiv(x.shape[1], piece),), max(1, piece // 256)
+    return (
+        RowSize(x.shape[1], copies, piece),
+        (tokens * triton.cdiv(x.shape[1], piece),),
+        max(1, piece // 256),
+    )
 
 
 @triton.jit(do_not_specialize=["length"])
-def _permute(x: tensor, rows: tensor, out: tensor, stride: tensor, length: tensor, SIZE: constexpr) -> None:
-    COPIES: constexpr = SIZE.copies  # neither static_range nor a shape takes an attribute in triton 3.6
+def _permute(
+    x: tensor, rows: tensor, out: tensor, stride: tensor, length: tensor, SIZE: constexpr
+) -> None:
+    COPIES: constexpr = (
+        SIZE.copies
+    )  # neither static_range nor a shape takes an attribute in triton 3.6
     PIECES: constexpr = (SIZE.width + SIZE.block - 1) // SIZE.block
     token = (tl.program_id(0) // PIECES).to(tl.int64)
     at = tl.program_id(0) % PIECES * SIZE.block + tl.arange(0, SIZE.block)
@@ -144,7 +169,13 @@ def _permute(x: tensor, rows: tensor, out: tensor, stride: tensor, length: tenso
 
 @triton.jit(do_not_specialize=["length"])
 def _unpermute(
-    x: tensor, rows: tensor, weights: tensor, out: tensor, stride: tensor, length: tensor, SIZE: constexpr
+    x: tensor,
+    rows: tensor,
+    weights: tensor,
+    out: tensor,
+    stride: tensor,
+    length: tensor,
+    SIZE: constexpr,
 ) -> None:
     COPIES: constexpr = SIZE.copies
     PIECES: constexpr = (SIZE.width + SIZE.block - 1) // SIZE.block
@@ -156,7 +187,9 @@ def _unpermute(
     for i in tl.static_range(COPIES):
         row = tl.load(rows + token * COPIES + i).to(tl.int64)
         valid = row < length
-        a = tl.load(x + row * stride + at, mask=at < tl.where(valid, SIZE.width, 0), other=0.0).to(tl.float32)
+        a = tl.load(x + row * stride + at, mask=at < tl.where(valid, SIZE.width, 0), other=0.0).to(
+            tl.float32
+        )
         if weights is not None:
             weight = tl.load(weights + token * COPIES + i)
             a *= tl.where(valid, weight, 0.0).to(dtype).to(tl.float32)
@@ -166,7 +199,13 @@ def _unpermute(
 
 @triton.jit(do_not_specialize=["length"])
 def _unpermute_grad(
-    dy: tensor, x: tensor, rows: tensor, weights: tensor, grads: tensor, length: tensor, SIZE: constexpr
+    dy: tensor,
+    x: tensor,
+    rows: tensor,
+    weights: tensor,
+    grads: tensor,
+    length: tensor,
+    SIZE: constexpr,
 ) -> None:
     dx, dw = grads
     COPIES: constexpr = SIZE.copies
@@ -180,7 +219,9 @@ def _unpermute_grad(
         for start in tl.static_range(0, WIDTH, BLOCK):
             at = start + tl.arange(0, BLOCK)
             g = tl.load(dy + token * WIDTH + at, mask=at < WIDTH, other=0.0).to(tl.float32)
-            dots += g * tl.load(x + row * WIDTH + at, mask=at < tl.where(valid, WIDTH, 0), other=0.0).to(tl.float32)
+            dots += g * tl.load(
+                x + row * WIDTH + at, mask=at < tl.where(valid, WIDTH, 0), other=0.0
+            ).to(tl.float32)
         dot = tl.where(valid, tl.sum(dots, 0), 0.0)
         tl.store(dw + token * COPIES + i, dot.to(dw.dtype.element_ty))
     for start in tl.static_range(0, WIDTH, BLOCK):
@@ -194,7 +235,9 @@ def _unpermute_grad(
 
 
 @triton.jit(do_not_specialize=["n", "count", "blocks"])
-def _count(experts: tensor, counts: tensor, n: tensor, count: tensor, blocks: tensor, BLOCK: constexpr) -> None:
+def _count(
+    experts: tensor, counts: tensor, n: tensor, count: tensor, blocks: tensor, BLOCK: constexpr
+) -> None:
     _at, expert, live, same = _equals(experts, n, BLOCK)
     others = tl.arange(0, BLOCK)
     after = tl.sum((same & (others[None, :] > others[:, None])).to(tl.int32), 1)
@@ -204,7 +247,13 @@ def _count(experts: tensor, counts: tensor, n: tensor, count: tensor, blocks: te
 
 @triton.jit(do_not_specialize=["n", "count", "blocks"])
 def _place(
-    experts: tensor, ends: tensor, rows: tensor, n: tensor, count: tensor, blocks: tensor, BLOCK: constexpr
+    experts: tensor,
+    ends: tensor,
+    rows: tensor,
+    n: tensor,
+    count: tensor,
+    blocks: tensor,
+    BLOCK: constexpr,
 ) -> None:
     at, expert, live, same = _equals(experts, n, BLOCK)
     others = tl.arange(0, BLOCK)
@@ -217,7 +266,9 @@ def _place(
 def _equals(experts: tensor, n: tensor, BLOCK: constexpr) -> tuple[tensor, tensor, tensor, tensor]:
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     expert = tl.load(experts + at, mask=at < n, other=-1).to(tl.int64)
-    other = tl.load(experts + tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK), mask=at < n, other=-1)
+    other = tl.load(
+        experts + tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK), mask=at < n, other=-1
+    )
     return at, expert, at < n, expert[:, None] == other.to(tl.int64)[None, :]
 
 
@@ -227,10 +278,18 @@ def _top_k(scores: tensor, indices: tensor, n: tensor, TILE: constexpr, K: const
     row = tl.program_id(0).to(tl.int64) * TILE.rows + tl.arange(0, TILE.rows)
     at = tl.arange(0, TILE.columns)
     valid = (row < n)[:, None] & (at < TILE.width)[None, :]
-    bits = tl.load(scores + row[:, None] * TILE.width + at[None, :], mask=valid, other=0.0).to(tl.int32, bitcast=True)
+    bits = tl.load(scores + row[:, None] * TILE.width + at[None, :], mask=valid, other=0.0).to(
+        tl.int32, bitcast=True
+    )
     rank = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
-    key = tl.where((at < TILE.width)[None, :], rank * TILE.columns + (TILE.columns - 1 - at)[None, :], -(1 << 62))
+    key = tl.where(
+        (at < TILE.width)[None, :],
+        rank * TILE.columns + (TILE.columns - 1 - at)[None, :],
+        -(1 << 62),
+    )
     for i in tl.static_range(K):
         best = tl.max(key, 1)
-        tl.store(indices + row * K + i, TILE.columns - 1 - (best & (TILE.columns - 1)), mask=row < n)
+        tl.store(
+            indices + row * K + i, TILE.columns - 1 - (best & (TILE.columns - 1)), mask=row < n
+        )
         key = tl.where(key == best[:, None], -(1 << 62), key)

@@ -15,7 +15,8 @@ from dovetail.kernels import reference
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_WIDTH = 16384  # of a row
 TILE_SIZE = 2048  # numbers per program
-PROGRAMS, STAGES = 264, 3  # of a gain's gradient: two programs a multiprocessor
+PROGRAMS = 264
+STAGES = 3  # of a gain's gradient: two programs a multiprocessor
 PIECE = 1024  # numbers per program
 EXACT: Mapping[str, bool] = {"enable_fp_fusion": False}  # round a product before it is added
 
@@ -33,7 +34,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    if not supported(x, weight) or x.shape[-1] > MAX_WIDTH or (y is not None and y.dtype != x.dtype):
+    if (
+        not supported(x, weight)
+        or x.shape[-1] > MAX_WIDTH
+        or (y is not None and y.dtype != x.dtype)
+    ):
         return reference.add_norm(x, y, weight, eps)
     return _AddNorm.apply(x, y, weight, eps)
 
@@ -48,7 +53,8 @@ def sum_deterministic(parts: Tensor, out: Tensor | None = None) -> Tensor:
     if not parts[0].is_contiguous():
         parts = parts.contiguous()
     total = parts.new_empty(parts.shape[1:]) if out is None else out
-    numbers, grid = total.numel(), (triton.cdiv(total.numel(), PIECE),)
+    numbers = total.numel()
+    grid = (triton.cdiv(total.numel(), PIECE),)
     _sum[grid](parts, total, numbers, parts.stride(0), len(parts), PIECE, num_warps=4)
     return total
 
@@ -64,7 +70,13 @@ def tile_for(width: int) -> tuple[Tile, int]:
 
 
 def stages(tensors: int, tile: Tile, like: Tensor) -> int:
-    return max(1, min(STAGES, shared_bytes(like.device) // (tensors * tile.rows * tile.columns * like.itemsize)))
+    return max(
+        1,
+        min(
+            STAGES,
+            shared_bytes(like.device) // (tensors * tile.rows * tile.columns * like.itemsize),
+        ),
+    )
 
 
 @cache
@@ -77,8 +89,11 @@ def shared_bytes(device: torch.device) -> int:
 
 def column_sums(partial: Tensor, dtype: torch.dtype) -> Tensor:
     """float32 [n, ...] -> [...] in `dtype`, in a fixed order."""
-    total, tile = torch.empty_like(partial[0], dtype=dtype), Tile(partial[0].numel(), 64, 16)
-    _columns[(triton.cdiv(tile.width, tile.columns),)](partial, total, len(partial), tile, num_warps=4)
+    total = torch.empty_like(partial[0], dtype=dtype)
+    tile = Tile(partial[0].numel(), 64, 16)
+    _columns[(triton.cdiv(tile.width, tile.columns),)](
+        partial, total, len(partial), tile, num_warps=4
+    )
     return total
 
 
@@ -91,38 +106,66 @@ class _AddNorm(torch.autograd.Function):
     """forward: s = x + y, or x; n = s / rms(s) * weight. backward: dx = dy = ds + the gradient of n."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        rows, added = dense_rows(x), None if y is None else y.contiguous()
+    def forward(
+        ctx: Any, x: Tensor, y: Tensor | None, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        rows = dense_rows(x)
+        added = None if y is None else y.contiguous()
         tile, warps = tile_for(rows.shape[1])
         normed = rows.new_empty(rows.shape)
         total = None if y is None else torch.empty_like(normed)
         inverse = rows.new_empty(len(rows), dtype=torch.float32)
-        grid, outputs = (triton.cdiv(len(rows), tile.rows),), (total, normed, inverse)
-        _norm[grid](rows, added, weight, outputs, len(rows), rows.stride(0), eps, tile, num_warps=warps, **EXACT)
+        grid = (triton.cdiv(len(rows), tile.rows),)
+        outputs = (total, normed, inverse)
+        _norm[grid](
+            rows,
+            added,
+            weight,
+            outputs,
+            len(rows),
+            rows.stride(0),
+            eps,
+            tile,
+            num_warps=warps,
+            **EXACT,
+        )
         ctx.save_for_backward(rows if total is None else total, weight, inverse)
         ctx.alone = y is None
         ctx.set_materialize_grads(False)
         return x.view_as(x) if total is None else total.view(x.shape), normed.view(x.shape)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+    def backward(
+        ctx: Any, *grads: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         d_total, dn = grads
         if dn is None:
             return d_total, None if ctx.alone else d_total, None, None
         rows, weight, inverse = ctx.saved_tensors
         tile, warps = tile_for(rows.shape[1])
-        dy, ds = dn.contiguous(), None if d_total is None else d_total.contiguous()
+        dy = dn.contiguous()
+        ds = None if d_total is None else d_total.contiguous()
         dx = rows.new_empty(dn.shape)
         programs = min(PROGRAMS, triton.cdiv(len(rows), tile.rows))
         partial = rows.new_empty((programs, rows.shape[1]), dtype=torch.float32)
-        inputs, depth = (rows, weight, inverse, dy, ds), stages(3, tile, rows)
-        _norm_grad[(programs,)](inputs, dx, partial, len(rows), rows.stride(0), tile, depth, num_warps=warps, **EXACT)
+        inputs = (rows, weight, inverse, dy, ds)
+        depth = stages(3, tile, rows)
+        _norm_grad[(programs,)](
+            inputs, dx, partial, len(rows), rows.stride(0), tile, depth, num_warps=warps, **EXACT
+        )
         return dx, None if ctx.alone else dx, column_sums(partial, weight.dtype), None
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _norm(
-    x: tensor, y: tensor, weight: tensor, outputs: tensor, rows: tensor, stride: tensor, eps: tensor, TILE: constexpr
+    x: tensor,
+    y: tensor,
+    weight: tensor,
+    outputs: tensor,
+    rows: tensor,
+    stride: tensor,
+    eps: tensor,
+    TILE: constexpr,
 ) -> None:
     total, normed, inverse = outputs
     row = tl.program_id(0).to(tl.int64) * TILE.rows + tl.arange(0, TILE.rows)
@@ -144,7 +187,13 @@ def _norm(
 
 @triton.jit(do_not_specialize=["rows"])
 def _norm_grad(
-    inputs: tensor, dx: tensor, partial: tensor, rows: tensor, stride: tensor, TILE: constexpr, STAGES: constexpr
+    inputs: tensor,
+    dx: tensor,
+    partial: tensor,
+    rows: tensor,
+    stride: tensor,
+    TILE: constexpr,
+    STAGES: constexpr,
 ) -> None:
     x, weight, inverse, dy, ds = inputs
     at = tl.arange(0, TILE.columns)
@@ -152,14 +201,17 @@ def _norm_grad(
     ROWS: constexpr = TILE.rows  # a shape takes no attribute in triton 3.6
     COLUMNS: constexpr = TILE.columns
     dw = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for first in tl.range(tl.program_id(0) * TILE.rows, rows, tl.num_programs(0) * TILE.rows, num_stages=STAGES):
+    for first in tl.range(
+        tl.program_id(0) * TILE.rows, rows, tl.num_programs(0) * TILE.rows, num_stages=STAGES
+    ):
         row = first + tl.arange(0, TILE.rows).to(tl.int64)
         mask = (row < rows)[:, None] & (at < TILE.width)[None, :]
         out = row[:, None] * TILE.width + at[None, :]
         a = tl.load(x + row[:, None] * stride + at[None, :], mask=mask, other=0.0)
         g = tl.load(dy + out, mask=mask, other=0.0).to(tl.float32)
         scale = tl.load(inverse + row, mask=row < rows, other=0.0)[:, None]
-        n, dn = a.to(tl.float32) * scale, g * w[None, :]
+        n = a.to(tl.float32) * scale
+        dn = g * w[None, :]
         d = (dn - n * (tl.sum(dn * n, 1) / TILE.width)[:, None]) * scale
         if ds is not None:
             d += tl.load(ds + out, mask=mask, other=0.0).to(tl.float32)
@@ -196,9 +248,11 @@ class _SwiGLU(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        (dy,), (rows,) = grads, ctx.saved_tensors
+        (dy,) = grads
+        (rows,) = ctx.saved_tensors
         width = rows.shape[1] // 2
-        dense, dx = dense_rows(dy), rows.new_empty(rows.shape)
+        dense = dense_rows(dy)
+        dx = rows.new_empty(rows.shape)
         grid = (len(rows) * triton.cdiv(width, PIECE),)
         strides = (rows.stride(0), dense.stride(0))
         _swiglu_grad[grid](rows, dense, dx, strides, width, PIECE, num_warps=4, **EXACT)
@@ -218,7 +272,9 @@ def _swiglu(gate_up: tensor, y: tensor, stride: tensor, width: constexpr, BLOCK:
 
 
 @triton.jit
-def _swiglu_grad(gate_up: tensor, dy: tensor, dx: tensor, strides: tensor, width: constexpr, BLOCK: constexpr) -> None:
+def _swiglu_grad(
+    gate_up: tensor, dy: tensor, dx: tensor, strides: tensor, width: constexpr, BLOCK: constexpr
+) -> None:
     PIECES: constexpr = (width + BLOCK - 1) // BLOCK
     row = (tl.program_id(0) // PIECES).to(tl.int64)
     at = tl.program_id(0) % PIECES * BLOCK + tl.arange(0, BLOCK)
@@ -235,7 +291,14 @@ def _swiglu_grad(gate_up: tensor, dy: tensor, dx: tensor, strides: tensor, width
 
 
 @triton.jit
-def _sum(parts: tensor, total: tensor, numbers: tensor, stride: tensor, COUNT: constexpr, BLOCK: constexpr) -> None:
+def _sum(
+    parts: tensor,
+    total: tensor,
+    numbers: tensor,
+    stride: tensor,
+    COUNT: constexpr,
+    BLOCK: constexpr,
+) -> None:
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     place = parts + at
     acc = tl.load(place, mask=at < numbers, other=0.0).to(tl.float32)

@@ -12,13 +12,16 @@ from dovetail.kernels import reference
 from dovetail.kernels.reference import Spans
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-MAX_HEAD_DIM, MAX_HEADS = 768, 256  # of fused attention
+MAX_HEAD_DIM = 768
+MAX_HEADS = 256  # of fused attention
 MAX_SEQUENCES = 1024
 ROTARY_LIMIT = 896  # rotated channels, exclusive
 MASK = 2048  # side of the causal mask
 GROUPED_LIMIT = 65536  # inner dim of a grouped product, exclusive
-CAUSAL, BAND = 3, 4  # sparse_mode: aligned at the bottom right
-GROUP_BY_ROWS, GROUP_BY_INNER = 0, 2  # group_type
+CAUSAL = 3
+BAND = 4  # sparse_mode: aligned at the bottom right
+GROUP_BY_ROWS = 0
+GROUP_BY_INNER = 2  # group_type
 ONE_TENSOR = 3  # split_item
 CUMULATIVE = 0  # group_list_type
 
@@ -48,7 +51,9 @@ class NpuKernels:
         y: Tensor = self.ops.npu_rotary_mul(rotated[None], r1, r2, rotary_mode="half")[0]
         return torch.cat((y, rest), dim=-1) if rest.shape[-1] else y
 
-    def add_norm(self, x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def add_norm(
+        self, x: Tensor, y: Tensor | None, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
         total = x if y is None else x + y
         return total, self.rms_norm(total, weight, eps)
 
@@ -56,10 +61,20 @@ class NpuKernels:
         return reference.heads(*args, norm=self.rms_norm, rotate=self.rope)
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
-        return self.ops.npu_swiglu(gate_up, dim=-1) if _supported(gate_up) else reference.swiglu(gate_up)
+        return (
+            self.ops.npu_swiglu(gate_up, dim=-1)
+            if _supported(gate_up)
+            else reference.swiglu(gate_up)
+        )
 
     def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, q_spans: Spans, k_spans: Spans, window: int | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        q_spans: Spans,
+        k_spans: Spans,
+        window: int | None = None,
     ) -> Tensor:
         _, heads, head_dim = q.shape
         if not _supported(q) or head_dim > MAX_HEAD_DIM or heads > MAX_HEADS:
@@ -67,12 +82,17 @@ class NpuKernels:
         sparse = {"sparse_mode": CAUSAL}
         if window is not None:  # the query's own key included
             sparse = {"sparse_mode": BAND, "pre_tockens": window - 1, "next_tockens": 0}
-        out, v_dim, v = [], v.shape[-1], reference.pad_values(k, v)
+        out = []
+        v_dim = v.shape[-1]
+        v = reference.pad_values(k, v)
         start_q = start_k = 0
         for first in range(0, len(q_spans.lengths), MAX_SEQUENCES):
             chunk = slice(first, first + MAX_SEQUENCES)
-            ends_q, ends_k = (list(itertools.accumulate(spans.lengths[chunk])) for spans in (q_spans, k_spans))
-            stop_q, stop_k = start_q + ends_q[-1], start_k + ends_k[-1]
+            ends_q, ends_k = (
+                list(itertools.accumulate(spans.lengths[chunk])) for spans in (q_spans, k_spans)
+            )
+            stop_q = start_q + ends_q[-1]
+            stop_k = start_k + ends_k[-1]
             mixed = self.ops.npu_fusion_attention(
                 q[start_q:stop_q],
                 k[start_k:stop_k],
@@ -86,7 +106,8 @@ class NpuKernels:
                 **sparse,
             )[0]
             out.append(mixed)
-            start_q, start_k = stop_q, stop_k
+            start_q = stop_q
+            start_k = stop_k
         return (out[0] if len(out) == 1 else torch.cat(out))[..., :v_dim]
 
     def grouped_mm(self, x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
@@ -123,14 +144,24 @@ class _GroupedProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        (dy,), (x, weight, ends) = grads, ctx.saved_tensors
+        (dy,) = grads
+        (x, weight, ends) = ctx.saved_tensors
         dy = dy.contiguous()
-        dx = _grouped(ctx.ops, dy, weight.transpose(1, 2), ends, GROUP_BY_ROWS) if ctx.needs_input_grad[0] else None
+        dx = (
+            _grouped(ctx.ops, dy, weight.transpose(1, 2), ends, GROUP_BY_ROWS)
+            if ctx.needs_input_grad[0]
+            else None
+        )
         if not ctx.needs_input_grad[1]:
             return dx, None, None, None
         dw = _grouped(ctx.ops, x.T, dy, ends, GROUP_BY_INNER)
         empty = ends.diff(prepend=ends.new_zeros(1)) == 0
-        return dx, dw.masked_fill(empty[:, None, None], 0), None, None  # results of empty groups are unspecified
+        return (
+            dx,
+            dw.masked_fill(empty[:, None, None], 0),
+            None,
+            None,
+        )  # results of empty groups are unspecified
 
 
 def _grouped(ops: Any, x: Tensor, weight: Tensor, ends: Tensor, group_type: int) -> Tensor:

@@ -15,7 +15,9 @@ from dovetail.kernels.norm_triton import shared_bytes
 BLOCK = constexpr(64)  # entries per step
 LOG2_E = constexpr(math.log2(math.e))
 STAGES = 2
-FEW_WARPS, WARPS, COMBINE_WARPS = 2, 4, 1
+FEW_WARPS = 2
+WARPS = 4
+COMBINE_WARPS = 1
 FEW_WARPS_SIZE = 2048  # outputs per program
 MIN_QUERIES = 16
 PROGRAMS = 264  # fill a GPU of 132 multiprocessors
@@ -44,7 +46,12 @@ class EntryShape(NamedTuple):
 
 
 def decode_attention(
-    q: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, window: int | None = None
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    table: Tensor,
+    lengths: Tensor,
+    window: int | None = None,
 ) -> Tensor:
     """No host sync; launches do not depend on lengths."""
     rows, heads, dim = q.shape
@@ -53,19 +60,25 @@ def decode_attention(
     assert keys.is_contiguous() and values.is_contiguous()
     _, groups, page, _ = keys.shape
     splits = splits_for(rows * groups, table.shape[1] * page)
-    queries, width = heads // groups, max(16, triton.next_power_of_2(dim))
-    shape = Shape(queries, max(MIN_QUERIES, triton.next_power_of_2(queries)), dim, width, page, window or 0)
+    queries = heads // groups
+    width = max(16, triton.next_power_of_2(dim))
+    shape = Shape(
+        queries, max(MIN_QUERIES, triton.next_power_of_2(queries)), dim, width, page, window or 0
+    )
     partial = torch.empty(rows * heads * splits * (dim + 2), dtype=torch.float32, device=q.device)
     stages = stages_for(shape.padded_queries, width, q.itemsize, shared_bytes(q.device))
     options = {"num_warps": warps_for(shape.padded_queries, width), "num_stages": stages}
-    grid, stride = (rows, groups, splits), table.stride(0)
+    grid = (rows, groups, splits)
+    stride = table.stride(0)
     _split[grid](q.contiguous(), keys, values, table, lengths, partial, stride, shape, **options)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     _combine[(rows, heads)](partial, out, dim, width, splits, num_warps=COMBINE_WARPS)
     return out
 
 
-def write_entries(keys: Tensor, values: Tensor, pages: Tensor, offsets: Tensor, k: Tensor, v: Tensor) -> None:
+def write_entries(
+    keys: Tensor, values: Tensor, pages: Tensor, offsets: Tensor, k: Tensor, v: Tensor
+) -> None:
     n, groups, dim = k.shape
     if not n:
         return
@@ -92,16 +105,27 @@ def stages_for(queries: int, width: int, itemsize: int, shared: int) -> int:
 
 
 @triton.jit(do_not_specialize_on_alignment=["pages", "offsets"])
-def _write(cache: tensor, pages: tensor, offsets: tensor, entries: tensor, strides: tensor, SHAPE: constexpr) -> None:
+def _write(
+    cache: tensor,
+    pages: tensor,
+    offsets: tensor,
+    entries: tensor,
+    strides: tensor,
+    SHAPE: constexpr,
+) -> None:
     keys, values = cache
     k, v = entries
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     page = tl.load(pages + token).to(tl.int64)
-    place = ((page * tl.num_programs(1) + group) * SHAPE.page + tl.load(offsets + token)) * SHAPE.dim
+    place = (
+        (page * tl.num_programs(1) + group) * SHAPE.page + tl.load(offsets + token)
+    ) * SHAPE.dim
     channel = tl.arange(0, SHAPE.padded_dim)
     key = tl.load(k + token * strides[0] + group * strides[1] + channel, mask=channel < SHAPE.k_dim)
-    value = tl.load(v + token * strides[2] + group * strides[3] + channel, mask=channel < SHAPE.v_dim)
+    value = tl.load(
+        v + token * strides[2] + group * strides[3] + channel, mask=channel < SHAPE.v_dim
+    )
     tl.store(keys + place + channel, key, mask=channel < SHAPE.k_dim)
     tl.store(values + place + channel, value, mask=channel < SHAPE.v_dim)
 
@@ -160,14 +184,20 @@ def _split(
         total = total * shrink + tl.sum(weights, 1)
         peak = higher
     part = head * splits + split
-    stats = partial + tl.num_programs(0).to(tl.int64) * groups * SHAPE.queries * splits * SHAPE.dim + part * 2
+    stats = (
+        partial
+        + tl.num_programs(0).to(tl.int64) * groups * SHAPE.queries * splits * SHAPE.dim
+        + part * 2
+    )
     tl.store(partial + part[:, None] * SHAPE.dim + channel[None, :], mixed, mask=real)
     tl.store(stats, peak, mask=query < SHAPE.queries)
     tl.store(stats + 1, total, mask=query < SHAPE.queries)
 
 
 @triton.jit
-def _combine(partial: tensor, out: tensor, DIM: constexpr, WIDTH: constexpr, SPLITS: constexpr) -> None:
+def _combine(
+    partial: tensor, out: tensor, DIM: constexpr, WIDTH: constexpr, SPLITS: constexpr
+) -> None:
     heads = tl.num_programs(0).to(tl.int64) * tl.num_programs(1)
     head = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     channel = tl.arange(0, WIDTH)
@@ -176,6 +206,8 @@ def _combine(partial: tensor, out: tensor, DIM: constexpr, WIDTH: constexpr, SPL
     peak = tl.load(stats)
     total = tl.load(stats + 1)
     share = tl.exp2(peak - tl.max(peak, 0))
-    mixed = tl.load(partial + part[:, None] * DIM + channel[None, :], mask=(channel < DIM)[None, :], other=0.0)
+    mixed = tl.load(
+        partial + part[:, None] * DIM + channel[None, :], mask=(channel < DIM)[None, :], other=0.0
+    )
     joined = tl.sum(mixed * share[:, None], 0) / tl.sum(total * share, 0)
     tl.store(out + head * DIM + channel, joined.to(out.dtype.element_ty), mask=channel < DIM)

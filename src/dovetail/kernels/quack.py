@@ -26,13 +26,20 @@ GATES_FIRST = "B"  # gates, then ups
 
 def takes(x: Tensor, *weights: Tensor) -> bool:
     widths = (n for operand in (x[:0], *weights) for n in operand.shape)
-    aligned = (y.dtype == torch.bfloat16 and y.numel() and y.data_ptr() % ALIGNMENT == 0 for y in (x, *weights))
+    aligned = (
+        y.dtype == torch.bfloat16 and y.numel() and y.data_ptr() % ALIGNMENT == 0
+        for y in (x, *weights)
+    )
     return all(aligned) and not any(n % MULTIPLE for n in widths)
 
 
 @torch.library.custom_op("dovetail::gated_product_into", mutates_args=("gated",))
 def gated_product_into(
-    x: Tensor, weight: Tensor, gated: Tensor, starts: Tensor | None = None, source: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    gated: Tensor,
+    starts: Tensor | None = None,
+    source: Tensor | None = None,
 ) -> Tensor:
     """x [n, D], weight [2F, D] (or by expert) -> pairs [n, 2F]; writes silu(gate) up to `gated` [n, F].
 
@@ -47,11 +54,15 @@ def _pairs_shape(x: Tensor, weight: Tensor, gated: Tensor, *_: Tensor | None) ->
     return x.new_empty(len(gated), weight.shape[-2])
 
 
-def gated(x: Tensor, weight: Tensor, starts: Tensor | None = None, source: Tensor | None = None) -> Tensor:
+def gated(
+    x: Tensor, weight: Tensor, starts: Tensor | None = None, source: Tensor | None = None
+) -> Tensor:
     return _swiglu_product(x, weight, starts, source, store_preact=False)[1]
 
 
-def _swiglu_product(x: Tensor, weight: Tensor, starts: Tensor | None, source: Tensor | None, **options: Any) -> Any:
+def _swiglu_product(
+    x: Tensor, weight: Tensor, starts: Tensor | None, source: Tensor | None, **options: Any
+) -> Any:
     return _package().gemm_act(
         x,
         weight.mT,
@@ -66,7 +77,11 @@ def _swiglu_product(x: Tensor, weight: Tensor, starts: Tensor | None, source: Te
 
 
 def gated_gradient(
-    dy: Tensor, weight: Tensor, pairs: Tensor, starts: Tensor | None = None, scale: Tensor | None = None
+    dy: Tensor,
+    weight: Tensor,
+    pairs: Tensor,
+    starts: Tensor | None = None,
+    scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Gradient of scale (silu(gate) up) weight.T [n, D], weight [D, F] (or by expert).
 
@@ -100,7 +115,8 @@ def _product_shape(x: Tensor, weight: Tensor, _starts: Tensor) -> Tensor:
 
 
 def input_gradient(d_pairs: Tensor, weight: Tensor, starts: Tensor | None = None) -> Tensor:
-    dx, dense = d_pairs.new_empty(len(d_pairs), weight.shape[-1]), starts is None
+    dx = d_pairs.new_empty(len(d_pairs), weight.shape[-1])
+    dense = starts is None
     config = _config(dx.device, WIDE) if dense else None
     options = {"concat_layout": (GATES_FIRST,), "config": config, "dynamic_scheduler": dense}
     _write(dx, d_pairs, weight, cu_seqlens_m=starts, **options)
@@ -111,24 +127,40 @@ def product_into(out: Tensor, a: Tensor, b: Tensor) -> None:
     _write(out, a, b, config=_config(out.device, WIDE), dynamic_scheduler=True)
 
 
-def add_weight_grad_(total: Tensor, dz: Tensor, x: Tensor, *, first: bool = False, pairs: bool = False) -> None:
+def add_weight_grad_(
+    total: Tensor, dz: Tensor, x: Tensor, *, first: bool = False, pairs: bool = False
+) -> None:
     """pairs: of a gate-up product, total [2F, D], dz [n, 2F]."""
     if first or total.dtype == torch.float32:  # the epilogue adds in the sum's dtype
         concat: tuple[str, ...] | None = ("out",) if pairs else None
-        _write(total, dz.T, x, concat_layout=concat, add_to_output=not first, dynamic_scheduler=True)
+        _write(
+            total, dz.T, x, concat_layout=concat, add_to_output=not first, dynamic_scheduler=True
+        )
     else:
         concat = ("C", "out") if pairs else None
-        _package().gemm_add_inplace(dz.T, x, total, concat_layout=concat, dynamic_scheduler=True, tuned=False)
+        _package().gemm_add_inplace(
+            dz.T, x, total, concat_layout=concat, dynamic_scheduler=True, tuned=False
+        )
 
 
 add_joint_grad_ = partial(add_weight_grad_, pairs=True)
 
 
 def add_grouped_grad_(
-    total: Tensor, dz: Tensor, x: Tensor, *, starts: Tensor, first: bool = False, pairs: bool = False
+    total: Tensor,
+    dz: Tensor,
+    x: Tensor,
+    *,
+    starts: Tensor,
+    first: bool = False,
+    pairs: bool = False,
 ) -> None:
     """total[e] += dz.T x over expert e's rows."""
-    options = {"cu_seqlens_k": starts, "concat_layout": ("out",) if pairs else None, "dynamic_scheduler": True}
+    options = {
+        "cu_seqlens_k": starts,
+        "concat_layout": ("out",) if pairs else None,
+        "dynamic_scheduler": True,
+    }
     _write(total, dz.T, x, add_to_output=not first, **options)
 
 

@@ -20,11 +20,14 @@ from torch import Tensor
 NEG_INF = -math.inf
 LOWEST = torch.finfo(torch.float32).min / 2  # as in the reference
 SOURCE = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
-PACKAGE, VERSION = "quack-kernels", "0.6.5"  # whose epilogue interface this implements
+PACKAGE = "quack-kernels"
+VERSION = "0.6.5"  # whose epilogue interface this implements
 PLANES = 3  # m, s and u of `reference.vocab_stats`
 
 if metadata.version(PACKAGE) != VERSION:
-    raise ImportError(f"the head's products are made for {PACKAGE} {VERSION}, this is {metadata.version(PACKAGE)}")
+    raise ImportError(
+        f"the head's products are made for {PACKAGE} {VERSION}, this is {metadata.version(PACKAGE)}"
+    )
 
 
 class RowStatistics(OnlineLSEReduce):
@@ -37,11 +40,15 @@ class RowStatistics(OnlineLSEReduce):
         """quack's cache key lacks these methods."""
         return (*super().config_key(), SOURCE)
 
-    def sink_alloc_shape(self, lead: tuple[int, ...], n: int, _tile_m: int, tile_n: int, **_: Any) -> tuple[int, ...]:
+    def sink_alloc_shape(
+        self, lead: tuple[int, ...], n: int, _tile_m: int, tile_n: int, **_: Any
+    ) -> tuple[int, ...]:
         return (PLANES, *lead, -(-n // tile_n))
 
     def host_fake_arg(self, key: tuple[Any, int], fctx: Any) -> Any:
-        return make_fake_tensor(key[0], (PLANES, fctx.m, cute.sym_int()), leading_dim=1, divisibility=1)
+        return make_fake_tensor(
+            key[0], (PLANES, fctx.m, cute.sym_int()), leading_dim=1, divisibility=1
+        )
 
     @cute.jit
     def begin(self, gemm: Any, param: Any, smem_tensor: Any, ctx: Any) -> Any:
@@ -60,7 +67,9 @@ class RowStatistics(OnlineLSEReduce):
     @cute.jit
     def fn_sink_flush(self, gemm: Any, state: Any, frag: Any) -> None:
         m_part, s_part, u_part, coordinates, columns = state
-        column = cute.composition(cute.make_layout(gemm.cta_tile_shape_mnk[:2], stride=(0, 1)), coordinates.layout)
+        column = cute.composition(
+            cute.make_layout(gemm.cta_tile_shape_mnk[:2], stride=(0, 1)), coordinates.layout
+        )
         remaining = columns - coordinates[0][1]
         for i in cutlass.range(cute.size(frag), unroll_full=True):
             at = cute.crd2idx(i, column)
@@ -87,7 +96,9 @@ class RowStatistics(OnlineLSEReduce):
         """Either order gives the same bits."""
         first = vals[0] >= others[0]
         m, s, u = (Float32(cutlass.select_(first, x, y)) for x, y in zip(vals, others, strict=True))
-        low, low_s, low_u = (Float32(cutlass.select_(first, y, x)) for x, y in zip(vals, others, strict=True))
+        low, low_s, low_u = (
+            Float32(cutlass.select_(first, y, x)) for x, y in zip(vals, others, strict=True)
+        )
         behind = Float32(cutlass.select_(low == Float32(NEG_INF), Float32(0.0), low - m))
         shrink = cute.math.exp(behind, fastmath=True)
         return (m, s + low_s * shrink, u + shrink * (low_u + low_s * behind))
@@ -105,11 +116,14 @@ class RowStatistics(OnlineLSEReduce):
         return vals[0]
 
     @cute.jit
-    def end_loop_finish(self, gemm: Any, param: Any, staged: Any, tile_coord_mnkl: Any, varlen_manager: Any) -> None:
+    def end_loop_finish(
+        self, gemm: Any, param: Any, staged: Any, tile_coord_mnkl: Any, varlen_manager: Any
+    ) -> None:
         values, *rest = staged
         assert rest[2] == 1, "a row's columns are split over several warps"
         for plane in cutlass.range_constexpr(PLANES):
-            target, one = cute.domain_offset((plane, 0, 0), param), ((values[plane],), *rest)
+            target = cute.domain_offset((plane, 0, 0), param)
+            one = ((values[plane],), *rest)
             ColVecReduce.end_loop_finish(self, gemm, target, one, tile_coord_mnkl, varlen_manager)
 
 
@@ -126,14 +140,22 @@ def _tempered(acc: Any, inverse: Any) -> dict[str, Any]:
 
 def _epilogue(function: Callable[..., dict[str, Any]], *columns: str) -> EpiMod:
     sinks = {"planes": RowStatistics("planes"), "picked": ColVecSelect("picked", idx_op=TARGETS)}
-    return EpiMod(function, outs=sinks, ops={name: ColVecLoad(name) for name in columns}, extra_ops=(TARGETS,))
+    return EpiMod(
+        function, outs=sinks, ops={name: ColVecLoad(name) for name in columns}, extra_ops=(TARGETS,)
+    )
 
 
-PLAIN, TEMPERED = _epilogue(_plain), _epilogue(_tempered, "inverse")
+PLAIN = _epilogue(_plain)
+TEMPERED = _epilogue(_tempered, "inverse")
 
 
 def product(
-    x: Tensor, weight: Tensor, targets: Tensor, inverse: Tensor | None, out: tuple[Tensor | None, ...], tile: Any
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    inverse: Tensor | None,
+    out: tuple[Tensor | None, ...],
+    tile: Any,
 ) -> None:
     """out = (logits x weight.T [n, V] or None, planes [3, n, tiles], picked [n]: logits of local targets).
 

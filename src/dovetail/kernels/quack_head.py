@@ -11,30 +11,45 @@ from triton.language import constexpr, tensor
 from dovetail.kernels import quack
 
 TILE = (128, 192)  # the fastest
-ROWS, TILES = 32, 32  # per step
+ROWS = 32
+TILES = 32  # per step
 takes = quack.takes
 
 
 def logit_stats(
-    x: Tensor, weight: Tensor, local_targets: Tensor, temperature: Tensor | None = None, *, keep: bool
+    x: Tensor,
+    weight: Tensor,
+    local_targets: Tensor,
+    temperature: Tensor | None = None,
+    *,
+    keep: bool,
 ) -> tuple[Tensor | None, Tensor]:
     """x [n, D], weight [V, D] -> float32 logits [n, V] (None unless `keep`) and `reference.vocab_stats` [n, 4]."""
-    n, columns = len(x), len(weight)
+    n = len(x)
+    columns = len(weight)
     z = x.new_empty((n, columns), dtype=torch.float32) if keep else None
     planes = x.new_empty((3, triton.cdiv(columns, TILE[1]), n), dtype=torch.float32)
     local = (local_targets >= 0) & (local_targets < columns)
-    picked = torch.where(local, float("-inf"), torch.zeros_like(planes[0, 0]))  # -inf is not written
+    picked = torch.where(
+        local, float("-inf"), torch.zeros_like(planes[0, 0])
+    )  # -inf is not written
     inverse = None if temperature is None else temperature.to(torch.float32).reciprocal()
     targets = torch.where(local, local_targets, -1)  # compared by their low 32 bits
-    importlib.import_module(quack.EPILOGUE).product(x, weight, targets, inverse, (z, planes.mT, picked), TILE)
+    importlib.import_module(quack.EPILOGUE).product(
+        x, weight, targets, inverse, (z, planes.mT, picked), TILE
+    )
     stats = torch.empty((n, 4), dtype=planes.dtype, device=planes.device)
-    _combine[(triton.cdiv(n, ROWS),)](planes, picked, stats, n, planes.shape[1], planes.stride(0), ROWS, TILES)
+    _combine[(triton.cdiv(n, ROWS),)](
+        planes, picked, stats, n, planes.shape[1], planes.stride(0), ROWS, TILES
+    )
     if temperature is not None:
         stats[:, ::3] *= temperature[:, None]  # m and t are untempered
     return z, stats
 
 
-def logit_grads_(dz: Tensor, x: Tensor, weight: Tensor, dx: Tensor, dw: Tensor | None, *, first: bool = False) -> None:
+def logit_grads_(
+    dz: Tensor, x: Tensor, weight: Tensor, dx: Tensor, dw: Tensor | None, *, first: bool = False
+) -> None:
     """dx = dz weight, dw += dz.T x. first: overwrite dw."""
     if dw is not None:
         quack.add_weight_grad_(dw, dz, x, first=first)

@@ -12,7 +12,8 @@ from torch import Tensor
 
 SHORT = 128  # up to here a CPU is faster without flash attention
 QUERY_BLOCK = 256  # queries per mask
-CPU_BLOCK, GPU_BLOCK = 1 << 20, 1 << 27  # logits per elementwise pass
+CPU_BLOCK = 1 << 20
+GPU_BLOCK = 1 << 27  # logits per elementwise pass
 GATHER_BLOCK = 1 << 19  # numbers gathered at a time
 MAX_PAGED_DIM = 256  # of other implementations
 KEPT_BITS = 3  # below the leading one
@@ -55,7 +56,8 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate channels i and i + R / 2 of x [T, H, C] by cos and sin [T, R / 2]."""
     half = cos.shape[-1]
     first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
-    cos, sin = cos[:, None], sin[:, None]
+    cos = cos[:, None]
+    sin = sin[:, None]
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
 
 
@@ -74,11 +76,14 @@ def heads(
     queries, groups = counts
     q, k, v = qkv.unflatten(-1, (queries + 2 * groups, -1)).split((queries, groups, groups), dim=1)
     if gains is not None:
-        q, k = norm(q, gains[0], eps), norm(k, gains[1], eps)
+        q = norm(q, gains[0], eps)
+        k = norm(k, gains[1], eps)
     return rotate(q, cos, sin), rotate(k, cos, sin), v
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, q_spans: Spans, k_spans: Spans, window: int | None = None) -> Tensor:
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, q_spans: Spans, k_spans: Spans, window: int | None = None
+) -> Tensor:
     """Causal attention in each packed sequence: q [Tq, H, C], k [Tk, G, C], v [Tk, G, Cv <= C] -> [Tq, H, Cv].
 
     Aligned at the bottom right. window: keys a query sees.
@@ -87,8 +92,13 @@ def attention(q: Tensor, k: Tensor, v: Tensor, q_spans: Spans, k_spans: Spans, w
         return attention(q, k, pad_values(k, v), q_spans, k_spans, window)[..., :v_dim]
     out = []
     for count, n, m, start_q, start_k in _equal_runs(q_spans.lengths, k_spans.lengths):
-        queries = q[start_q : start_q + count * n].unflatten(0, (count, n)).transpose(1, 2)  # [B, H, n, C]
-        keys, values = (x[start_k : start_k + count * m].unflatten(0, (count, m)).transpose(1, 2) for x in (k, v))
+        queries = (
+            q[start_q : start_q + count * n].unflatten(0, (count, n)).transpose(1, 2)
+        )  # [B, H, n, C]
+        keys, values = (
+            x[start_k : start_k + count * m].unflatten(0, (count, m)).transpose(1, 2)
+            for x in (k, v)
+        )
         if n == m and (window is None or m <= window):
             mixed = _causal_attention(queries, keys, values)
         else:
@@ -101,44 +111,67 @@ def pad_values(k: Tensor, v: Tensor) -> Tensor:
     return v if v.shape[-1] == k.shape[-1] else F.pad(v, (0, k.shape[-1] - v.shape[-1]))
 
 
-def _equal_runs(q_lengths: tuple[int, ...], k_lengths: tuple[int, ...]) -> Iterator[tuple[int, int, int, int, int]]:
+def _equal_runs(
+    q_lengths: tuple[int, ...], k_lengths: tuple[int, ...]
+) -> Iterator[tuple[int, int, int, int, int]]:
     """Runs of equal lengths: (count, queries, keys, first query, first key)."""
     start_q = start_k = 0
     for (n, m), run in itertools.groupby(zip(q_lengths, k_lengths, strict=True)):
         count = len(list(run))
         if n:
             yield count, n, m, start_q, start_k
-        start_q, start_k = start_q + count * n, start_k + count * m
+        start_q = start_q + count * n
+        start_k = start_k + count * m
 
 
 def _causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     n = q.shape[2]
     if n > SHORT or q.dtype in (torch.float32, torch.float64):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
-    grouped = q.reshape(-1, k.shape[1], q.shape[1] // k.shape[1] * n, q.shape[3])  # [B, G, H / G n, C]
-    scores = (grouped @ k.transpose(2, 3)).to(torch.float32).mul_(q.shape[3] ** -0.5).unflatten(2, (-1, n))
+        return F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
+        )
+    grouped = q.reshape(
+        -1, k.shape[1], q.shape[1] // k.shape[1] * n, q.shape[3]
+    )  # [B, G, H / G n, C]
+    scores = (
+        (grouped @ k.transpose(2, 3))
+        .to(torch.float32)
+        .mul_(q.shape[3] ** -0.5)
+        .unflatten(2, (-1, n))
+    )
     future = torch.ones(n, n, dtype=torch.bool, device=q.device).triu(1)
     weights = scores.masked_fill(future, float("-inf")).softmax(-1).to(q.dtype)
     return (weights.flatten(2, 3) @ v).view(q.shape)
 
 
 def _masked_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-    n, m = q.shape[2], k.shape[2]
+    n = q.shape[2]
+    m = k.shape[2]
     blocks = []
     for start in range(0, n, QUERY_BLOCK):
         stop = min(start + QUERY_BLOCK, n)
-        first, last = start + m - n, stop + m - n
+        first = start + m - n
+        last = stop + m - n
         low = 0 if window is None else max(0, first - window + 1)
         at_q = torch.arange(first, last, device=q.device)[:, None]
         at_k = torch.arange(low, last, device=q.device)[None, :]
         mask = at_k <= at_q if window is None else (at_k <= at_q) & (at_k > at_q - window)
         block = q[:, :, start:stop], k[:, :, low:last], v[:, :, low:last]
-        blocks.append(F.scaled_dot_product_attention(*block, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1]))
+        blocks.append(
+            F.scaled_dot_product_attention(
+                *block, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1]
+            )
+        )
     return torch.cat(blocks, dim=2)
 
 
 def decode_attention(
-    q: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, window: int | None = None
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    table: Tensor,
+    lengths: Tensor,
+    window: int | None = None,
 ) -> Tensor:
     """One new token per row: q [B, H, C], keys and values [P, G, page, C] -> [B, H, C]; table [B, W]: pages."""
     groups, page = keys.shape[1:3]
@@ -150,12 +183,17 @@ def decode_attention(
         longest = int(lengths[rows].max())
         index = (table[rows, None, : -(-longest // page)] * groups + heads).flatten()
         shape = (-1, groups, index.numel() // (groups * len(lengths[rows])) * page, q.shape[2])
-        k, v = (x.flatten(0, 1).index_select(0, index).view(shape)[:, :, :longest] for x in (keys, values))
+        k, v = (
+            x.flatten(0, 1).index_select(0, index).view(shape)[:, :, :longest]
+            for x in (keys, values)
+        )
         out.append(_decode_rows(q[rows], k, v, lengths[rows], window))
     return out[0] if len(out) == 1 else torch.cat(out)
 
 
-def write_entries(keys: Tensor, values: Tensor, pages: Tensor, offsets: Tensor, k: Tensor, v: Tensor) -> None:
+def write_entries(
+    keys: Tensor, values: Tensor, pages: Tensor, offsets: Tensor, k: Tensor, v: Tensor
+) -> None:
     """k [n, G, C] and v [n, G, Cv <= C] to pages and offsets [n] of [P, G, page, C]."""
     keys[pages, :, offsets] = k
     values[pages, :, offsets, : v.shape[-1]] = v
@@ -184,9 +222,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
-def linear_input_grad(dy: Tensor, weight: Tensor) -> Tensor:
-    """dy [T, N] @ weight [N, K]."""
-    return dy @ weight
+def linear_input_grad(dy: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+    """dy [T, N] @ weight [N, K], written to `out` where it is given."""
+    return torch.mm(dy, weight, out=out)
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
@@ -203,7 +241,9 @@ def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     return torch.cat([rows @ w for rows, w in zip(x.split(lengths), weight.unbind(), strict=True)])
 
 
-def permute(x: Tensor, experts: Tensor, count: int, total: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def permute(
+    x: Tensor, experts: Tensor, count: int, total: int | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Copies of tokens by expert: x [T, D], experts int [T, K] -> [T K, D], rows [T K], ends [count].
 
     rows[t K + i]: the row of token t's i-th copy, T K if dropped (expert >= count). total: rows of the result.
@@ -215,7 +255,8 @@ def permute(x: Tensor, experts: Tensor, count: int, total: int | None = None) ->
 
 
 def permute_tokens(x: Tensor, rows: Tensor, copies: int, total: int | None = None) -> Tensor:
-    size, drops = len(rows) if total is None else total, total is not None
+    size = len(rows) if total is None else total
+    drops = total is not None
     return _MoveRows.apply(x, rows, copies, size, drops, False)
 
 
@@ -233,16 +274,29 @@ class _MoveRows(torch.autograd.Function):
     """forward: copies of x to `rows`, or if `back` x[rows]. backward: the other."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: Tensor, copies: int, total: int, drops: bool, back: bool) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, rows: Tensor, copies: int, total: int, drops: bool, back: bool
+    ) -> Tensor:
         ctx.save_for_backward(rows)
-        ctx.copies, ctx.total, ctx.drops, ctx.back = copies, total, drops, back
+        ctx.copies = copies
+        ctx.total = total
+        ctx.drops = drops
+        ctx.back = back
         return _gather(x, rows, drops) if back else x[inverse_of(rows, total) // copies]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (dy,), (rows,) = grads, ctx.saved_tensors
+        (dy,) = grads
+        (rows,) = ctx.saved_tensors
         dx = dy[inverse_of(rows, ctx.total)] if ctx.back else _gather(dy, rows, ctx.drops)
-        return dx if ctx.copies == 1 else dx.unflatten(0, (-1, ctx.copies)).sum(1), None, None, None, None, None
+        return (
+            dx if ctx.copies == 1 else dx.unflatten(0, (-1, ctx.copies)).sum(1),
+            None,
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 def _gather(x: Tensor, rows: Tensor, drops: bool) -> Tensor:
@@ -311,7 +365,9 @@ def vocab_stats(z: Tensor, local_targets: Tensor, temperature: Tensor | None = N
     for rows in row_blocks(z):
         peak = z[rows].amax(-1).to(stats.dtype)
         stats[rows, 0] = peak
-        shifted = _shifted(z, rows, torch.where(peak == float("-inf"), 0.0, peak)[:, None], temperature)
+        shifted = _shifted(
+            z, rows, torch.where(peak == float("-inf"), 0.0, peak)[:, None], temperature
+        )
         weights = shifted.exp()
         stats[rows, 1] = weights.sum(-1)
         # also of logits of -inf
@@ -337,9 +393,11 @@ def vocab_grad_(
     if columns == 0:
         return z.to(dtype or z.dtype)
     local = (local_targets >= 0) & (local_targets < columns)
-    index, at_target = torch.where(local, local_targets, 0)[:, None], torch.where(local, g, 0.0)[:, None]
+    index = torch.where(local, local_targets, 0)[:, None]
+    at_target = torch.where(local, g, 0.0)[:, None]
     peak, total, offset = (stat[:, None] for stat in normalizer)
-    by_logprob, by_entropy = -g[:, None] / total, None if h is None else -h[:, None] / total
+    by_logprob = -g[:, None] / total
+    by_entropy = None if h is None else -h[:, None] / total
     for rows in row_blocks(z):
         shifted = _shifted(z, rows, peak[rows], temperature)
         if by_entropy is None:

@@ -22,7 +22,17 @@ TRITON: Mapping[str, tuple[str, ...]] = {
     "sampling_triton": ("draw",),
     "divergence_triton": ("divergence_sums", "divergence_grad_"),
 }
-NPU = ("attention", "rms_norm", "add_norm", "heads", "rope", "swiglu", "grouped_mm", "permute", "unpermute")
+NPU = (
+    "attention",
+    "rms_norm",
+    "add_norm",
+    "heads",
+    "rope",
+    "swiglu",
+    "grouped_mm",
+    "permute",
+    "unpermute",
+)
 
 
 @dataclass(frozen=True)
@@ -60,30 +70,11 @@ class KernelSet:
 
     def describe(self) -> dict[str, str]:
         ops = {f.name: getattr(self, f.name) for f in fields(self)}
-        ops |= {"gated": self.gated and self.gated.gated, "head": self.head and self.head.logit_stats}
+        ops |= {
+            "gated": self.gated and self.gated.gated,
+            "head": self.head and self.head.logit_stats,
+        }
         return {name: op.__module__.rpartition(".")[2] for name, op in ops.items() if callable(op)}
-
-
-def mixture_of_experts(
-    kernels: KernelSet,
-    x: Tensor,
-    experts: Tensor,
-    weights: Tensor,
-    matrices: tuple[Tensor, Tensor],
-    copies: int | None = None,
-    add: Callable[..., None] | None = None,
-) -> Tensor:
-    """Sums of weight x down_e(swiglu(gate_up_e x)) over each token's experts: x [n, D] -> [n, D].
-
-    experts int [n, K], weights [n, K]; matrices: gate_up [E, 2 F, D], down [E, D, F]. copies: experts below E, default all.
-    """
-    fused = kernels.mixture and kernels.mixture(x, experts, weights, matrices, copies, add)
-    if fused is not None:
-        return fused
-    gate_up, down = matrices
-    permuted, rows, ends = kernels.permute(x, experts, len(gate_up), copies)
-    hidden = kernels.swiglu(kernels.grouped_mm(permuted, gate_up.transpose(1, 2), ends))
-    return kernels.unpermute(kernels.grouped_mm(hidden, down.transpose(1, 2), ends), rows, weights)
 
 
 def kernels_for(device: torch.device) -> KernelSet:

@@ -25,7 +25,9 @@ class Shape(NamedTuple):
     greedy: bool
 
 
-def draw(z: Tensor, streams: Tensor, positions: Tensor, temperature: float, banned: Tensor | None) -> Tensor:
+def draw(
+    z: Tensor, streams: Tensor, positions: Tensor, temperature: float, banned: Tensor | None
+) -> Tensor:
     """A token per row of logits z [n, V], by the random number of stream [n] at position [n]. temperature 0: greedy.
 
     banned: mask [V]. Returns float64 [2, n]: ids, and log-probs at the temperature (0: at 1) over all ids.
@@ -35,12 +37,16 @@ def draw(z: Tensor, streams: Tensor, positions: Tensor, temperature: float, bann
     out = torch.empty(2, n, dtype=torch.float64, device=z.device)
     if not n:
         return out
-    peaks = torch.empty(n, pieces, 2, dtype=torch.float32, device=z.device)  # of allowed and of banned tokens
+    peaks = torch.empty(
+        n, pieces, 2, dtype=torch.float32, device=z.device
+    )  # of allowed and of banned tokens
     firsts = torch.empty(n, pieces, dtype=torch.int32, device=z.device)
     per_piece = PIECE.value // BLOCK.value + 1
     sums = torch.empty(n, pieces, per_piece, dtype=torch.float64, device=z.device)
     z = z if z.stride(1) == 1 else z.contiguous()
-    stats, sizes, scale = (peaks, firsts, sums), (z.stride(0), columns), float(temperature or 1)
+    stats = (peaks, firsts, sums)
+    sizes = (z.stride(0), columns)
+    scale = float(temperature or 1)
     _piece_stats[(n, pieces)](z, banned, stats, sizes, scale, num_warps=WARPS)
     noise = (streams.contiguous(), positions.contiguous())
     shape = Shape(pieces, triton.next_power_of_2(pieces), not temperature)
@@ -87,7 +93,10 @@ def _piece_stats(z: tensor, banned: tensor, stats: tensor, sizes: tensor, scale:
         rest = tl.where(allowed == x, float("-inf"), x)
         top = tl.max(tl.max(rest, 1), 0)
         tl.store(peaks + 2 * slot + 1, top)
-        tl.store(sums + slot * (BLOCKS + 1) + BLOCKS, tl.sum(tl.sum(_weights(rest, top).to(tl.float64), 1), 0))
+        tl.store(
+            sums + slot * (BLOCKS + 1) + BLOCKS,
+            tl.sum(tl.sum(_weights(rest, top).to(tl.float64), 1), 0),
+        )
 
 
 @triton.jit
@@ -102,7 +111,14 @@ def _uniform(stream: tensor, position: tensor) -> tensor:
 
 @triton.jit
 def _sample(
-    z: tensor, banned: tensor, stats: tensor, noise: tensor, out: tensor, sizes: tensor, scale: tensor, SHAPE: constexpr
+    z: tensor,
+    banned: tensor,
+    stats: tensor,
+    noise: tensor,
+    out: tensor,
+    sizes: tensor,
+    scale: tensor,
+    SHAPE: constexpr,
 ) -> None:
     BLOCKS: constexpr = PIECE // BLOCK
     peaks, firsts, sums = stats
@@ -114,8 +130,12 @@ def _sample(
     block = tl.arange(0, SHAPE.padded * BLOCKS)
     block_slot = row * SHAPE.pieces + block // BLOCKS
     real = block < SHAPE.pieces * BLOCKS
-    shares = tl.exp((tl.load(peaks + 2 * block_slot, mask=real, other=float("-inf")) - peak).to(tl.float64))
-    weights = tl.load(sums + block_slot * (BLOCKS + 1) + block % BLOCKS, mask=real, other=0.0) * shares
+    shares = tl.exp(
+        (tl.load(peaks + 2 * block_slot, mask=real, other=float("-inf")) - peak).to(tl.float64)
+    )
+    weights = (
+        tl.load(sums + block_slot * (BLOCKS + 1) + block % BLOCKS, mask=real, other=0.0) * shares
+    )
     running = tl.cumsum(weights, 0)
     total = tl.sum(tl.where(block == SHAPE.padded * BLOCKS - 1, running, 0.0), 0)
     if SHAPE.greedy:
@@ -128,7 +148,9 @@ def _sample(
         at = chosen * BLOCK + tl.arange(0, BLOCK)
         allowed = _allowed(banned, _logits(z, row, at, sizes, scale), at, sizes[1])
         top = tl.load(peaks + 2 * (row * SHAPE.pieces + chosen // BLOCKS))
-        inside = tl.cumsum(_weights(allowed, top).to(tl.float64) * tl.exp((top - peak).to(tl.float64)), 0)
+        inside = tl.cumsum(
+            _weights(allowed, top).to(tl.float64) * tl.exp((top - peak).to(tl.float64)), 0
+        )
         last = tl.sum(tl.where(tl.arange(0, BLOCK) == BLOCK - 1, inside, 0.0), 0)
         rest = tl.minimum(target - before, last * BELOW_ONE)  # sums may round differently
         token = tl.minimum(chosen * BLOCK + tl.sum((inside <= rest).to(tl.int32), 0), sizes[1] - 1)
@@ -136,8 +158,12 @@ def _sample(
     if banned is not None:
         banned_peaks = tl.load(peaks + 2 * slot + 1, mask=piece < SHAPE.pieces, other=float("-inf"))
         banned_peak = tl.max(banned_peaks, 0)
-        share = tl.exp((banned_peaks - tl.where(banned_peak == float("-inf"), 0.0, banned_peak)).to(tl.float64))
-        banned_sums = tl.load(sums + slot * (BLOCKS + 1) + BLOCKS, mask=piece < SHAPE.pieces, other=0.0)
+        share = tl.exp(
+            (banned_peaks - tl.where(banned_peak == float("-inf"), 0.0, banned_peak)).to(tl.float64)
+        )
+        banned_sums = tl.load(
+            sums + slot * (BLOCKS + 1) + BLOCKS, mask=piece < SHAPE.pieces, other=0.0
+        )
         log_banned = (banned_peak - peak).to(tl.float64) + tl.log(tl.sum(banned_sums * share, 0))
         larger = tl.maximum(log_total, log_banned)
         log_total = larger + tl.log(tl.exp(log_total - larger) + tl.exp(log_banned - larger))

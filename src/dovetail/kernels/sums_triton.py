@@ -16,9 +16,12 @@ def add_words(words: Tensor, total: Tensor, first: int) -> None:
 
 
 @triton.jit(do_not_specialize=["count", "first"])
-def _add_words(words: tensor, total: tensor, count: tensor, first: tensor, BLOCK: constexpr) -> None:
+def _add_words(
+    words: tensor, total: tensor, count: tensor, first: tensor, BLOCK: constexpr
+) -> None:
     sums = tl.zeros((BLOCK,), tl.int64)
-    step, lane = tl.full((), 0x9E3779B97F4A7C15, tl.uint64), tl.arange(0, BLOCK).to(tl.int64)
+    step = tl.full((), 0x9E3779B97F4A7C15, tl.uint64)
+    lane = tl.arange(0, BLOCK).to(tl.int64)
     place = lane.to(tl.uint64) * step
     for start in tl.range(tl.program_id(0).to(tl.int64) * BLOCK, count, tl.num_programs(0) * BLOCK):
         at = start + lane

@@ -15,8 +15,11 @@ from dovetail import system
 from dovetail.errors import ConfigError, MachineError
 from dovetail.launch.process import complain, without_secrets
 
-URLS, KEY = "DOVETAIL_ENGINES", "DOVETAIL_ENGINE_KEY"
-LOOK_SECONDS, END_SECONDS, ASK_SECONDS = 0.5, 15.0, 5.0
+URLS = "DOVETAIL_ENGINES"
+KEY = "DOVETAIL_ENGINE_KEY"
+LOOK_SECONDS = 0.5
+END_SECONDS = 15.0
+ASK_SECONDS = 5.0
 LAST_LINES = 15  # of a failed server's log
 HOST = "127.0.0.1"
 
@@ -45,7 +48,11 @@ class Engines:
     """The servers of a run. They outlive restarts of the ranks; those that have ended start again."""
 
     def __init__(
-        self, start: EngineStart, ranks: int, free_port: Callable[[], int], stopped: Callable[[], bool]
+        self,
+        start: EngineStart,
+        ranks: int,
+        free_port: Callable[[], int],
+        stopped: Callable[[], bool],
     ) -> None:
         self.start = start
         self.free_port = free_port
@@ -100,7 +107,9 @@ def running(
         engines.end()
 
 
-def _started(words: Sequence[str], environment: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
+def _started(
+    words: Sequence[str], environment: Mapping[str, str], log: Path
+) -> subprocess.Popen[bytes]:
     try:
         with open(log, "wb") as output:
             return subprocess.Popen(
@@ -118,16 +127,21 @@ def _wait(
     urls: Mapping[int, str],
     stopped: Callable[[], bool],
 ) -> None:
-    deadline, waiting = time.monotonic() + start.timeout, dict(urls)
+    deadline = time.monotonic() + start.timeout
+    waiting = dict(urls)
     kills_before = system.out_of_memory_kills()
     while waiting and not stopped():
         for i, url in list(waiting.items()):
             code = processes[i].poll()
             if code is not None and code < 0:
                 killed = system.killed_by(-code, kills_before)
-                raise MachineError(f"rollout.start: engine {i} was {killed}; its log:\n{_tail(start, i)}")
+                raise MachineError(
+                    f"rollout.start: engine {i} was {killed}; its log:\n{_tail(start, i)}"
+                )
             if code is not None:
-                raise ConfigError(f"rollout.start: engine {i} ended with code {code}; its log:\n{_tail(start, i)}")
+                raise ConfigError(
+                    f"rollout.start: engine {i} ended with code {code}; its log:\n{_tail(start, i)}"
+                )
             if _is_healthy(url):
                 del waiting[i]
         if waiting and time.monotonic() > deadline:
@@ -139,7 +153,9 @@ def _wait(
 
 def _is_healthy(url: str) -> bool:
     with suppress(OSError, http.client.HTTPException):
-        with closing(http.client.HTTPConnection(url.removeprefix("http://"), timeout=ASK_SECONDS)) as connection:
+        with closing(
+            http.client.HTTPConnection(url.removeprefix("http://"), timeout=ASK_SECONDS)
+        ) as connection:
             connection.request("GET", "/health")
             return connection.getresponse().status == 200
     return False
@@ -163,14 +179,18 @@ def _gpus(start: EngineStart, ranks: int) -> list[list[str]] | None:
     if not start.gpus_each:
         return None
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    all_gpus = [str(i) for i in range(len(system.gpu_memory()))] if named is None else named.split(",")
+    all_gpus = (
+        [str(i) for i in range(len(system.gpu_memory()))] if named is None else named.split(",")
+    )
     needed = ranks + start.gpus_each * len(start.commands)
     if needed > len(all_gpus):
         wants = f"{len(start.commands)} engines of {start.gpus_each} GPUs and {ranks} ranks need {needed} GPUs"
         edit = "start fewer, or set rollout.start.gpus_each=0 for CPUs"
         raise ConfigError(f"rollout.start: {wants}, there are {len(all_gpus)}; {edit}")
     free = all_gpus[ranks:]
-    return [free[i * start.gpus_each : (i + 1) * start.gpus_each] for i in range(len(start.commands))]
+    return [
+        free[i * start.gpus_each : (i + 1) * start.gpus_each] for i in range(len(start.commands))
+    ]
 
 
 def _log(start: EngineStart, number: int) -> Path:

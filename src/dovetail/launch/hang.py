@@ -87,8 +87,11 @@ class RankStatus(NamedTuple):
             does = "gives no stack (it may wait inside the kernel or a driver)"
         else:
             does = ("waits for other ranks in " if self.stack.waits else "is in ") + str(self.stack)
-        silence, phase = now - self.state.beat, f"{self.state.where()}, for {now - self.state.since:.0f} s"
-        beats = f"; it has run no other Python for {silence:.0f} s" if silence > SILENT_SECONDS else ""
+        silence = now - self.state.beat
+        phase = f"{self.state.where()}, for {now - self.state.since:.0f} s"
+        beats = (
+            f"; it has run no other Python for {silence:.0f} s" if silence > SILENT_SECONDS else ""
+        )
         return f"rank {self.rank} (pid {self.pid}): {phase}; {does}{beats}"
 
 
@@ -106,7 +109,11 @@ def suspects(ranks: Sequence[RankStatus]) -> tuple[list[int], str]:
     for r in ranks:
         groups[r.state.entries, r.stack].append(r.rank)
     if len(groups) == 1:
-        return ([ranks[0].rank], "alone") if len(ranks) == 1 else ([], "all ranks are at the same place")
+        return (
+            ([ranks[0].rank], "alone")
+            if len(ranks) == 1
+            else ([], "all ranks are at the same place")
+        )
     order = [(len(members), -entries) for (entries, _), members in groups.items()]
     if order.count(min(order)) > 1:
         return [], "the ranks wait at different places, and no place has fewer of them"

@@ -27,7 +27,8 @@ GONE_SECONDS = 20.0  # after a process ended: its job may be ending
 LOST_SECONDS = 1.0  # until all hosts know that a process ended
 KILL_SECONDS = 3.0
 KEY = "dovetail/hosts"  # in the store
-MAX_LINE, MOST_WAITING = 1 << 12, 4096  # characters; connections that are not accepted yet
+MAX_LINE = 1 << 12
+MOST_WAITING = 4096  # characters; connections that are not accepted yet
 
 
 class Store(Protocol):
@@ -45,8 +46,14 @@ class HostWatch:
         if rank == 0:
             dual = socket.has_dualstack_ipv6()
             family = socket.AF_INET6 if dual else socket.AF_INET
-            with socket.create_server(("", 0), family=family, backlog=MOST_WAITING, dualstack_ipv6=dual) as listener:
-                hub = {"address": _own_address(master), "port": listener.getsockname()[1], "host": setup["host"]}
+            with socket.create_server(
+                ("", 0), family=family, backlog=MOST_WAITING, dualstack_ipv6=dual
+            ) as listener:
+                hub = {
+                    "address": _own_address(master),
+                    "port": listener.getsockname()[1],
+                    "host": setup["host"],
+                }
                 hub["token"] = secrets.token_hex(16)
                 store.set(KEY, json.dumps(hub))
                 setup |= {"token": hub["token"], "listener": listener.fileno()}
@@ -104,7 +111,8 @@ class Heartbeats:
     """limit, gone: seconds of silence, and after the end of a process."""
 
     def __init__(self, limit: float, gone: float) -> None:
-        self.limit, self.gone = limit, gone
+        self.limit = limit
+        self.gone = gone
         self.last: dict[int, Heartbeat] = {}
 
     def note(self, rank: int, host: str, now: float) -> None:
@@ -112,7 +120,9 @@ class Heartbeats:
 
     def end(self, rank: int, now: float) -> None:
         if (last := self.last.get(rank)) is not None:
-            self.last[rank] = last._replace(deadline=min(last.deadline, now + self.gone), ended=True)
+            self.last[rank] = last._replace(
+                deadline=min(last.deadline, now + self.gone), ended=True
+            )
 
     def verdict(self, now: float) -> str:
         """Hosts that are lost, or ""."""
@@ -125,8 +135,15 @@ class Heartbeats:
         parts = []
         for (host, ended), ranks in silent.items():
             seconds = now - min(self.last[rank].seen for rank in ranks)
-            what = "the process ended" if ended else "the host is down, stopped or cut off from the network"
-            parts.append(f"host {host} (rank {', '.join(map(str, ranks))}) gave no sign for {seconds:.0f} s: {what}")
+            what = (
+                "the process ended"
+                if ended
+                else "the host is down, stopped or cut off from the network"
+            )
+            parts.append(
+                f"host {host} (rank {', '.join(map(str, ranks))}) gave no sign for {seconds:.0f} "
+                f"s: {what}"
+            )
         return "; ".join(parts)
 
 
@@ -134,7 +151,8 @@ class _Monitor:
     """peers: connections by rank, after their hello."""
 
     def __init__(self, setup: Mapping[str, Any]) -> None:
-        self.setup, self.heartbeats = setup, Heartbeats(setup["limit"], setup["gone"])
+        self.setup = setup
+        self.heartbeats = Heartbeats(setup["limit"], setup["gone"])
         self.peers: dict[int, asyncio.StreamWriter] = {}
         self.joining: set[asyncio.Task[None]] = set()
 
@@ -147,8 +165,12 @@ class _Monitor:
             self.joining.add(asyncio.create_task(self._join(self.setup["hub"])))
         else:
             listener = socket.socket(fileno=self.setup["listener"])
-            await asyncio.start_server(self._welcome, sock=listener, limit=MAX_LINE, backlog=MOST_WAITING)
-        done, _ = await asyncio.wait([self.end, asyncio.create_task(self._beat())], return_when="FIRST_COMPLETED")
+            await asyncio.start_server(
+                self._welcome, sock=listener, limit=MAX_LINE, backlog=MOST_WAITING
+            )
+        done, _ = await asyncio.wait(
+            [self.end, asyncio.create_task(self._beat())], return_when="FIRST_COMPLETED"
+        )
         reason = done.pop().result()
         if reason:
             self._send(f"end {reason}")
@@ -175,7 +197,9 @@ class _Monitor:
         return ""
 
     async def _join(self, hub: Mapping[str, Any]) -> None:
-        rank, deadline, problem = self.setup["rank"], time.monotonic() + self.setup["limit"], ""
+        rank = self.setup["rank"]
+        deadline = time.monotonic() + self.setup["limit"]
+        problem = ""
         # A wait_for that is cancelled may raise the OSError of the connection all the same.
         while not self.end.done() and time.monotonic() < deadline:
             try:
@@ -205,13 +229,18 @@ class _Monitor:
         with contextlib.suppress(OSError, ValueError):
             line = (await reader.readline()).decode(errors="replace").rstrip("\n")
             hello, token, rank, host = line.split(" ", 3)
-            if hello == "hello" and secrets.compare_digest(token.encode(), self.setup["token"].encode()):
+            if hello == "hello" and secrets.compare_digest(
+                token.encode(), self.setup["token"].encode()
+            ):
                 await self._follow(reader, writer, int(rank), host)
         writer.close()
 
-    async def _follow(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, rank: int, host: str) -> None:
+    async def _follow(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, rank: int, host: str
+    ) -> None:
         """A peer until it leaves or its connection ends."""
-        self.peers[rank], word = writer, "hello"
+        word = "hello"
+        self.peers[rank] = writer
         with contextlib.suppress(OSError, ValueError):  # ValueError: a line longer than MAX_LINE
             while word not in ("bye", ""):
                 self.heartbeats.note(rank, host, time.monotonic())
@@ -239,7 +268,11 @@ class _Monitor:
 def main() -> None:
     """Kills a rank that must end and does not."""
     system.die_with_parent()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):  # for the rank: it may have a checkpoint to write
+    for number in (
+        signal.SIGINT,
+        signal.SIGTERM,
+        signal.SIGUSR2,
+    ):  # for the rank: it may have a checkpoint to write
         signal.signal(number, signal.SIG_IGN)
     line = b""
     while not line.endswith(b"\n"):  # the rest stays in the pipe

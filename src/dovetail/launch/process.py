@@ -20,10 +20,12 @@ OUT_OF_MEMORY = (
 )  # fmt: skip
 DEVICE_FULL = (
     "the device ran out of memory; lower trainer.tokens_per_batch (--tokens-per-batch), set "
-    "trainer.activation_checkpointing=selective, or use more ranks: `dovetail docs when-something-goes-wrong`"
+    "trainer.activation_checkpointing=selective, or use more ranks: `dovetail docs "
+    "when-something-goes-wrong`"
 )
 FEW_FILES = 64
-SECRETS, MIN_SECRET = ("KEY", "TOKEN", "PASSWORD", "SECRET"), 6  # ends of names, and characters
+SECRETS = ("KEY", "TOKEN", "PASSWORD", "SECRET")
+MIN_SECRET = 6  # ends of names, and characters
 MAX_CAUSE = 200
 
 
@@ -95,20 +97,28 @@ def python_module(name: str) -> list[str]:
     return [sys.executable, *safe_path, "-m", name]
 
 
-def start_worker(module: str, *arguments: str, files: Sequence[int] = ()) -> subprocess.Popen[bytes]:
+def start_worker(
+    module: str, *arguments: str, files: Sequence[int] = ()
+) -> subprocess.Popen[bytes]:
     """A process of `module.main` in its own session, with pipes and this sys.path."""
     boot = f"import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {module} import main; main()"
     command = [sys.executable, "-P", "-c", boot, json.dumps(sys.path), *arguments]
     pipe = subprocess.PIPE
-    return subprocess.Popen(command, stdin=pipe, stdout=pipe, pass_fds=files, start_new_session=True)
+    return subprocess.Popen(
+        command, stdin=pipe, stdout=pipe, pass_fds=files, start_new_session=True
+    )
 
 
 def limit_behind(error: BaseException | None) -> str | None:
     """The message for an error caused by a ulimit or a full device."""
-    limits, cause = _memory_limits(), error
+    limits = _memory_limits()
+    cause = error
     while cause is not None:
-        text, message = one_line(cause), ""
-        if isinstance(cause, RuntimeError) and type(cause).__name__ == "OutOfMemoryError":  # torch's
+        text = one_line(cause)
+        message = ""
+        if (
+            isinstance(cause, RuntimeError) and type(cause).__name__ == "OutOfMemoryError"
+        ):  # torch's
             message = DEVICE_FULL
         elif OPEN_FILES in text.lower():
             files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -122,9 +132,16 @@ def limit_behind(error: BaseException | None) -> str | None:
 
 
 def _memory_limits() -> str:
-    kinds = ((resource.RLIMIT_AS, "address space (ulimit -v)"), (resource.RLIMIT_DATA, "data (ulimit -d)"))
+    kinds = (
+        (resource.RLIMIT_AS, "address space (ulimit -v)"),
+        (resource.RLIMIT_DATA, "data (ulimit -d)"),
+    )
     values = [(resource.getrlimit(kind)[0], name) for kind, name in kinds]
-    return " and ".join(f"{value / 1e9:.2g} GB of {name}" for value, name in values if value != resource.RLIM_INFINITY)
+    return " and ".join(
+        f"{value / 1e9:.2g} GB of {name}"
+        for value, name in values
+        if value != resource.RLIM_INFINITY
+    )
 
 
 def narrow_limits() -> str:

@@ -24,7 +24,8 @@ LIMITS: Mapping[Phase, float] = {
     "save": 1800.0, "eval": 3600.0, "wait": 1800.0, "exit": 600.0, "profile": 1800.0,
 }  # fmt: skip
 
-COLLECTIVE_SLACK, MAX_COLLECTIVE_SECONDS = 120.0, 30 * 86400.0
+COLLECTIVE_SLACK = 120.0
+MAX_COLLECTIVE_SECONDS = 30 * 86400.0
 READ_ATTEMPTS = 5
 _RECORD = struct.Struct("<qqqddq")  # a State; step -1: none; `entries` again, to detect torn reads
 
@@ -47,7 +48,9 @@ class Progress:
         self._file = None if path is None else path.open("wb", buffering=0)
         self._lock = threading.Lock()
         self.listener: Callable[[Phase, int, int, int], None] | None = None
-        self.mark: Callable[[str], AbstractContextManager[object]] = nullcontext  # names a stretch of time in a profile
+        self.mark: Callable[[str], AbstractContextManager[object]] = (
+            nullcontext  # names a stretch of time in a profile
+        )
         self.profile_wanted = False  # by a signal
         self._marked = ExitStack()  # the phase
         self._seconds = defaultdict[Phase, float](float)
@@ -82,7 +85,8 @@ class Progress:
         """By phase, since the last call."""
         with self._lock:
             self._count()
-            taken, self._seconds = self._seconds, defaultdict(float)
+            taken = self._seconds
+            self._seconds = defaultdict(float)
         return taken
 
     def _count(self) -> float:
@@ -99,7 +103,14 @@ class Progress:
         self.state = state
         if self._file is not None:
             step = -1 if state.step is None else state.step
-            record = (state.entries, PHASES.index(state.phase), step, state.since, state.beat, state.entries)
+            record = (
+                state.entries,
+                PHASES.index(state.phase),
+                step,
+                state.since,
+                state.beat,
+                state.entries,
+            )
             os.pwrite(self._file.fileno(), _RECORD.pack(*record), 0)
 
 

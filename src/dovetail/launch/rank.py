@@ -22,10 +22,15 @@ from dovetail.launch.hosts import HostWatch, Store
 from dovetail.launch.process import complain
 from dovetail.launch.progress import Phase, Progress, State, calling_every
 
-PIPE, FOLDER = "DOVETAIL_PARENT_PIPE", "DOVETAIL_WATCH"  # environment of a supervised rank
-DEFECT, USER_ERROR, INTERRUPTED, STOPPED = 1, 2, 130, 143  # exit codes
+PIPE = "DOVETAIL_PARENT_PIPE"
+FOLDER = "DOVETAIL_WATCH"  # environment of a supervised rank
+DEFECT = 1
+USER_ERROR = 2
+INTERRUPTED = 130
+STOPPED = 143  # exit codes
 STOP_CODES: Mapping[int, int] = {signal.SIGTERM: STOPPED, signal.SIGINT: INTERRUPTED}
-UNWINDING_SECONDS, SECOND_UNWINDING_SECONDS = 30.0, 1.5  # after the first and the second signal
+UNWINDING_SECONDS = 30.0
+SECOND_UNWINDING_SECONDS = 1.5  # after the first and the second signal
 STARTING: Sequence[Phase] = ("init", "meet", "load")
 SAME_SIGNAL_SECONDS = 1.0  # the launcher may repeat a signal
 BEAT_SECONDS = LOOK_SECONDS = 0.5
@@ -33,7 +38,9 @@ BEAT_SECONDS = LOOK_SECONDS = 0.5
 
 class RankFiles:
     def __init__(self, folder: Path | str, rank: int | str) -> None:
-        self.state, self.stacks, self.report = (Path(folder, f"rank_{rank}.{x}") for x in ("state", "stacks", "report"))
+        self.state, self.stacks, self.report = (
+            Path(folder, f"rank_{rank}.{x}") for x in ("state", "stacks", "report")
+        )
 
 
 class RankProcess:
@@ -135,7 +142,8 @@ class StopHandler:
         threading.Thread(target=self._count, args=(reader,), daemon=True).start()
 
     def unwind(self, number: int, _: FrameType | None) -> NoReturn:
-        self.code, self.rank.silent = STOP_CODES[number], True
+        self.code = STOP_CODES[number]
+        self.rank.silent = True
         signal.signal(number, _ignore)
         sys.exit(self.code)
 
@@ -167,17 +175,21 @@ def _ignore(number: int, frame: FrameType | None) -> None:
 
 def ranks_given() -> int | None:
     """By a launcher."""
-    rank, world = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
+    rank = os.environ.get("RANK")
+    world = os.environ.get("WORLD_SIZE")
     if rank is None or world is None:
         return None
     if not (rank.isdecimal() and world.isdecimal() and int(rank) < int(world)):
-        raise ConfigError(f"RANK={rank} and WORLD_SIZE={world}: expected whole numbers, RANK below WORLD_SIZE")
+        raise ConfigError(
+            f"RANK={rank} and WORLD_SIZE={world}: expected whole numbers, RANK below WORLD_SIZE"
+        )
     return int(world)
 
 
 def is_first_rank() -> bool:
     """Whether this process reports for its host."""
-    rank, world = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE")
+    rank = os.environ.get("RANK", "0")
+    world = os.environ.get("WORLD_SIZE")
     if world is None or not rank.isdecimal():
         return True
     first = int(rank) == 0 or os.environ.get("LOCAL_RANK") == "0"

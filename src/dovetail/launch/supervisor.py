@@ -20,16 +20,37 @@ from dovetail import system
 from dovetail.errors import MachineError
 from dovetail.jsonl import append
 from dovetail.launch.engines import Engines, EngineStart, running
-from dovetail.launch.hang import DUMP_SIGNAL, PROFILE_SIGNAL, STOPPED_STATES, Incident, RankStatus, main_stack, suspects
+from dovetail.launch.hang import (
+    DUMP_SIGNAL,
+    PROFILE_SIGNAL,
+    STOPPED_STATES,
+    Incident,
+    RankStatus,
+    main_stack,
+    suspects,
+)
 from dovetail.launch.process import complain, narrow_limits
 from dovetail.launch.progress import LIMITS, Phase, State, read_state
-from dovetail.launch.rank import DEFECT, FOLDER, INTERRUPTED, PIPE, STOP_CODES, STOPPED, USER_ERROR, RankFiles
+from dovetail.launch.rank import (
+    DEFECT,
+    FOLDER,
+    INTERRUPTED,
+    PIPE,
+    STOP_CODES,
+    STOPPED,
+    USER_ERROR,
+    RankFiles,
+)
 
-GRACE_SECONDS, STOP_SECONDS = 3.0, 10.0  # for other ranks to end after a failure, a signal
-POLL_SECONDS, LOOK_SECONDS = 0.02, 0.5  # between checks for ends, and for hangs
+GRACE_SECONDS = 3.0
+STOP_SECONDS = 10.0  # for other ranks to end after a failure, a signal
+POLL_SECONDS = 0.02
+LOOK_SECONDS = 0.5  # between checks for ends, and for hangs
 KILLED_SECONDS = 60.0  # memory may have to be unpinned first
-STACK_SECONDS, WRITING_SECONDS = 5.0, 0.5  # for all stacks to begin, and to end
-PAUSE_SECONDS, MAX_PAUSE = 1.0, 30.0  # before a restart
+STACK_SECONDS = 5.0
+WRITING_SECONDS = 0.5  # for all stacks to begin, and to end
+PAUSE_SECONDS = 1.0
+MAX_PAUSE = 30.0  # before a restart
 SAME_FAILURES = 3  # in a row: a crash loop
 PORTS = range(20000, 32768)  # below those that a system hands out
 STOP_ENDS = (STOPPED, INTERRUPTED, -signal.SIGTERM, -signal.SIGINT)
@@ -64,7 +85,11 @@ def run_ranks(command: Sequence[str], ranks: int, supervision: Supervision) -> i
 
 
 def _start_all(
-    command: Sequence[str], ranks: int, supervision: Supervision, stop: "_Stop", engines: Engines | None
+    command: Sequence[str],
+    ranks: int,
+    supervision: Supervision,
+    stop: "_Stop",
+    engines: Engines | None,
 ) -> int:
     incidents = list[Incident]()
     while True:
@@ -74,16 +99,23 @@ def _start_all(
             return end.code
         _record(supervision, end.incident.kind, end.incident)
         incidents.append(end.incident)
-        restart, latest = len(incidents), incidents[-SAME_FAILURES:]
+        restart = len(incidents)
+        latest = incidents[-SAME_FAILURES:]
         if restart > supervision.restarts or stop.signal:
             return end.code
-        if len(latest) == SAME_FAILURES and len({(i.kind, i.phase, i.step, i.cause) for i in latest}) == 1:
+        if (
+            len(latest) == SAME_FAILURES
+            and len({(i.kind, i.phase, i.step, i.cause) for i in latest}) == 1
+        ):
             _record(supervision, "crash loop", end.incident)
             again = f"{SAME_FAILURES} times in a row the same failure at the same place: not started again"
             complain(f"dovetail: {again}; look at the step's data and at the cause above\n")
             return end.code
         pause = min(PAUSE_SECONDS * 2 ** (restart - 1), MAX_PAUSE)
-        complain(f"dovetail: starting all ranks again in {pause:g} s (restart {restart} of {supervision.restarts})\n")
+        complain(
+            f"dovetail: starting all ranks again in {pause:g} s (restart {restart} of "
+            f"{supervision.restarts})\n"
+        )
         if stop.wait(pause):
             return STOP_CODES[stop.signal]
         if end.incident.phase not in ("init", "load"):
@@ -92,7 +124,11 @@ def _start_all(
 
 
 def _start_with(
-    engines: Engines | None, command: Sequence[str], ranks: int, supervision: Supervision, stop: "_Stop"
+    engines: Engines | None,
+    command: Sequence[str],
+    ranks: int,
+    supervision: Supervision,
+    stop: "_Stop",
 ) -> ExitReport:
     """Starts engines that do not run, then the ranks."""
     variables: dict[str, str] = {}
@@ -106,19 +142,37 @@ def _start_with(
 
 
 def _start_once(
-    command: Sequence[str], ranks: int, supervision: Supervision, stop: "_Stop", variables: Mapping[str, str]
+    command: Sequence[str],
+    ranks: int,
+    supervision: Supervision,
+    stop: "_Stop",
+    variables: Mapping[str, str],
 ) -> ExitReport:
     reader, writer = os.pipe()
     with tempfile.TemporaryDirectory(prefix="dovetail-watch-") as folder:
         job = stop.job = _Job(Path(folder), supervision.limits, stop)
         try:
-            shared = {**os.environ, **variables, "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-            shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), PIPE: str(reader), FOLDER: folder}
+            shared = {
+                **os.environ,
+                **variables,
+                "WORLD_SIZE": str(ranks),
+                "LOCAL_WORLD_SIZE": str(ranks),
+            }
+            shared |= {
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(_free_port()),
+                PIPE: str(reader),
+                FOLDER: folder,
+            }
             shared.setdefault("OMP_NUM_THREADS", str(max(1, system.cores() // ranks)))
-            shared.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # else every rank reports a disconnect
+            shared.setdefault(
+                "TORCH_CPP_LOG_LEVEL", "FATAL"
+            )  # else every rank reports a disconnect
             for rank in map(str, range(ranks)):
                 env = {**shared, "RANK": rank, "LOCAL_RANK": rank}
-                job.add(subprocess.Popen(command, env=env, pass_fds=(reader,), start_new_session=True))
+                job.add(
+                    subprocess.Popen(command, env=env, pass_fds=(reader,), start_new_session=True)
+                )
             return job.wait()
         finally:
             stop.job = None
@@ -129,7 +183,11 @@ def _start_once(
 
 def _record(supervision: Supervision, kind: str, incident: Incident) -> None:
     if supervision.run_dir is not None and (supervision.run_dir / "config.yaml").exists():
-        row = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), **asdict(incident), "kind": kind}
+        row = {
+            "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+            **asdict(incident),
+            "kind": kind,
+        }
         with contextlib.suppress(OSError):  # a full disk prevents no restart
             append(supervision.run_dir / "events.jsonl", row)
 
@@ -161,7 +219,9 @@ class _Stop:
 
 class _Job:
     def __init__(self, folder: Path, limits: Mapping[Phase, float], stop: _Stop) -> None:
-        self.folder, self.limits, self.stop = folder, limits, stop
+        self.folder = folder
+        self.limits = limits
+        self.stop = stop
         self.processes: list[subprocess.Popen[bytes]] = []
         self.files: list[RankFiles] = []
         self.ended: dict[int, int] = {}  # exit codes, in the order of the ends
@@ -178,7 +238,8 @@ class _Job:
 
     def wait(self) -> ExitReport:
         """Until all ranks end, one hangs, or soon after a failure or stop."""
-        deadline, look = float("inf"), 0.0
+        deadline = float("inf")
+        look = 0.0
         while len(self.ended) < len(self.processes) and time.monotonic() < deadline:
             self._collect()
             if deadline == float("inf"):
@@ -202,8 +263,11 @@ class _Job:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(until - time.monotonic(), 0.0))
         if left := system.end_children(self.spared, max(until - time.monotonic(), 1.0)):
-            pids, why = ", ".join(map(str, sorted(left))), "they wait inside the kernel, and keep their devices"
-            complain(f"dovetail: killed, but not gone after {KILLED_SECONDS:g} s: pid {pids}; {why}\n")
+            pids = ", ".join(map(str, sorted(left)))
+            why = "they wait inside the kernel, and keep their devices"
+            complain(
+                f"dovetail: killed, but not gone after {KILLED_SECONDS:g} s: pid {pids}; {why}\n"
+            )
 
     def _collect(self) -> None:
         codes = {rank: p.poll() for rank, p in enumerate(self.processes) if rank not in self.ended}
@@ -220,25 +284,38 @@ class _Job:
         codes = list(self.ended.values())
         if len(self.ended) == len(self.processes) and not any(codes):
             return ExitReport(0)
-        if self.stop.signal and (self.stop.second or not self.first or any(code in STOP_ENDS for code in codes)):
+        if self.stop.signal and (
+            self.stop.second or not self.first or any(code in STOP_ENDS for code in codes)
+        ):
             return ExitReport(STOPPED if STOPPED in codes else STOP_CODES[self.stop.signal])
         # first a killed rank, then one with a report
         killed = [rank for rank in self.first if self.ended[rank] < 0]
         failed = [rank for rank, code in self.ended.items() if code not in (0, *STOP_ENDS)]
-        rank = [*killed, *(rank for rank in failed if _read(self.files[rank].report)), *self.first][0]
+        rank = [*killed, *(rank for rank in failed if _read(self.files[rank].report)), *self.first][
+            0
+        ]
         text = _read(self.files[rank].report)
         if self.ended[rank] == USER_ERROR:
             return ExitReport(USER_ERROR, text)
-        state, cause = self.state(rank), self._cause(rank, text)
-        incident = Incident(kind="death", rank=rank, phase=state.phase, step=state.step, cause=cause)
-        stacks = _read(self.files[rank].stacks) if self.ended[rank] < 0 else ""  # of a crash inside a library
+        state = self.state(rank)
+        cause = self._cause(rank, text)
+        incident = Incident(
+            kind="death", rank=rank, phase=state.phase, step=state.step, cause=cause
+        )
+        stacks = (
+            _read(self.files[rank].stacks) if self.ended[rank] < 0 else ""
+        )  # of a crash inside a library
         name = f"rank {rank} ({incident.host}, pid {self.processes[rank].pid})"
-        return ExitReport(DEFECT, f"{text}{stacks}dovetail: {name} ended in {state.where()}: {cause}\n", incident)
+        return ExitReport(
+            DEFECT, f"{text}{stacks}dovetail: {name} ended in {state.where()}: {cause}\n", incident
+        )
 
     def _cause(self, rank: int, report: str) -> str:
         code = self.ended[rank]
         if code >= 0:
-            return report.strip().rpartition("\n")[2].removeprefix("dovetail: ") or f"exit code {code}"
+            return (
+                report.strip().rpartition("\n")[2].removeprefix("dovetail: ") or f"exit code {code}"
+            )
         name = f"killed by {signal.Signals(-code).name}"
         if -code != signal.SIGKILL:
             return name + narrow_limits()
@@ -251,7 +328,9 @@ class _Job:
 
     def _hung(self) -> ExitReport | None:
         now = time.monotonic()
-        alive = {rank: self.state(rank) for rank in range(len(self.processes)) if rank not in self.ended}
+        alive = {
+            rank: self.state(rank) for rank in range(len(self.processes)) if rank not in self.ended
+        }
         late = [state for state in alive.values() if now - state.since > self.limits[state.phase]]
         if not late:
             return None
@@ -264,14 +343,22 @@ class _Job:
         incident = Incident(kind="hang", rank=rank, phase=state.phase, step=state.step, cause=cause)
         stacks: dict[str, list[int]] = defaultdict(list)
         for r in ranks:
-            stacks["".join(f"    {f.file}:{f.line} {f.name}\n" for f in r.stack.frames)].append(r.rank)
+            stacks["".join(f"    {f.file}:{f.line} {f.name}\n" for f in r.stack.frames)].append(
+                r.rank
+            )
         name = f"rank {', '.join(map(str, blamed))}" if blamed else "no rank stands out"
-        seconds, phase = now - min(state.since for state in late), late[0].phase
+        seconds = now - min(state.since for state in late)
+        phase = late[0].phase
         lines = [
-            f"dovetail: hang: no progress for {seconds:.0f} s in phase {phase} (limit {self.limits[phase]:g} s)\n",
+            f"dovetail: hang: no progress for {seconds:.0f} s in phase {phase} (limit "
+            f"{self.limits[phase]:g} s)\n",
             *(f"  {r.describe(now)}\n" for r in ranks),
             *(f"  rank {rank}: ended with code {code}\n" for rank, code in self.ended.items()),
-            *(f"  stack of rank {', '.join(map(str, r))}, newest first:\n{text}" for text, r in stacks.items() if text),
+            *(
+                f"  stack of rank {', '.join(map(str, r))}, newest first:\n{text}"
+                for text, r in stacks.items()
+                if text
+            ),
             f"dovetail: {name} ({incident.host}) in {state.where()}: {cause}\n",
         ]
         return ExitReport(DEFECT, "".join(lines), incident)
@@ -284,10 +371,14 @@ class _Job:
         files = {rank: self.files[rank].stacks for rank in alive}
         awaited = [files[rank] for rank in alive if kernel[rank] not in STOPPED_STATES]
         deadline = time.monotonic() + STACK_SECONDS
-        while time.monotonic() < deadline and not all(main_stack(_read(file)).frames for file in awaited):
+        while time.monotonic() < deadline and not all(
+            main_stack(_read(file)).frames for file in awaited
+        ):
             time.sleep(POLL_SECONDS)
         time.sleep(WRITING_SECONDS)
-        return [RankStatus(r, pids[r], alive[r], kernel[r], main_stack(_read(files[r]))) for r in alive]
+        return [
+            RankStatus(r, pids[r], alive[r], kernel[r], main_stack(_read(files[r]))) for r in alive
+        ]
 
 
 def _read(path: Path) -> str:
@@ -299,4 +390,6 @@ def _free_port() -> int:
         with socket.socket() as free, contextlib.suppress(OSError):
             free.bind(("", port))
             return port
-    raise MachineError(f"no port from {PORTS[0]} to {PORTS[-1]} is free on this machine; end what listens there")
+    raise MachineError(
+        f"no port from {PORTS[0]} to {PORTS[-1]} is free on this machine; end what listens there"
+    )

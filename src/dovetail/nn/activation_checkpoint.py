@@ -18,13 +18,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
-from dovetail.memory import PinnedArena, host_room
+from dovetail.memory import PinnedArena, free_pinned_bytes
 
 Recompute = Literal["none", "light", "selective", "full"]
 ATTENTION = ("attention", "varlen_attn")  # in the names of kernels
 PRODUCTS = (
-    *("aten.mm.default", "aten.mm.dtype", "aten.addmm.default", "aten.bmm.default", "aten._grouped_mm.default"),
-    *(f"dovetail.{name}.default" for name in ("gated_product_into", "grouped_product")),
+    "aten.mm.default",
+    "aten.mm.dtype",
+    "aten.addmm.default",
+    "aten.bmm.default",
+    "aten._grouped_mm.default",
+    "dovetail.gated_product_into.default",
+    "dovetail.grouped_product.default",
 )
 
 
@@ -46,11 +51,15 @@ def runner(recompute: Recompute, host: "PinnedPool | None" = None) -> Callable[.
 
 def options(recompute: Recompute) -> dict[str, Any]:
     out: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-    return out if recompute == "full" else out | {"context_fn": partial(selective_contexts, recompute)}
+    if recompute != "full":
+        out["context_fn"] = partial(selective_contexts, recompute)
+    return out
 
 
 def selective_contexts(
-    recompute: Recompute, put: Callable[[Tensor], Any] = lambda x: x, get: Callable[[Any], Tensor] = lambda x: x
+    recompute: Recompute,
+    put: Callable[[Tensor], Any] = lambda x: x,
+    get: Callable[[Any], Tensor] = lambda x: x,
 ) -> tuple["_Keep", "_Reuse"]:
     """Modes of a forward pass and its repetition. put, get: move results of attention."""
     kept: deque[tuple[str, Any]] = deque()
@@ -58,9 +67,13 @@ def selective_contexts(
 
 
 class _Mode(TorchDispatchMode):
-    def __init__(self, recompute: Recompute, kept: deque[tuple[str, Any]], transfer: Callable[[Any], Any]) -> None:
+    def __init__(
+        self, recompute: Recompute, kept: deque[tuple[str, Any]], transfer: Callable[[Any], Any]
+    ) -> None:
         super().__init__()
-        self.recompute, self.kept, self.transfer = recompute, kept, transfer
+        self.recompute = recompute
+        self.kept = kept
+        self.transfer = transfer
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -69,31 +82,51 @@ class _Mode(TorchDispatchMode):
 
 class _Keep(_Mode):
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if is_kept(self.recompute, name := str(func)):
-            put = partial(tree_map_only, Tensor, lambda x: self.transfer(x.detach()))
-            self.kept.append((name, put(out) if is_attention(name) else _Product(out.detach())))
-        elif func._schema.is_mutable:
-            changed = _written_storages(func, args, kwargs or {})
-            for _, product in self.kept:
-                if isinstance(product, _Product) and product.storage in changed:
-                    product.x = None
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        name = str(func)
+        if not is_kept(self.recompute, name):
+            if func._schema.is_mutable:
+                self._forget_products(_written_storages(func, args, kwargs))
+        elif is_attention(name):
+            moved = tree_map_only(Tensor, lambda x: self.transfer(x.detach()), out)
+            self.kept.append((name, moved))
+        else:
+            self.kept.append((name, _Product(out.detach())))
         return out
+
+    def _forget_products(self, changed: set[int]) -> None:
+        for _, product in self.kept:
+            if isinstance(product, _Product) and product.storage in changed:
+                product.x = None
 
 
 class _Reuse(_Mode):
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if not is_kept(self.recompute, name := str(func)):
-            return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        name = str(func)
+        if not is_kept(self.recompute, name):
+            return func(*args, **kwargs)
         before, kept = self.kept.popleft()
         assert name == before, f"recomputation runs {name}, where the forward pass ran {before}"
-        if isinstance(kept, _Product):
-            return func(*args, **(kwargs or {})) if kept.x is None else kept.x.detach()
-        return tree_map_only((Tensor, OffloadedTensor), lambda x: self.transfer(x).detach(), kept)
+        if not isinstance(kept, _Product):
+            kinds = (Tensor, OffloadedTensor)
+            return tree_map_only(kinds, lambda x: self.transfer(x).detach(), kept)
+        if kept.x is None:
+            return func(*args, **kwargs)
+        return kept.x.detach()
 
 
 class _Product:
@@ -106,13 +139,16 @@ class _Product:
 
 def _written_storages(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> set[int]:
     arguments = func._schema.arguments
-    values = {**{argument.name: x for argument, x in zip(arguments, args, strict=False)}, **kwargs}
-    written = [values.get(a.name) for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+    values = dict(kwargs)
+    for argument, value in zip(arguments, args, strict=False):
+        values[argument.name] = value
+    writable = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+    written = [values.get(name) for name in writable]
     return {x.untyped_storage()._cdata for x in tree_leaves(written) if isinstance(x, Tensor)}
 
 
 class SavedTensor:
-    """Read once, in a backward pass."""
+    """A handle to what `save_for_backward_early` saved, read once in a backward pass."""
 
     node: FunctionCtx
 
@@ -146,7 +182,8 @@ class OffloadedTensor:
 
     def __init__(self, x: Tensor, host: Tensor | None, block: int) -> None:
         self.device_tensor: Tensor | None = x
-        self.host, self.block = host, block
+        self.host = host
+        self.block = block
         self.copied: Any = None
 
 
@@ -154,12 +191,16 @@ class PinnedPool:
     """Pinned host memory and a stream for copies. available: bytes left. ranks: that share them."""
 
     def __init__(
-        self, device: torch.device, *, available: Callable[[], int | None] | None = None, ranks: int = 1
+        self,
+        device: torch.device,
+        *,
+        available: Callable[[], int | None] | None = None,
+        ranks: int = 1,
     ) -> None:
         self.device = device
         self.module = torch.get_device_module(device)
         self.side = None if device.type == "cpu" else self.module.Stream(device)
-        self.available = available or (host_room if self.side is not None else lambda: None)
+        self.available = available or (free_pinned_bytes if self.side is not None else lambda: None)
         self.ranks = ranks
         self.free: list[PinnedArena] = []
         self.not_offloaded = 0  # bytes
@@ -196,7 +237,8 @@ class ActivationOffload:
     """Offloads inputs of blocks and results of attention; fetches them one block ahead."""
 
     def __init__(self, host: PinnedPool, recompute: Recompute) -> None:
-        self.host, self.recompute = host, recompute
+        self.host = host
+        self.recompute = recompute
         self.arena = host.arena()
         self.blocks: list[list[OffloadedTensor]] = []
         self.unread = 0
@@ -236,7 +278,8 @@ class ActivationOffload:
                     other.copied = self.host.copy(other.device_tensor, other.host)
             self.blocks[block] = []
         self.host.wait(tensor.copied)
-        x, tensor.device_tensor = tensor.device_tensor, None
+        x = tensor.device_tensor
+        tensor.device_tensor = None
         assert x is not None
         self.unread -= 1
         if not self.unread:

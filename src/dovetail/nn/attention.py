@@ -61,14 +61,18 @@ class BatchContext:
         return self.attention.attend(q, k, v, window)
 
 
-def context_of(micro: MicroBatch, rope: RopeSpec, dtype: torch.dtype, mesh: Mesh, kernels: KernelSet) -> BatchContext:
-    batch, own = micro.batch, None if micro.is_whole else micro.order
+def context_of(
+    micro: MicroBatch, rope: RopeSpec, dtype: torch.dtype, mesh: Mesh, kernels: KernelSet
+) -> BatchContext:
+    batch = micro.batch
+    own = None if micro.is_whole else micro.order
     cos, sin = rope_tables(rope, batch.positions, batch.lengths, dtype, own)
     return BatchContext(cos, sin, attention_of(micro, mesh, kernels), micro.routes or Routes())
 
 
 def attention_of(micro: MicroBatch, mesh: Mesh, kernels: KernelSet) -> BatchAttention:
-    batch, share = micro.batch, micro.shard
+    batch = micro.batch
+    share = micro.shard
     if micro.is_whole:
         return PackedAttention(Spans(batch.cu_seqlens, batch.lengths), kernels)
     chunks = cut_chunks(batch.lengths, share, batch.tokens.device)
@@ -76,7 +80,11 @@ def attention_of(micro: MicroBatch, mesh: Mesh, kernels: KernelSet) -> BatchAtte
 
 
 def rope_tables(
-    spec: RopeSpec, positions: Tensor, lengths: Sequence[int], dtype: torch.dtype, at: Tensor | None = None
+    spec: RopeSpec,
+    positions: Tensor,
+    lengths: Sequence[int],
+    dtype: torch.dtype,
+    at: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """cos and sin [T, R / 2] of positions [T]. lengths: for kinds `BY_LENGTH`. at [t]: these tokens only."""
     if at is not None:
@@ -89,7 +97,9 @@ def rope_tables(
         if at is not None:
             frequencies = frequencies[at]
     angles = positions.to(wide(dtype))[:, None] * frequencies
-    return (angles.cos() * spec.attention_factor).to(dtype), (angles.sin() * spec.attention_factor).to(dtype)
+    cos = angles.cos() * spec.attention_factor
+    sin = angles.sin() * spec.attention_factor
+    return cos.to(dtype), sin.to(dtype)
 
 
 @lru_cache(maxsize=64)
@@ -105,7 +115,8 @@ class Attention(nn.Module):
         super().__init__()
         a = spec.attention
         self.kernels = kernels
-        self.layer, self.window = layer, a.windows[layer]
+        self.layer = layer
+        self.window = a.windows[layer]
         parts = {"q_proj": (a.num_heads, a.head_dim)}
         parts |= dict.fromkeys(("k_proj", "v_proj"), (a.num_kv_heads, a.head_dim))
         self.qkv_proj = ColumnLinear(spec.width, parts, mesh, kernels, bias=a.qkv_bias)
@@ -115,9 +126,11 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(a.head_dim, spec.norm_eps, kernels) if a.qk_norm else None
 
     def forward_async(self, x: Tensor, context: Context) -> AsyncForward[Tensor]:
-        gains, eps = None, 0.0
+        gains = None
+        eps = 0.0
         if self.q_norm is not None and self.k_norm is not None:
-            gains, eps = (self.q_norm.weight, self.k_norm.weight), self.q_norm.eps
+            gains = (self.q_norm.weight, self.k_norm.weight)
+            eps = self.q_norm.eps
         qkv = yield from self.qkv_proj.forward_async(x)
         yield from switch(self.qkv_proj.axis)
         q, k, v = self.kernels.heads(qkv, self.counts, context.cos, context.sin, gains, eps)

@@ -39,9 +39,17 @@ class _SharedKeys(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, k: Tensor, v: Tensor, stretches: tuple[slice, ...], axis: Axis, add: Callable[..., Tensor]
+        ctx: Any,
+        k: Tensor,
+        v: Tensor,
+        stretches: tuple[slice, ...],
+        axis: Axis,
+        add: Callable[..., Tensor],
     ) -> tuple[Tensor, ...]:
-        ctx.stretches, ctx.axis, ctx.add, ctx.own = stretches, axis, add, len(k)
+        ctx.stretches = stretches
+        ctx.axis = axis
+        ctx.add = add
+        ctx.own = len(k)
         gathered = gather_mirrored(torch.cat((k, v), dim=1), axis)
         return tuple(x for stretch in stretches for x in gathered[stretch].chunk(2, dim=1))
 
@@ -52,7 +60,9 @@ class _SharedKeys(torch.autograd.Function):
         return dk, dv, None, None, None
 
 
-def scatter_kv_grads(grads: Sequence[Tensor], stretches: Sequence[slice], own: int, lines: int) -> Tensor:
+def scatter_kv_grads(
+    grads: Sequence[Tensor], stretches: Sequence[slice], own: int, lines: int
+) -> Tensor:
     """Gradients of stretches [n, G, C] -> sums [lines, 2, own, G, C]."""
     size = own // 2
     out = grads[0].new_empty((lines, 2, own, *grads[0].shape[1:]))
@@ -73,6 +83,8 @@ def scatter_kv_grads(grads: Sequence[Tensor], stretches: Sequence[slice], own: i
 
 
 class Chunk(NamedTuple):
+    """The tokens of this rank's queries, the keys that they see, and both as packed sequences."""
+
     queries: slice
     keys: slice
     q_spans: Spans
@@ -86,7 +98,8 @@ class SharedAttention:
     kernels: KernelSet
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-        v_dim, v = v.shape[-1], pad_values(k, v)
+        v_dim = v.shape[-1]
+        v = pad_values(k, v)
         q, k, v = self._all_tokens(q, k, v)
         queries: Sequence[Tensor] = (q,)
         keys: Iterable[tuple[Tensor, Tensor]] = ((k, v),)
@@ -94,26 +107,31 @@ class SharedAttention:
             queries = q.split([chunk.queries.stop - chunk.queries.start for chunk in self.chunks])
             stretches = [chunk.keys for chunk in self.chunks]
             keys = share_keys(k, v, stretches, self.axes.gather, self.kernels.sum_deterministic)
-        out = [
-            self.kernels.attention(rows, *kv, chunk.q_spans, chunk.k_spans, window)
-            for rows, kv, chunk in zip(queries, keys, self.chunks, strict=True)
-        ]
-        return heads_to_tokens(out[0] if len(out) == 1 else torch.cat(out), self.axes.ulysses)[..., :v_dim]
+        parts = []
+        for rows, (key, value), chunk in zip(queries, keys, self.chunks, strict=True):
+            spans = (chunk.q_spans, chunk.k_spans)
+            parts.append(self.kernels.attention(rows, key, value, *spans, window))
+        out = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return heads_to_tokens(out, self.axes.ulysses)[..., :v_dim]
 
     def _all_tokens(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         """Some heads of the Ulysses group's tokens; too few KV heads are repeated."""
         size = self.axes.ulysses.size
         if size == 1:
             return q, k, v
-        if (repeats := size // k.shape[1]) > 1:
-            k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
+        repeats = size // k.shape[1]
+        if repeats > 1:
+            k = k.repeat_interleave(repeats, dim=1)
+            v = v.repeat_interleave(repeats, dim=1)
         parts = [x.unflatten(1, (size, -1)) for x in (q, k, v)]
         heads = [part.shape[2] for part in parts]
         qkv = torch.cat(parts, dim=2).flatten(1, 2)
         return tokens_to_heads(qkv, self.axes.ulysses).split(heads, dim=1)
 
 
-def cut_chunks(lengths: Sequence[int], share: ContextShard, device: torch.device) -> tuple[Chunk, ...]:
+def cut_chunks(
+    lengths: Sequence[int], share: ContextShard, device: torch.device
+) -> tuple[Chunk, ...]:
     ends = cumulative(lengths).tolist()
     if share.groups == 1:
         spans = Spans(to_device(cumulative(lengths), device), tuple(lengths))
@@ -121,12 +139,16 @@ def cut_chunks(lengths: Sequence[int], share: ContextShard, device: torch.device
     size = ends[-1] // (2 * share.groups)
     chunks = []
     for at, chunk in enumerate(share.chunks):
-        start, stop = chunk * size, (chunk + 1) * size
+        start = chunk * size
+        stop = (chunk + 1) * size
         inside = [(a, b) for a, b in pairwise(ends) if a < stop and b > start]
         queries = tuple(min(b, stop) - max(a, start) for a, b in inside)
         keys = tuple(min(b, stop) - a for a, b in inside)
-        q_spans, k_spans = (Spans(to_device(cumulative(lengths), device), lengths) for lengths in (queries, keys))
-        chunks.append(Chunk(slice(at * size, (at + 1) * size), slice(inside[0][0], stop), q_spans, k_spans))
+        q_spans = Spans(to_device(cumulative(queries), device), queries)
+        k_spans = Spans(to_device(cumulative(keys), device), keys)
+        mine = slice(at * size, (at + 1) * size)
+        seen = slice(inside[0][0], stop)
+        chunks.append(Chunk(mine, seen, q_spans, k_spans))
     return tuple(chunks)
 
 
@@ -140,7 +162,11 @@ class SequenceGather:
     separable: ClassVar[bool] = False
 
     def __call__(self, stats: TokenStats | Tensor, _: PackedBatch, /) -> Loss:
-        whole = self._gather(stats) if isinstance(stats, Tensor) else TokenStats(*map(self._gather, stats))
+        whole: Tensor | TokenStats
+        if isinstance(stats, Tensor):
+            whole = self._gather(stats)
+        else:
+            whole = TokenStats(*map(self._gather, stats))
         total, count, metrics = self.loss(whole, self.micro.all_counted)
         if self.axis.rank == 0:
             return Loss(total, count, metrics)

@@ -11,7 +11,7 @@ from dovetail.batch.loss import Loss, LossFn, TokenStats
 from dovetail.batch.micro import MicroBatch
 from dovetail.kernels.registry import KernelSet
 from dovetail.nn.activation_checkpoint import PinnedPool, Recompute, runner
-from dovetail.nn.attention import Attention, Context, context_of
+from dovetail.nn.attention import Attention, BatchContext, Context, context_of
 from dovetail.nn.heads import LMHead, ValueHead, shared
 from dovetail.nn.layers import RMSNorm, VocabEmbedding
 from dovetail.nn.mla import LatentAttention
@@ -31,20 +31,27 @@ class Block(nn.Module):
         self.lead = lead_of_first_half(mesh["tp"])
         first, second = self.norm_names
         self.add_module(first, RMSNorm(spec.width, spec.norm_eps, kernels))
-        self.self_attn = (LatentAttention if spec.attention.latent else Attention)(spec, layer, mesh, kernels)
+        attention = LatentAttention if spec.attention.latent else Attention
+        self.self_attn = attention(spec, layer, mesh, kernels)
         self.add_module(second, RMSNorm(spec.width, spec.norm_eps, kernels))
-        self.mlp = MoE(spec, layer, mesh, kernels) if spec.is_moe(layer) else make_mlp(spec, mesh, kernels)
+        self.mlp = (
+            MoE(spec, layer, mesh, kernels) if spec.is_moe(layer) else make_mlp(spec, mesh, kernels)
+        )
 
     def forward(self, *arguments: Any) -> tuple[Tensor, ...]:
         """x [t, D] of a micro-batch or each half, and their contexts -> as many [t, D]."""
         if isinstance(self.mlp, MoE):
+            # FSDP2 gathers a module's parameters around its forward. Experts are a group of their
+            # own, so the whole block runs within theirs: one gather serves both halves.
             out: tuple[Tensor, ...] = self.mlp.experts(self._interleaved, *arguments)
             return out
         return self._interleaved(*arguments)
 
     def _interleaved(self, *arguments: Any) -> tuple[Tensor, ...]:
         *halves, contexts = arguments
-        forwards = [self.forward_async(x, context) for x, context in zip(halves, contexts, strict=True)]
+        forwards = []
+        for x, context in zip(halves, contexts, strict=True):
+            forwards.append(self.forward_async(x, context))
         return interleave(forwards, self.lead)
 
     def forward_async(self, x: Tensor, context: Context) -> AsyncForward[Tensor]:
@@ -62,15 +69,25 @@ class Trunk(nn.Module):
     norm: RMSNorm
 
     def __init__(
-        self, spec: ArchSpec, mesh: Mesh, kernels: KernelSet, recompute: Recompute, cut: StageRange, *, tied: bool
+        self,
+        spec: ArchSpec,
+        mesh: Mesh,
+        kernels: KernelSet,
+        recompute: Recompute,
+        cut: StageRange,
+        *,
+        tied: bool,
     ) -> None:
         super().__init__()
         self.recompute = recompute
         self.host: PinnedPool | None = None
         if cut.first or (tied and cut.last):
-            self.embed_tokens = VocabEmbedding(spec.vocab_size, spec.width, mesh, tied=tied, pad=spec.pad_id)
-        held = [layer for stage in cut.stages for layer in stage]
-        self.layers = nn.ModuleDict({str(layer): Block(spec, layer, mesh, kernels) for layer in held})
+            size = (spec.vocab_size, spec.width)
+            self.embed_tokens = VocabEmbedding(*size, mesh, tied=tied, pad=spec.pad_id)
+        self.layers = nn.ModuleDict()
+        for stage in cut.stages:
+            for layer in stage:
+                self.layers[str(layer)] = Block(spec, layer, mesh, kernels)
         if cut.last:
             self.norm = RMSNorm(spec.width, spec.norm_eps, kernels)
 
@@ -103,7 +120,10 @@ class Decoder(StagedModel):
     ) -> None:
         tied = head == "lm" and spec.tie_embeddings
         super().__init__(spec, mesh, cut or StageRange.whole(spec), tied=tied)
-        self.rope, self.kernels, self.is_critic, self.recompute = spec.rope, kernels, head != "lm", recompute
+        self.rope = spec.rope
+        self.kernels = kernels
+        self.is_critic = head != "lm"
+        self.recompute = recompute
         self.model = Trunk(spec, mesh, kernels, recompute, self.cut, tied=tied)
         if head == "lm" and (self.cut.last or (tied and self.cut.first)):
             self.lm_head = LMHead(spec.vocab_size, spec.width, mesh, kernels, tied=tied)
@@ -113,7 +133,11 @@ class Decoder(StagedModel):
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def forward(
-        self, micro: MicroBatch | None, loss: LossFn | None = None, stage: int = 0, x: Tensor | None = None
+        self,
+        micro: MicroBatch | None,
+        loss: LossFn | None = None,
+        stage: int = 0,
+        x: Tensor | None = None,
     ) -> TokenStats | Loss | Tensor:
         """One of `cut.stages`: x [t, D] or None -> x for the next, or the head's result. No micro-batch: FSDP2's hooks alone."""
         if micro is None:
@@ -129,11 +153,15 @@ class Decoder(StagedModel):
         return result
 
     def _blocks(self, micro: MicroBatch, stage: int, x: Tensor) -> Tensor:
-        parts = micro.halves or (micro,)
-        contexts = tuple(context_of(part, self.rope, x.dtype, self.mesh, self.kernels) for part in parts)
-        rows = [len(part) // self.mesh["tp"].size for part in parts]
-        halves = self.model.blocks(self.cut.stages[stage], x.split(rows) if micro.halves else (x,), contexts)
-        return torch.cat(halves) if micro.halves else halves[0]
+        layers = self.cut.stages[stage]
+        if not micro.halves:
+            return self.model.blocks(layers, (x,), (self._context(micro, x),))[0]
+        rows = [len(half) // self.mesh["tp"].size for half in micro.halves]
+        contexts = tuple(self._context(half, x) for half in micro.halves)
+        return torch.cat(self.model.blocks(layers, x.split(rows), contexts))
+
+    def _context(self, micro: MicroBatch, x: Tensor) -> BatchContext:
+        return context_of(micro, self.rope, x.dtype, self.mesh, self.kernels)
 
     def hold_in(self, dtype: torch.dtype) -> "Decoder":
         """Routers' biases stay float32."""

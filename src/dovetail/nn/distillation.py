@@ -14,6 +14,7 @@ from dovetail.batch.packed import PackedBatch
 from dovetail.kernels.divergence import Divergence, Pair
 from dovetail.kernels.reference import widened
 from dovetail.nn.heads import HeadPass, Normalizer, VocabShard, fused_loss, loss_gradients
+from dovetail.nn.products import Products
 from dovetail.parallel.collectives import stack_over
 
 ROW = "teacher_row"  # field: a token's row of `TeacherStates.hidden`
@@ -77,33 +78,59 @@ def distilled_loss(
 
 class DistillationPass(HeadPass):
     def __init__(
-        self, teacher: TeacherStates, divergence: Divergence, top_k: TopK | None, *given: Any, **keys: Any
+        self,
+        teacher: TeacherStates,
+        divergence: Divergence,
+        top_k: TopK | None,
+        *given: Any,
+        **keys: Any,
     ) -> None:
         super().__init__(*given, **keys)
-        self.teacher, self.divergence, self.top_k = teacher, divergence, top_k
+        self.teacher = teacher
+        self.divergence = divergence
+        self.top_k = top_k
 
     def chunk(self, rows: slice) -> Loss:
         part = self.part(rows)
         z, stats, normalizer = self.shard.stats(self.x, self.batch, rows, keep=True)
-        own = replace(self.shard, weight=self.teacher.weight, owner=None)
-        w, theirs, other = own.stats(self.teacher.hidden[part.fields[ROW]], part, slice(0, len(part)), keep=True)
+        plain = Products(self.shard.kernels)
+        own = replace(self.shard, weight=self.teacher.weight, products=plain, owner=None)
+        w, theirs, other = own.stats(
+            self.teacher.hidden[part.fields[ROW]], part, slice(0, len(part)), keep=True
+        )
         assert z is not None and w is not None
-        temperature = part.fields["temperature"].to(stats.logprob.dtype) if "temperature" in part.fields else None
+        temperature = (
+            part.fields["temperature"].to(stats.logprob.dtype)
+            if "temperature" in part.fields
+            else None
+        )
         pair = Pair(w, *normalizer, other.peak, other.total, temperature)
         divergence: Tensor
         gradient: Callable[..., Tensor]
         if self.top_k is None:
-            sums = stack_over(self.shard.kernels.divergence_sums(z, pair, self.divergence), self.shard.axis).sum(0)
+            sums = stack_over(
+                self.shard.kernels.divergence_sums(z, pair, self.divergence), self.shard.axis
+            ).sum(0)
             divergence = self.divergence.of(*sums.unbind(-1))
             given: dict[str, Any] = {"second": sums[:, 1], "divergence": self.divergence}
-            gradient = partial(self.shard.kernels.divergence_grad_, z, pair, part.targets - self.shard.first, **given)
+            gradient = partial(
+                self.shard.kernels.divergence_grad_,
+                z,
+                pair,
+                part.targets - self.shard.first,
+                **given,
+            )
         else:
             chosen = top_columns(z, pair, self.shard, self.top_k.k)
             divergence, slopes = top_divergence(chosen, self.divergence, self.top_k)
             gradient = partial(self._top_gradient, z, normalizer, part, stats, chosen, slopes)
         del w, pair
         value, grads = loss_gradients(
-            self.loss, DistillStats(*stats, divergence, *theirs), part, needs_grad=self.needs_grad, leaves=3
+            self.loss,
+            DistillStats(*stats, divergence, *theirs),
+            part,
+            needs_grad=self.needs_grad,
+            leaves=3,
         )
         if self.needs_grad:
             self.add_products(rows, gradient(grads=grads, dtype=self.x.dtype))
@@ -138,13 +165,19 @@ class DistillationPass(HeadPass):
         exact = e - logprobs.exp() * (total[:, None] + by_entropy)
         exact = exact if heat is None else exact / heat[:, None]
         none = torch.full_like(part.targets, -1)
-        dz: Tensor = self.shard.kernels.vocab_grad_(z, none, normalizer, total, h, heat, dtype=dtype)
+        dz: Tensor = self.shard.kernels.vocab_grad_(
+            z, none, normalizer, total, h, heat, dtype=dtype
+        )
         if dz.shape[1]:  # foreign columns repeat a local one
             local = (columns >= 0) & (columns < dz.shape[1])
             first = local.to(torch.int8).argmax(-1, keepdim=True)
             spare = torch.where(local.any(-1, keepdim=True), columns.gather(-1, first), 0)
-            kept = torch.where(local.any(-1, keepdim=True), exact.gather(-1, first), dz[:, :1].to(exact.dtype))
-            dz.scatter_(-1, torch.where(local, columns, spare), torch.where(local, exact, kept).to(dz.dtype))
+            kept = torch.where(
+                local.any(-1, keepdim=True), exact.gather(-1, first), dz[:, :1].to(exact.dtype)
+            )
+            dz.scatter_(
+                -1, torch.where(local, columns, spare), torch.where(local, exact, kept).to(dz.dtype)
+            )
         return dz
 
 
@@ -173,13 +206,17 @@ def top_columns(z: Tensor, pair: Pair, shard: VocabShard, k: int) -> TopColumns:
 
     def logprob(x: Tensor, peak: Tensor, total: Tensor) -> Tensor:
         shifted = x - peak[:, None]
-        return (shifted if pair.temperature is None else shifted / pair.temperature[:, None]) - total.log()[:, None]
+        return (
+            shifted if pair.temperature is None else shifted / pair.temperature[:, None]
+        ) - total.log()[:, None]
 
     theirs = logprob(values, pair.teacher_peak, pair.teacher_total)
     return TopColumns(ids, logprob(picked, pair.peak, pair.total), theirs)
 
 
-def top_divergence(chosen: TopColumns, divergence: Divergence, top_k: TopK) -> tuple[Tensor, Tensor]:
+def top_divergence(
+    chosen: TopColumns, divergence: Divergence, top_k: TopK
+) -> tuple[Tensor, Tensor]:
     """[n], and its gradient in the student's log-probs [n, k]."""
     with torch.enable_grad():
         leaf = chosen.logprob.detach().requires_grad_()

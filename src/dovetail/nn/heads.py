@@ -23,9 +23,12 @@ from dovetail.kernels.reference import wide
 from dovetail.kernels.registry import KernelSet
 from dovetail.nn.context_parallel import SequenceGather
 from dovetail.nn.layers import GradAccumulator, grad_buffer, vocab_placement
+from dovetail.nn.products import Products
 from dovetail.parallel.collectives import all_gather, gather_replicated, stack_over
 from dovetail.parallel.mesh import Axis, Mesh
 from dovetail.parallel.placement import Placement
+
+ENTROPY = 1  # its place among the statistics: a loss without it needs no gradient of it
 
 
 def is_separable(loss: Callable[..., Any]) -> bool:
@@ -44,13 +47,16 @@ def combine(stats: Tensor, temperature: Tensor | None = None) -> tuple[TokenStat
     """`vocab_stats` of all ranks [ranks, n, 4] -> the whole vocabulary's."""
     m, s, u, t = stats.unbind(-1)
     peak = m.amax(0)
-    shift, chosen = torch.where(m == float("-inf"), 0.0, m - peak), t.sum(0) - peak
+    shift = torch.where(m == float("-inf"), 0.0, m - peak)
+    chosen = t.sum(0) - peak
     if temperature is not None:
-        shift, chosen = shift / temperature, chosen / temperature
+        shift = shift / temperature
+        chosen = chosen / temperature
     scale = torch.where(m == float("-inf"), 0.0, shift.exp())
     total = (s * scale).sum(0)
     moment = (scale * (u + s * shift)).sum(0)
-    log_total, offset = total.log(), moment / total
+    log_total = total.log()
+    offset = moment / total
     return TokenStats(chosen - log_total, log_total - offset), Normalizer(peak, total, offset)
 
 
@@ -61,34 +67,51 @@ class VocabShard:
     weight: Tensor
     first: int
     axis: Axis
-    kernels: KernelSet
+    products: Products
     owner: GradAccumulator | None = None
+
+    @property
+    def kernels(self) -> KernelSet:
+        return self.products.kernels
 
     def stats(
         self, x: Tensor, batch: PackedBatch, rows: slice, *, keep: bool
     ) -> tuple[Tensor | None, TokenStats, Normalizer]:
-        targets, temperature = batch.targets[rows] - self.first, _temperature(batch, rows, x.dtype)
-        products, x, z = self.products(x), x[rows], None
-        if products is not None:
-            z, stats = products.logit_stats(x, self.weight, targets, temperature, keep=keep)
+        targets = batch.targets[rows] - self.first
+        temperature = _temperature(batch, rows, x.dtype)
+        fused = self.fused_kernels(x)
+        x = x[rows]
+        z = None
+        if fused is not None:
+            z, stats = fused.logit_stats(x, self.weight, targets, temperature, keep=keep)
         else:
-            z = self.kernels.logits(x, self.weight)
+            z = self.products.logits(x, self.weight)
             stats = self.kernels.vocab_stats(z, targets, temperature)
         return z, *combine(stack_over(stats, self.axis), temperature)
 
-    def products(self, x: Tensor) -> ModuleType | None:
-        products = self.kernels.head
-        return products if products is not None and products.takes(x, self.weight) else None
+    def fused_kernels(self, x: Tensor) -> ModuleType | None:
+        """The kernels that compute statistics within the product, if they take x [n, D]."""
+        fused = self.products.head
+        return fused if fused is not None and fused.takes(x, self.weight) else None
 
 
 def fused_token_stats(x: Tensor, shard: VocabShard, batch: PackedBatch) -> TokenStats:
     with torch.no_grad():
-        stats = [shard.stats(x, batch, rows, keep=False)[1] for rows in _chunks(len(batch), shard.kernels.head_chunk)]
-        return TokenStats(*(torch.cat(column) for column in zip(*stats, strict=True)))
+        parts = []
+        for rows in _chunks(len(batch), shard.kernels.head_chunk):
+            _, stats, _ = shard.stats(x, batch, rows, keep=False)
+            parts.append(stats)
+        logprob = torch.cat([stats.logprob for stats in parts])
+        entropy = torch.cat([stats.entropy for stats in parts])
+        return TokenStats(logprob, entropy)
 
 
 def fused_loss(
-    x: Tensor, shard: VocabShard, batch: PackedBatch, loss: LossFn, make_pass: "Callable[..., HeadPass] | None" = None
+    x: Tensor,
+    shard: VocabShard,
+    batch: PackedBatch,
+    loss: LossFn,
+    make_pass: "Callable[..., HeadPass] | None" = None,
 ) -> Loss:
     """x [n, D] on the counted tokens [n]. Only `total` has a gradient."""
     needs_grad = torch.is_grad_enabled() and (x.requires_grad or shard.weight.requires_grad)
@@ -98,17 +121,28 @@ def fused_loss(
     if not needs_grad:
         return result
     added = run.dw is not None and shard.owner is not None
-    dw = None if run.dw is None or added else run.dw.to(shard.weight.dtype)
-    return result._replace(total=_WithGradients.apply(result.total, x, shard.weight, run.dx, dw, added))
+    dw = None
+    if run.dw is not None and not added:
+        dw = run.dw.to(shard.weight.dtype)
+    total = _WithGradients.apply(result.total, x, shard.weight, run.dx, dw, added)
+    return result._replace(total=total)
 
 
 class HeadPass:
     """A loss, dx [n, D] and dw [columns, D]. fresh: dw is uninitialized."""
 
-    def __init__(self, x: Tensor, shard: VocabShard, batch: PackedBatch, loss: LossFn, *, needs_grad: bool) -> None:
-        self.x, self.shard, self.batch, self.loss, self.needs_grad = x, shard, batch, loss, needs_grad
+    def __init__(
+        self, x: Tensor, shard: VocabShard, batch: PackedBatch, loss: LossFn, *, needs_grad: bool
+    ) -> None:
+        self.x = x
+        self.shard = shard
+        self.batch = batch
+        self.loss = loss
+        self.needs_grad = needs_grad
         self.chunks = [*_chunks(len(batch), shard.kernels.head_chunk)]
-        self.dx, self.dw, self.fresh = torch.empty_like(x) if needs_grad else x, None, True
+        self.dx = torch.empty_like(x) if needs_grad else x
+        self.dw = None
+        self.fresh = True
         w = shard.weight
         if needs_grad and w.requires_grad and shard.owner is None:
             self.dw = torch.empty_like(w, dtype=wide(w.dtype))
@@ -145,24 +179,34 @@ class HeadPass:
             del z
         return value
 
-    def _backward(self, rows: slice, z: Tensor, normalizer: Normalizer, g: Tensor, h: Tensor | None) -> None:
+    def _backward(
+        self, rows: slice, z: Tensor, normalizer: Normalizer, g: Tensor, h: Tensor | None
+    ) -> None:
         """Overwrites z."""
-        shard, batch, dtype = self.shard, self.batch, self.x.dtype
-        local_targets, temperature = batch.targets[rows] - shard.first, _temperature(batch, rows, dtype)
-        self.add_products(rows, shard.kernels.vocab_grad_(z, local_targets, normalizer, g, h, temperature, dtype=dtype))
+        shard = self.shard
+        batch = self.batch
+        dtype = self.x.dtype
+        targets = batch.targets[rows] - shard.first
+        temperature = _temperature(batch, rows, dtype)
+        gradient = shard.kernels.vocab_grad_
+        self.add_products(rows, gradient(z, targets, normalizer, g, h, temperature, dtype=dtype))
 
     def add_products(self, rows: slice, dz: Tensor) -> None:
-        x, shard = self.x, self.shard
-        first, products = self.fresh and rows.start == 0, shard.products(x)
-        if products is not None:
-            products.logit_grads_(dz, x[rows], shard.weight, self.dx[rows], self.dw, first=first)
+        x = self.x
+        shard = self.shard
+        first = self.fresh and rows.start == 0
+        fused = shard.fused_kernels(x)
+        if fused is not None:
+            fused.logit_grads_(dz, x[rows], shard.weight, self.dx[rows], self.dw, first=first)
             return
         if self.dw is not None:
-            shard.kernels.add_weight_grad_(self.dw, dz, x[rows], first=first)
-        torch.mm(dz, shard.weight, out=self.dx[rows])
+            shard.products.add_weight_grad_(self.dw, dz, x[rows], first=first)
+        shard.products.input_grad(dz, shard.weight, out=self.dx[rows])
 
 
-def loss_gradients(loss: LossFn, stats: Any, batch: PackedBatch, needs_grad: bool, leaves: int = 2) -> tuple[Loss, Any]:
+def loss_gradients(
+    loss: LossFn, stats: Any, batch: PackedBatch, needs_grad: bool, leaves: int = 2
+) -> tuple[Loss, Any]:
     """Also gradients in the first `leaves` statistics: zeros where unused, None for the entropy."""
     if not needs_grad:
         return _detached(loss(stats, batch)), stats[:leaves]
@@ -172,7 +216,10 @@ def loss_gradients(loss: LossFn, stats: Any, batch: PackedBatch, needs_grad: boo
         grads: tuple[Tensor | None, ...] = (None,) * leaves
         if value.total.requires_grad:
             grads = torch.autograd.grad(value.total, given, allow_unused=True)
-    zeroed = [torch.zeros_like(stats.logprob) if x is None and i != 1 else x for i, x in enumerate(grads)]
+    zeroed = list(grads)
+    for i, grad in enumerate(grads):
+        if grad is None and i != ENTROPY:
+            zeroed[i] = torch.zeros_like(stats.logprob)
     return _detached(value), tuple(zeroed)
 
 
@@ -181,7 +228,13 @@ class _WithGradients(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, total: Tensor, _x: Tensor, _weight: Tensor, dx: Tensor, dw: Tensor | None, added: bool
+        ctx: Any,
+        total: Tensor,
+        _x: Tensor,
+        _weight: Tensor,
+        dx: Tensor,
+        dw: Tensor | None,
+        added: bool,
     ) -> Tensor:
         ctx.save_for_backward(dx, dw)
         ctx.added = added
@@ -193,27 +246,38 @@ class _WithGradients(torch.autograd.Function):
         (upstream,) = grads
         if ctx.added and upstream.device.type == "cpu":
             assert float(upstream) == 1, "dw is accumulated already"
-        dx, dw = (grad if grad is None else grad.mul_(upstream.to(grad.dtype)) for grad in (dx, dw))
+        dx.mul_(upstream.to(dx.dtype))
+        if dw is not None:
+            dw.mul_(upstream.to(dw.dtype))
         return None, dx, dw, None, None, None
 
 
 def _sum_of(losses: list[Loss]) -> Loss:
     totals, counts, metrics = zip(*losses, strict=True)
+    by_name: dict[str, list[Sum]] = {}
+    for part in metrics:
+        for name, value in part.items():
+            by_name.setdefault(name, []).append(value)
     summed = {}
-    for name in dict.fromkeys(name for part in metrics for name in part):
-        parts = zip(*(part[name] for part in metrics if name in part), strict=True)
-        summed[name] = Sum(*(torch.stack(part).sum(0) for part in parts))
+    for name, values in by_name.items():
+        total = torch.stack([value.total for value in values]).sum(0)
+        summed[name] = Sum(total, torch.stack([value.count for value in values]).sum(0))
     return Loss(torch.stack(totals).sum(0), torch.stack(counts).sum(0), summed)
 
 
 def _detached(loss: Loss) -> Loss:
     total, count, metrics = loss
-    sums = {name: Sum(torch.as_tensor(s.total).detach(), torch.as_tensor(s.count)) for name, s in metrics.items()}
+    sums = {}
+    for name, value in metrics.items():
+        detached = torch.as_tensor(value.total).detach()
+        sums[name] = Sum(detached, torch.as_tensor(value.count))
     return Loss(total.detach(), torch.as_tensor(count), sums)
 
 
 def _temperature(batch: PackedBatch, rows: slice, dtype: torch.dtype) -> Tensor | None:
-    return batch.fields["temperature"][rows].to(wide(dtype)) if "temperature" in batch.fields else None
+    if "temperature" not in batch.fields:
+        return None
+    return batch.fields["temperature"][rows].to(wide(dtype))
 
 
 def _chunks(n: int, size: int) -> Iterator[slice]:
@@ -224,9 +288,12 @@ def _chunks(n: int, size: int) -> Iterator[slice]:
 class LMHead(GradAccumulator):
     """[t, D] -> statistics or loss of counted tokens. forward all_gather, backward reduce_scatter."""
 
-    def __init__(self, vocab_size: int, width: int, mesh: Mesh, kernels: KernelSet, *, tied: bool = False) -> None:
+    def __init__(
+        self, vocab_size: int, width: int, mesh: Mesh, kernels: KernelSet, *, tied: bool = False
+    ) -> None:
         super().__init__()
-        self.axis, self.kernels = mesh["tp"], kernels
+        self.axis = mesh["tp"]
+        self.products = Products(kernels)
         rows, placement = vocab_placement(vocab_size, self.axis.size, tied=tied)
         self.first = self.axis.rank * rows
         self.columns = max(0, min(rows, vocab_size - self.first))
@@ -242,12 +309,15 @@ class LMHead(GradAccumulator):
 
     def logits(self, x: Tensor) -> Tensor:
         """[n, columns] in the wide dtype, of x [n, D] on all ranks of tp."""
-        return self.kernels.logits(x, self.shard.weight).to(wide(x.dtype))
+        return self.products.logits(x, self.shard.weight).to(wide(x.dtype))
 
     @property
     def shard(self) -> VocabShard:
-        weight = self.weight if self.columns == self.weight.shape[0] else self.weight[: self.columns]
-        return VocabShard(weight, self.first, self.axis, self.kernels, None if self.wgrad_queue is None else self)
+        weight: Tensor = self.weight
+        if self.columns < len(weight):
+            weight = weight[: self.columns]
+        owner = None if self.wgrad_queue is None else self
+        return VocabShard(weight, self.first, self.axis, self.products, owner)
 
 
 class ValueHead(nn.Module):
@@ -261,7 +331,8 @@ class ValueHead(nn.Module):
         self.placements = dict.fromkeys(("weight", "bias"), Placement(partial_over=("tp",)))
 
     def forward(self, x: Tensor, micro: MicroBatch, loss: LossFn | None) -> Tensor | Loss:
-        values = gather_replicated(F.linear(x, self.weight, self.bias)[:, 0].to(wide(x.dtype)), self.axis)
+        local = F.linear(x, self.weight, self.bias)[:, 0]
+        values = gather_replicated(local.to(wide(x.dtype)), self.axis)
         return values if loss is None else loss(values[micro.index], micro.counted)
 
 

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,16 +22,24 @@ from torch import Tensor, nn
 
 from dovetail.kernels.reference import wide
 from dovetail.kernels.registry import KernelSet
+from dovetail.nn.products import AddWeightGrad, GateUpGradients, Products
 from dovetail.parallel.collectives import reduce_scatter
 from dovetail.parallel.mesh import Mesh
-from dovetail.parallel.overlap import AsyncCollective, AsyncForward, reduce_scatter_async, run_sync, start_all_gather
+from dovetail.parallel.overlap import (
+    AsyncCollective,
+    AsyncForward,
+    reduce_scatter_async,
+    run_sync,
+    start_all_gather,
+)
 from dovetail.parallel.placement import Part, Placement, Split
-
-AddWeightGrad = Callable[..., None]  # `kernels.reference.add_weight_grad_`
 
 
 class WgradQueue:
-    """Deferred weight gradients by key. bucket: that of `accumulate`; None: now."""
+    """Weight gradients that wait until `flush`, by key.
+
+    bucket: the key under which `accumulate` defers; None: it computes at once.
+    """
 
     def __init__(self) -> None:
         self.bucket: Hashable = None
@@ -59,7 +67,8 @@ class WgradQueue:
 
     @contextmanager
     def immediate(self) -> Iterator[None]:
-        bucket, self.bucket = self.bucket, None
+        bucket = self.bucket
+        self.bucket = None
         try:
             yield
         finally:
@@ -84,7 +93,8 @@ class GradAccumulator(nn.Module):
     def defer_wgrad(self, name: str, dz: Tensor, x: Tensor, add: AddWeightGrad) -> None:
         """dz.T @ x, when backward reaches the `accumulated` call."""
         assert self.wgrad_queue is not None
-        self.wgrad_queue.defer(self, partial(accumulate_product, self.get_parameter(name), dz, x, add))
+        work = partial(accumulate_product, self.get_parameter(name), dz, x, add)
+        self.wgrad_queue.defer(self, work)
 
 
 class _AccumulateGrad(torch.autograd.Function):
@@ -92,7 +102,8 @@ class _AccumulateGrad(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, owner: GradAccumulator, name: str) -> Tensor:
-        ctx.owner, ctx.name = owner, name
+        ctx.owner = owner
+        ctx.name = name
         ctx.set_materialize_grads(False)
         return weight.view_as(weight)
 
@@ -125,7 +136,8 @@ def grad_buffer(weight: Tensor) -> tuple[Tensor, bool]:
     """The gradient, and whether it is new, uninitialized memory."""
     if weight.grad is not None:
         return weight.grad, False
-    weight.grad = torch.empty_like(weight, dtype=weight.grad_dtype or weight.dtype, requires_grad=False)
+    dtype = weight.grad_dtype or weight.dtype
+    weight.grad = torch.empty_like(weight, dtype=dtype, requires_grad=False)
     return weight.grad, True
 
 
@@ -134,7 +146,8 @@ class RMSNorm(nn.Module):
 
     def __init__(self, width: int, eps: float, kernels: KernelSet) -> None:
         super().__init__()
-        self.eps, self.kernels = eps, kernels
+        self.eps = eps
+        self.kernels = kernels
         self.weight = nn.Parameter(torch.empty(width))
         self.placements = {"weight": Placement(partial_over=("tp",))}
 
@@ -145,28 +158,36 @@ class RMSNorm(nn.Module):
         return self.kernels.add_norm(x, y, self.weight, self.eps)
 
 
-class LinearProducts(NamedTuple):
-    forward: Callable[[Tensor, Tensor, Tensor | None], Tensor]  # x, weight, bias -> y
-    input_grad: Callable[[Tensor, Tensor], Tensor]  # dy, weight -> dx
-    add_weight_grad_: AddWeightGrad
+ProductForward = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # x, weight, bias -> y
 
 
 class Linear(GradAccumulator):
-    """Computes by `KernelSet.linear` and its gradients: the place for another precision or an adapter."""
+    """A layer of one weight, multiplied by `products`."""
 
     weight: nn.Parameter
 
     def __init__(self, kernels: KernelSet) -> None:
         super().__init__()
-        self.kernels = kernels
+        self.products = Products(kernels)
 
     def product(
-        self, x: Tensor, bias: Tensor | None, gather: AsyncCollective | None = None, ops: LinearProducts | None = None
+        self, x: Tensor, bias: Tensor | None, gather: AsyncCollective | None = None
     ) -> Tensor:
         """x w.T + bias. With a gather: of its result; x is what `start` returned."""
-        if ops is None:
-            ops = LinearProducts(self.kernels.linear, self.kernels.linear_input_grad, self.kernels.add_weight_grad_)
-        y: Tensor = _Linear.apply(x, self.weight, bias, self, gather, ops)
+        y: Tensor = _Linear.apply(
+            x, self.weight, bias, self, gather, self.products.linear, self.products
+        )
+        return y
+
+    def fused_product(
+        self,
+        x: Tensor,
+        gather: AsyncCollective | None,
+        forward: ProductForward,
+        gradients: Products | GateUpGradients,
+    ) -> Tensor:
+        """`product` by another forward pass and its gradients; nothing of `forward` is kept."""
+        y: Tensor = _Linear.apply(x, self.weight, None, self, gather, forward, gradients)
         return y
 
 
@@ -181,34 +202,54 @@ class _Linear(torch.autograd.Function):
         bias: Tensor | None,
         layer: Linear,
         collective: AsyncCollective | None,
-        products: LinearProducts,
+        forward: ProductForward,
+        gradients: Products | GateUpGradients,
     ) -> Tensor:
-        ctx.layer, ctx.collective, ctx.shape = layer, collective, x.shape
-        _, ctx.input_grad, ctx.add_weight_grad_ = products
+        ctx.layer = layer
+        ctx.collective = collective
+        ctx.shape = x.shape
+        ctx.gradients = gradients
         x = x if collective is None else collective.wait()
         ctx.save_for_backward(x if weight.requires_grad else None)  # FSDP2 gathers the weight again
-        return products.forward(x, weight, bias)
+        return forward(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
-        dy, (x,), layer = grads[0], ctx.saved_tensors, ctx.layer
+    def backward(
+        ctx: Any, *grads: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None, None]:
+        dy = grads[0]
+        (x,) = ctx.saved_tensors
+        layer = ctx.layer
+        gradients = ctx.gradients
         for_x, for_weight, for_bias, *_ = ctx.needs_input_grad
-        dx = dw = None
+        dx = None
+        dw = None
+        db = None
         if for_x:
-            dx = ctx.input_grad(dy, layer.weight)
-            dx = dx if ctx.collective is None else ctx.collective.start_backward(dx, ctx.shape)
+            dx = gradients.input_grad(dy, layer.weight)
+            if ctx.collective is not None:
+                dx = ctx.collective.start_backward(dx, ctx.shape)
         if for_weight and layer.wgrad_queue is not None:
-            layer.wgrad_queue.accumulate(layer.weight, dy, x, ctx.add_weight_grad_)
+            layer.wgrad_queue.accumulate(layer.weight, dy, x, gradients.add_weight_grad_)
         elif for_weight:
-            ctx.add_weight_grad_(dw := torch.empty_like(layer.weight), dy, x, first=True)
-        return dx, dw, dy.sum(0, dtype=wide(dy.dtype)) if for_bias else None, None, None, None
+            dw = torch.empty_like(layer.weight)
+            gradients.add_weight_grad_(dw, dy, x, first=True)
+        if for_bias:
+            db = dy.sum(0, dtype=wide(dy.dtype))
+        return dx, dw, db, None, None, None, None
 
 
 class ColumnLinear(Linear):
     """parts: name -> (units, unit length). Fewer heads than ranks are copied; features (length 1) are padded."""
 
     def __init__(
-        self, width: int, parts: dict[str, tuple[int, int]], mesh: Mesh, kernels: KernelSet, *, bias: bool = False
+        self,
+        width: int,
+        parts: dict[str, tuple[int, int]],
+        mesh: Mesh,
+        kernels: KernelSet,
+        *,
+        bias: bool = False,
     ) -> None:
         super().__init__(kernels)
         self.axis = mesh["tp"]
@@ -218,12 +259,14 @@ class ColumnLinear(Linear):
             if length == 1:
                 sharded.append(Part.padded(name, units, tp))
                 continue
-            assert units % tp == 0 or tp % units == 0, f"{name}: {units} units over tp={tp}; arch refuses this"
+            divides = units % tp == 0 or tp % units == 0
+            assert divides, f"{name}: {units} units over tp={tp}; arch refuses this"
             sharded.append(Part(name, units * length, copies=max(1, tp // units)))
         self.lengths = [part.local_length(tp) for part in sharded]
         self.weight = nn.Parameter(torch.empty(sum(self.lengths), width))
         self.bias = nn.Parameter(torch.empty(sum(self.lengths))) if bias else None
-        self.placements = dict.fromkeys(("weight", "bias"), Placement((Split(0, "tp", tuple(sharded)),)))
+        placement = Placement((Split(0, "tp", tuple(sharded)),))
+        self.placements = {"weight": placement, "bias": placement}
 
     def forward(self, x: Tensor) -> Tensor:
         return run_sync(self.forward_async(x))
@@ -236,13 +279,18 @@ class ColumnLinear(Linear):
 class RowLinear(Linear):
     """Padded inputs. The bias is added to this rank's tokens: its gradient is partial."""
 
-    def __init__(self, in_features: int, width: int, mesh: Mesh, kernels: KernelSet, *, bias: bool = False) -> None:
+    def __init__(
+        self, in_features: int, width: int, mesh: Mesh, kernels: KernelSet, *, bias: bool = False
+    ) -> None:
         super().__init__(kernels)
         self.axis = mesh["tp"]
         part = Part.padded("", in_features, self.axis.size)
         self.weight = nn.Parameter(torch.empty(width, part.local_length(self.axis.size)))
         self.bias = nn.Parameter(torch.empty(width)) if bias else None
-        self.placements = {"weight": Placement((Split(1, "tp", (part,)),)), "bias": Placement(partial_over=("tp",))}
+        self.placements = {
+            "weight": Placement((Split(1, "tp", (part,)),)),
+            "bias": Placement(partial_over=("tp",)),
+        }
 
     def forward(self, x: Tensor) -> Tensor:
         return run_sync(self.forward_async(x))
@@ -255,43 +303,51 @@ class RowLinear(Linear):
 class ReplicatedLinear(Linear):
     """Gradients are partial."""
 
-    def __init__(self, in_features: int, out_features: int, kernels: KernelSet, *, bias: bool = False) -> None:
+    def __init__(
+        self, in_features: int, out_features: int, kernels: KernelSet, *, bias: bool = False
+    ) -> None:
         super().__init__(kernels)
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
-        self.placements = dict.fromkeys(("weight", "bias"), Placement(partial_over=("tp",)))
+        placement = Placement(partial_over=("tp",))
+        self.placements = {"weight": placement, "bias": placement}
 
     def forward(self, x: Tensor) -> Tensor:
         return self.product(x, self.bias)
 
 
 def vocab_placement(vocab_size: int, tp: int, *, tied: bool) -> tuple[int, Placement]:
-    """Rows a rank of a padded [V, D] table."""
+    """The rows of each rank of a padded [V, D] table, and the table's placement."""
     part = Part.padded("", vocab_size, tp)
-    return part.local_length(tp), Placement((Split(0, "tp", (part,)),), partial_over=("ends",) if tied else ())
+    partial_over = ("ends",) if tied else ()
+    return part.local_length(tp), Placement((Split(0, "tp", (part,)),), partial_over)
 
 
 class VocabEmbedding(GradAccumulator):
     """[T] -> [t, D]. `pad` gets no gradient. forward reduce_scatter, backward all_gather."""
 
-    def __init__(self, vocab_size: int, width: int, mesh: Mesh, *, tied: bool = False, pad: int | None = None) -> None:
+    def __init__(
+        self, vocab_size: int, width: int, mesh: Mesh, *, tied: bool = False, pad: int | None = None
+    ) -> None:
         super().__init__()
         self.axis = mesh["tp"]
         rows, placement = vocab_placement(vocab_size, self.axis.size, tied=tied)
         self.weight = nn.Parameter(torch.empty(rows, width))
         self.placements = {"weight": placement}
-        own = pad is not None and pad // rows == self.axis.rank
-        self.pad = pad % rows if pad is not None and own else None
+        self.pad = None
+        if pad is not None and pad // rows == self.axis.rank:
+            self.pad = pad % rows
 
     def forward(self, tokens: Tensor) -> Tensor:
         if self.axis.size == 1:
             return self._lookup(tokens)
         rows = self.weight.shape[0]
         local = tokens - self.axis.rank * rows
-        own = (local >= 0) & (local < rows)
-        # spread out: adding many zeros to one row would be slow
+        is_local = (local >= 0) & (local < rows)
+        # Other tokens look up rows apart: gradients of many zeros would be slow to add to one.
         anywhere = torch.arange(len(tokens), device=tokens.device) % rows
-        return reduce_scatter(self._lookup(torch.where(own, local, anywhere)) * own[:, None], self.axis)
+        found = self._lookup(torch.where(is_local, local, anywhere))
+        return reduce_scatter(found * is_local[:, None], self.axis)
 
     def _lookup(self, ids: Tensor) -> Tensor:
         if self.wgrad_queue is None or not (self.weight.requires_grad and torch.is_grad_enabled()):
@@ -311,7 +367,9 @@ class _Lookup(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
-        (ids,), rows, pad = ctx.saved_tensors, grads[0], ctx.table.pad
+        (ids,) = ctx.saved_tensors
+        rows = grads[0]
+        pad = ctx.table.pad
         rows = rows if pad is None else rows.masked_fill((ids == pad)[:, None], 0.0)
         accumulate_rows(ctx.table.weight, rows, ids)
         return None, None, None

@@ -25,11 +25,15 @@ LATENT_EPS = 1e-6  # whatever rms_norm_eps says
 class LatentAttention(nn.Module):
     def __init__(self, spec: ArchSpec, layer: int, mesh: Mesh, kernels: KernelSet) -> None:
         super().__init__()
-        a, latent = spec.attention, spec.attention.latent
+        a = spec.attention
+        latent = spec.attention.latent
         assert latent is not None
         self.kernels = kernels
-        self.layer, self.window, self.head_dim = layer, a.windows[layer], a.head_dim
-        self.latent, self.tp = latent, mesh["tp"]
+        self.layer = layer
+        self.window = a.windows[layer]
+        self.head_dim = a.head_dim
+        self.latent = latent
+        self.tp = mesh["tp"]
         self.stretch = latent.stretch * math.sqrt(a.head_dim / latent.key_dim)
         queries = (a.num_heads, latent.key_dim)
         if latent.q_rank is None:
@@ -43,20 +47,26 @@ class LatentAttention(nn.Module):
         self.kv_a_layernorm = RMSNorm(latent.kv_rank, LATENT_EPS, kernels)
         kv_heads = (a.num_heads, latent.nope_dim + latent.v_dim)
         self.kv_b_proj = ColumnLinear(latent.kv_rank, {"kv_b_proj": kv_heads}, mesh, kernels)
-        self.o_proj = RowLinear(a.num_heads * latent.v_dim, spec.width, mesh, kernels, bias=a.o_bias)
+        out_width = a.num_heads * latent.v_dim
+        self.o_proj = RowLinear(out_width, spec.width, mesh, kernels, bias=a.o_bias)
 
     def forward_async(self, x: Tensor, context: Context) -> AsyncForward[Tensor]:
-        q_nope, q_rope = (yield from self._queries(x)).split((self.latent.nope_dim, self.latent.rope_dim), dim=-1)
-        kv, k_rope = self.kv_a_proj_with_mqa(x).split((self.latent.kv_rank, self.latent.rope_dim), dim=-1)
+        latent = self.latent
+        queries = yield from self._queries(x)
+        q_nope, q_rope = queries.split((latent.nope_dim, latent.rope_dim), dim=-1)
+        kv_latent = self.kv_a_proj_with_mqa(x)
+        kv, k_rope = kv_latent.split((latent.kv_rank, latent.rope_dim), dim=-1)
         expanded = yield from self.kv_b_proj.forward_async(self.kv_a_layernorm(kv))
-        k_nope, v = expanded.unflatten(-1, (-1, self.latent.nope_dim + self.latent.v_dim)).split(
-            (self.latent.nope_dim, self.latent.v_dim), dim=-1
-        )
-        k_rope = self._rotate(all_gather(k_rope, self.tp)[:, None], context).expand(-1, k_nope.shape[1], -1)
+        heads = expanded.unflatten(-1, (-1, latent.nope_dim + latent.v_dim))
+        k_nope, v = heads.split((latent.nope_dim, latent.v_dim), dim=-1)
+        k_rope = self._rotate(all_gather(k_rope, self.tp)[:, None], context)
+        k_rope = k_rope.expand(-1, k_nope.shape[1], -1)  # one rotary key for all heads
         q = torch.cat((q_nope, self._rotate(q_rope, context)), dim=-1) * self.stretch
         k = torch.cat((k_nope, k_rope), dim=-1)
-        if padding := self.head_dim - self.latent.key_dim:
-            q, k = F.pad(q, (0, padding)), F.pad(k, (0, padding))
+        padding = self.head_dim - latent.key_dim
+        if padding:
+            q = F.pad(q, (0, padding))
+            k = F.pad(k, (0, padding))
         out = context.attend(self.layer, q, k, v, self.window)
         return (yield from self.o_proj.forward_async(out.flatten(1)))
 

@@ -10,18 +10,29 @@ from torch import Tensor, nn
 from dovetail.arch.spec import ArchSpec
 from dovetail.kernels.registry import KernelSet
 from dovetail.nn.activation_checkpoint import SavedTensor, save_for_backward_early
-from dovetail.nn.layers import ColumnLinear, LinearProducts, RowLinear
+from dovetail.nn.layers import ColumnLinear, RowLinear
+from dovetail.nn.products import GateUpGradients
 from dovetail.parallel.mesh import Mesh
-from dovetail.parallel.overlap import AsyncForward, finish, reduce_scatter_async, run_sync, start_all_gather, switch
+from dovetail.parallel.overlap import (
+    AsyncForward,
+    finish,
+    reduce_scatter_async,
+    run_sync,
+    start_all_gather,
+    switch,
+)
 from dovetail.parallel.placement import Placement
 
 
 class GatedMLP(nn.Module):
     """One product for gate and up, fused with the activation where the kernels can."""
 
-    def __init__(self, spec: ArchSpec, mesh: Mesh, kernels: KernelSet, width: int | None = None) -> None:
+    def __init__(
+        self, spec: ArchSpec, mesh: Mesh, kernels: KernelSet, width: int | None = None
+    ) -> None:
         super().__init__()
-        self.kernels, width = kernels, width or spec.ffn_width
+        self.kernels = kernels
+        width = width or spec.ffn_width
         parts = dict.fromkeys(("gate_proj", "up_proj"), (width, 1))
         self.gate_up_proj = ColumnLinear(spec.width, parts, mesh, kernels, bias=spec.mlp_bias)
         self.down_proj = RowLinear(width, spec.width, mesh, kernels, bias=spec.mlp_bias)
@@ -30,34 +41,43 @@ class GatedMLP(nn.Module):
         return run_sync(self.forward_async(x))
 
     def forward_async(self, x: Tensor) -> AsyncForward[Tensor]:
-        up, down, products = self.gate_up_proj, self.down_proj, self._fused_products(x)
-        if products is None:
+        up = self.gate_up_proj
+        down = self.down_proj
+        fused = self._fused_kernels(x)
+        if fused is None:
             gate_up = yield from up.forward_async(x)
             yield from switch(up.axis)
             return (yield from down.forward_async(self.kernels.swiglu(gate_up)))
         sent, gather = yield from start_all_gather(x.contiguous(), up.axis)
         if not torch.is_grad_enabled():
-            gated = products.gated(finish(sent, gather), up.weight)
+            gated = fused.gated(finish(sent, gather), up.weight)
             yield from switch(up.axis)
             return (yield from down.forward_async(gated))
         gated = x.new_empty(len(x) * up.axis.size, len(up.weight) // 2)
-        fused = LinearProducts(
-            lambda x, weight, _: products.gated_product_into(x, weight, gated),
-            products.input_gradient,
-            products.add_joint_grad_,
-        )
-        gate_up, saved = save_for_backward_early(up.product(sent, None, gather, fused))
+
+        def product_and_gate(x: Tensor, weight: Tensor, _bias: Tensor | None) -> Tensor:
+            return fused.gated_product_into(x, weight, gated)
+
+        gate_up = up.fused_product(sent, gather, product_and_gate, GateUpGradients(fused))
+        gate_up, saved = save_for_backward_early(gate_up)
         yield from switch(up.axis)
-        y = _FusedDown.apply(gate_up, gated, down.weight, saved, down, products)
+        y = _FusedDown.apply(gate_up, gated, down.weight, saved, down, fused)
         return (yield from reduce_scatter_async(y, down.axis))
 
-    def _fused_products(self, x: Tensor) -> ModuleType | None:
-        products, up, down = self.kernels.gated, self.gate_up_proj, self.down_proj
-        if products is None or up.bias is not None or not products.takes(x, up.weight, down.weight):
+    def _fused_kernels(self, x: Tensor) -> ModuleType | None:
+        """The kernels that gate within the products, where both layers and this pass allow it."""
+        up = self.gate_up_proj
+        down = self.down_proj
+        fused = up.products.gated
+        if fused is None or down.products.gated is None or up.bias is not None:
             return None
+        if not fused.takes(x, up.weight, down.weight):
+            return None
+        if not torch.is_grad_enabled():
+            return fused
         queued = up.wgrad_queue is not None and down.wgrad_queue is not None
-        trains = queued and (x.requires_grad or up.weight.requires_grad)
-        return products if trains or not torch.is_grad_enabled() else None
+        trains = x.requires_grad or up.weight.requires_grad
+        return fused if queued and trains else None
 
 
 class _FusedDown(torch.autograd.Function):
@@ -65,14 +85,23 @@ class _FusedDown(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, _gate_up: Tensor, gated: Tensor, weight: Tensor, saved: SavedTensor, layer: RowLinear, ops: ModuleType
+        ctx: Any,
+        _gate_up: Tensor,
+        gated: Tensor,
+        weight: Tensor,
+        saved: SavedTensor,
+        layer: RowLinear,
+        ops: ModuleType,
     ) -> Tensor:
-        ctx.saved, ctx.layer, ctx.ops = saved, layer, ops
-        return F.linear(gated, weight)
+        ctx.saved = saved
+        ctx.layer = layer
+        ctx.ops = ops
+        return layer.products.linear(gated, weight)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:
-        dz, layer = grads[0].contiguous(), ctx.layer
+        dz = grads[0].contiguous()
+        layer = ctx.layer
         d_gate_up, gated, _ = ctx.ops.gated_gradient(dz, layer.weight, ctx.saved.get())
         if ctx.needs_input_grad[2]:
             layer.wgrad_queue.accumulate(layer.weight, dz, gated, ctx.ops.add_weight_grad_)
@@ -99,7 +128,8 @@ class XIELU(nn.Module):
         self.placements = dict.fromkeys(("alpha_p", "alpha_n"), Placement(partial_over=("tp",)))
 
     def forward(self, x: Tensor) -> Tensor:
-        positive, negative = F.softplus(self.alpha_p), self.beta + F.softplus(self.alpha_n)
+        positive = F.softplus(self.alpha_p)
+        negative = self.beta + F.softplus(self.alpha_n)
         below = (torch.expm1(torch.min(x, self.eps)) - x) * negative
         return torch.where(x > 0, positive * x * x, below) + self.beta * x
 
@@ -107,7 +137,8 @@ class XIELU(nn.Module):
 class PlainMLP(nn.Module):
     def __init__(self, spec: ArchSpec, mesh: Mesh, kernels: KernelSet) -> None:
         super().__init__()
-        self.up_proj = ColumnLinear(spec.width, {"up_proj": (spec.ffn_width, 1)}, mesh, kernels, bias=spec.mlp_bias)
+        parts = {"up_proj": (spec.ffn_width, 1)}
+        self.up_proj = ColumnLinear(spec.width, parts, mesh, kernels, bias=spec.mlp_bias)
         self.act_fn = XIELU()
         self.down_proj = RowLinear(spec.ffn_width, spec.width, mesh, kernels, bias=spec.mlp_bias)
 
@@ -121,4 +152,6 @@ class PlainMLP(nn.Module):
 
 
 def make_mlp(spec: ArchSpec, mesh: Mesh, kernels: KernelSet) -> GatedMLP | PlainMLP:
-    return (GatedMLP if spec.activation == "swiglu" else PlainMLP)(spec, mesh, kernels)
+    if spec.activation == "swiglu":
+        return GatedMLP(spec, mesh, kernels)
+    return PlainMLP(spec, mesh, kernels)

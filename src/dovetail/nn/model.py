@@ -15,7 +15,7 @@ from dovetail.batch.routing import RoutingTrace
 from dovetail.bounds import MAX_TEMPERATURE, MIN_TEMPERATURE
 from dovetail.errors import DataError
 from dovetail.kernels.registry import KernelSet
-from dovetail.memory import ask_once
+from dovetail.memory import reserve_device_memory
 from dovetail.nn.activation_checkpoint import Recompute
 from dovetail.nn.heads import LMHead, ValueHead
 from dovetail.nn.layers import WgradQueue
@@ -23,7 +23,7 @@ from dovetail.parallel.mesh import Mesh
 from dovetail.parallel.placement import placements_of
 
 # forms of a layer's experts in a checkpoint: `weights.shards`
-ExpertForm = Literal["fused", "turned", "apart", "mixtral"]
+ExpertForm = Literal["fused", "transposed", "per_expert", "mixtral"]
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,10 @@ class StagedModel(nn.Module):
 
     def __init__(self, spec: AnySpec, mesh: Mesh, cut: StageRange, *, tied: bool) -> None:
         super().__init__()
-        self.spec, self.mesh, self.cut, self.tied = spec, mesh, cut, tied
+        self.spec = spec
+        self.mesh = mesh
+        self.cut = cut
+        self.tied = tied
         self.experts: ExpertForm = "fused"
         self.wgrad_queue = WgradQueue()
 
@@ -69,7 +72,10 @@ class StagedModel(nn.Module):
 
     def check(self, batch: PackedBatch) -> None:
         if batch.media:
-            raise DataError(f"the batch has images or videos, but {self.spec.family} reads text only; leave them out")
+            raise DataError(
+                f"the batch has images or videos, but {self.spec.family} reads text only; leave "
+                "them out"
+            )
         if batch.tokens.device.type == "cpu":  # elsewhere it would wait
             self._check_ids(batch.tokens)
             self._check_ids(batch.targets, batch.mask)
@@ -86,7 +92,8 @@ class StagedModel(nn.Module):
         if mask is not None:
             return self._check_ids(ids[mask])
         raise DataError(
-            f"the batch has ids {int(low)} to {int(high)}, but this {self.spec.family} model has ids 0 to "
+            f"the batch has ids {int(low)} to {int(high)}, but this {self.spec.family} model has "
+            "ids 0 to "
             f"{self.spec.vocab_size - 1}; tokenize with the model's own tokenizer"
         )
 
@@ -97,11 +104,17 @@ class StagedModel(nn.Module):
         if trace.layers != moe.numbers or trace.indices.shape[1:] != (len(moe.numbers), moe.top_k):
             at = f"layers {list(trace.layers)} with {trace.indices.shape[-1]} experts a token"
             own = f"layers {list(moe.numbers)} to {moe.top_k}"
-            raise DataError(f"the batch has routing for {at}, this model routes in {own}; record it with the same one")
+            raise DataError(
+                f"the batch has routing for {at}, this model routes in {own}; record it with the "
+                "same one"
+            )
         known = trace.indices[trace.valid]
         if known.numel() and not 0 <= int(known.min()) <= int(known.max()) < moe.num_experts:
             to = f"experts {int(known.min())} to {int(known.max())}"
-            raise DataError(f"the batch has routing to {to} of {moe.num_experts}; was it stored in too narrow a type?")
+            raise DataError(
+                f"the batch has routing to {to} of {moe.num_experts}; was it stored in too "
+                "narrow a type?"
+            )
 
     def stored_name(self, name: str) -> str:
         return name
@@ -117,8 +130,11 @@ class StagedModel(nn.Module):
     def materialize(self, device: torch.device) -> None:
         """Padding is 0, the rest uninitialized."""
         with torch.no_grad():
-            stored = [param.to_local() if isinstance(param, DTensor) else param for param in self.parameters()]
-        ask_once([x.numel() * x.element_size() for x in stored], device)
+            stored = [
+                param.to_local() if isinstance(param, DTensor) else param
+                for param in self.parameters()
+            ]
+        reserve_device_memory([x.numel() * x.element_size() for x in stored], device)
         self.to_empty(device=device)
         params = dict(self.named_parameters())
         for name, placement in placements_of(self).items():
@@ -133,4 +149,6 @@ def _check_temperature(batch: PackedBatch) -> None:
     fits = (counted >= MIN_TEMPERATURE) & (counted <= MAX_TEMPERATURE)
     if not bool(fits.all()):
         limits = f"{MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}"
-        raise DataError(f"the batch has a token of temperature {float(counted[~fits][0]):g}; expected {limits}")
+        raise DataError(
+            f"the batch has a token of temperature {float(counted[~fits][0]):g}; expected {limits}"
+        )

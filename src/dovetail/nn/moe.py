@@ -18,10 +18,17 @@ from torch import Tensor, nn
 from dovetail.arch.spec import ArchSpec, MoeSpec
 from dovetail.batch.routing import Routes
 from dovetail.kernels.reference import round_rows
-from dovetail.kernels.registry import KernelSet, mixture_of_experts
+from dovetail.kernels.registry import KernelSet
 from dovetail.nn.layers import GradAccumulator, ReplicatedLinear
 from dovetail.nn.mlp import GatedMLP
-from dovetail.parallel.collectives import AsyncHostCopy, all_gather, begin_all_to_all, begin_exchange, stack_over
+from dovetail.nn.products import Products
+from dovetail.parallel.collectives import (
+    AsyncHostCopy,
+    all_gather,
+    begin_all_to_all,
+    begin_exchange,
+    stack_over,
+)
 from dovetail.parallel.mesh import Mesh
 from dovetail.parallel.overlap import (
     AsyncCollective,
@@ -45,7 +52,9 @@ class Router(nn.Module):
 
     def __init__(self, spec: ArchSpec, moe: MoeSpec, layer: int, kernels: KernelSet) -> None:
         super().__init__()
-        self.moe, self.layer, self.kernels = moe, layer, kernels
+        self.moe = moe
+        self.layer = layer
+        self.kernels = kernels
         self.weight = nn.Parameter(torch.empty(moe.num_experts, spec.width))
         if moe.bias:
             self.register_buffer("e_score_correction_bias", torch.zeros(moe.num_experts))
@@ -55,7 +64,8 @@ class Router(nn.Module):
         logits = self.kernels.router_logits(x, self.weight)
         scores = logits.softmax(-1) if self.moe.scores == "softmax" else logits.sigmoid()
         indices = routes.choose(self.layer, partial(self.best, scores.detach()))
-        weights, cost = scores.gather(1, indices), routes.cost(self.layer, logits, scores)
+        weights = scores.gather(1, indices)
+        cost = routes.cost(self.layer, logits, scores)
         weights = weights if cost is None else _AddRouterLoss.apply(weights, cost)
         if self.moe.normalize:
             weights = weights / (weights.sum(-1, keepdim=True) + TINY)
@@ -80,15 +90,22 @@ class Experts(GradAccumulator):
 
     def __init__(self, spec: ArchSpec, moe: MoeSpec, mesh: Mesh, kernels: KernelSet) -> None:
         super().__init__()
-        self.ep, self.kernels = mesh["ep"], kernels
+        self.ep = mesh["ep"]
+        self.kernels = kernels
+        self.products = Products(kernels)
         half = Part.padded("", moe.ffn_width, mesh["tp"].size)
-        count, width = moe.num_experts // self.ep.size, half.local_length(mesh["tp"].size)
+        count = moe.num_experts // self.ep.size
+        width = half.local_length(mesh["tp"].size)
         self.gate_up_proj = nn.Parameter(torch.empty(count, 2 * width, spec.width))
         self.down_proj = nn.Parameter(torch.empty(count, spec.width, width))
         by_expert = Split(0, "ep", (Part("", moe.num_experts),))
         self.placements = {
-            "gate_up_proj": Placement((by_expert, Split(1, "tp", (half, half))), sharded_over="expert_fsdp"),
-            "down_proj": Placement((by_expert, Split(2, "tp", (half,))), sharded_over="expert_fsdp"),
+            "gate_up_proj": Placement(
+                (by_expert, Split(1, "tp", (half, half))), sharded_over="expert_fsdp"
+            ),
+            "down_proj": Placement(
+                (by_expert, Split(2, "tp", (half,))), sharded_over="expert_fsdp"
+            ),
         }
 
     def forward(self, run: Callable[..., T], *arguments: Any) -> T:
@@ -96,32 +113,41 @@ class Experts(GradAccumulator):
         return run(*arguments)
 
     def forward_async(self, x: Tensor, chosen: Tensor, weights: Tensor) -> AsyncForward[Tensor]:
-        ep, kernels = self.ep, self.kernels
+        ep = self.ep
+        kernels = self.kernels
         defer = None if self.wgrad_queue is None else self.defer_wgrad
         if ep.size == 1:
-            return mixture_of_experts(kernels, x, chosen, weights, self._matrices(), None, defer)
+            return self.products.mixture_of_experts(x, chosen, weights, self._matrices(), add=defer)
         here = len(self.gate_up_proj)
         ranks, counts = destinations(chosen // here, ep.size)
         received = begin_exchange(counts, ep).wait()
         numbers = AsyncHostCopy(torch.stack((counts[:, 0], received[:, 0], received[:, 1])))
         capacity = ranks.numel()  # before the host knows the rows
         rows, places, _ = kernels.permute(x, ranks, ep.size, capacity)
-        choices = kernels.permute_tokens(pack_choices(chosen, weights), places, ranks.shape[1], capacity)
+        choices = kernels.permute_tokens(
+            pack_choices(chosen, weights), places, ranks.shape[1], capacity
+        )
         to_experts = [AsyncCollective(None, None), AsyncCollective(None, None)]
-        sent = [start(part, collective) for part, collective in zip((rows, choices), to_experts, strict=True)]
+        sent = [
+            start(part, collective)
+            for part, collective in zip((rows, choices), to_experts, strict=True)
+        ]
         matrices = self._matrices()  # after `start`: their gradients come before the wait
         yield
         to, by, copies = numbers.wait()  # the host's one wait
-        num_rows, capacity = sum(by), round_rows(sum(by))
+        num_rows = sum(by)
+        capacity = round_rows(sum(by))
         for part, collective in zip((rows, choices), to_experts, strict=True):
             collective.collective = partial(begin_all_to_all, to=to, by=by, axis=ep, room=capacity)
             collective.inverse = partial(begin_all_to_all, to=by, by=to, axis=ep, room=len(part))
             collective.start(part)
-        rows, choices = (finish(part, collective) for part, collective in zip(sent, to_experts, strict=True))
+        rows, choices = (
+            finish(part, collective) for part, collective in zip(sent, to_experts, strict=True)
+        )
         chosen, weights = unpack_choices(choices)
         chosen = (chosen - ep.rank * here) % (ep.size * here)
         chosen[num_rows:] = here
-        y = mixture_of_experts(kernels, rows, chosen, weights, matrices, sum(copies), defer)
+        y = self.products.mixture_of_experts(rows, chosen, weights, matrices, sum(copies), defer)
         home = AsyncCollective(
             partial(begin_all_to_all, to=by, by=to, axis=ep),
             partial(begin_all_to_all, to=to, by=by, axis=ep, room=len(y)),
@@ -139,7 +165,8 @@ def destinations(owners: Tensor, size: int) -> tuple[Tensor, Tensor]:
     every = torch.arange(size, device=owners.device)
     to = owners[:, :, None] == every
     goes = to.any(1)
-    ranks, most = torch.where(goes, every, size), owners.shape[1]
+    ranks = torch.where(goes, every, size)
+    most = owners.shape[1]
     if most < size:
         ranks = ranks.sort(1).values[:, :most].contiguous()
     return ranks, torch.stack((goes.sum(0), to.sum((0, 1))), 1)
@@ -163,13 +190,17 @@ class MoE(nn.Module):
         super().__init__()
         moe = spec.moe
         assert moe is not None
-        self.moe, self.tp, self.kernels = moe, mesh["tp"], kernels
+        self.moe = moe
+        self.tp = mesh["tp"]
+        self.kernels = kernels
         self.shared_name = moe.shared_name if moe.shared_width else ""
         self.gate = Router(spec, moe, layer, kernels)
         self.experts = Experts(spec, moe, mesh, kernels)
         if self.shared_name:
             self.add_module(self.shared_name, GatedMLP(spec, mesh, kernels, width=moe.shared_width))
-        self.shared_expert_gate = ReplicatedLinear(spec.width, 1, kernels) if moe.shared_gate else None
+        self.shared_expert_gate = (
+            ReplicatedLinear(spec.width, 1, kernels) if moe.shared_gate else None
+        )
 
     def forward(self, x: Tensor, routes: Routes) -> Tensor:
         return run_sync(self.forward_async(x, routes))
@@ -182,11 +213,16 @@ class MoE(nn.Module):
         mlp = self.get_submodule(self.shared_name)
         assert isinstance(mlp, GatedMLP)
         shared = yield from mlp.forward_async(x)
-        return y + (shared if self.shared_expert_gate is None else self.shared_expert_gate(x).sigmoid() * shared)
+        return y + (
+            shared
+            if self.shared_expert_gate is None
+            else self.shared_expert_gate(x).sigmoid() * shared
+        )
 
     def _routed(self, x: Tensor, indices: Tensor, weights: Tensor) -> AsyncForward[Tensor]:
         sent, gather = yield from start_all_gather(x, self.tp)
-        x, weights = finish(sent, gather), all_gather(weights, self.tp)
+        x = finish(sent, gather)
+        weights = all_gather(weights, self.tp)
         chosen = stack_over(indices, self.tp).flatten(0, 1)
         y = yield from self.experts.forward_async(x, chosen, weights)
         return (yield from reduce_scatter_async(y, self.tp))

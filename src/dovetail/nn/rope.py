@@ -19,7 +19,9 @@ def inverse_frequencies(spec: RopeSpec, dtype: torch.dtype, length: int = 0) -> 
         case "linear":
             return plain / spec.factor
         case "dynamic":
-            return 1.0 / _dynamic_base(spec, dtype, length) ** channels if length > spec.max_positions else plain
+            if length <= spec.max_positions:
+                return plain
+            return 1.0 / _dynamic_base(spec, dtype, length) ** channels
         case "llama3":
             return _llama3(spec, plain)
         case "yarn":
@@ -31,7 +33,8 @@ def inverse_frequencies(spec: RopeSpec, dtype: torch.dtype, length: int = 0) -> 
 
 
 def _dynamic_base(spec: RopeSpec, dtype: torch.dtype, length: int) -> Tensor:
-    stretch = spec.factor * torch.tensor(length, dtype=dtype) / spec.max_positions - (spec.factor - 1)
+    scaled = spec.factor * torch.tensor(length, dtype=dtype) / spec.max_positions
+    stretch = scaled - (spec.factor - 1)
     return spec.theta * stretch ** (spec.rotary_dim / (spec.rotary_dim - 2))
 
 
@@ -41,20 +44,26 @@ def _llama3(spec: RopeSpec, plain: Tensor) -> Tensor:
     turns = spec.max_positions / wavelength  # over the original length
     share = (turns - spec.low_freq_factor) / (spec.high_freq_factor - spec.low_freq_factor)
     between = (1 - share) * plain / spec.factor + share * plain
-    slowed = torch.where(wavelength > spec.max_positions / spec.low_freq_factor, plain / spec.factor, between)
-    return torch.where(wavelength < spec.max_positions / spec.high_freq_factor, plain, slowed)
+    is_long = wavelength > spec.max_positions / spec.low_freq_factor
+    is_short = wavelength < spec.max_positions / spec.high_freq_factor
+    slowed = torch.where(is_long, plain / spec.factor, between)
+    return torch.where(is_short, plain, slowed)
 
 
 def _yarn(spec: RopeSpec, periods: Tensor) -> Tensor:
     """arXiv 2309.00071: from kept channels (many turns) to scaled ones."""
 
     def channel_of(turns: float) -> float:
-        return spec.rotary_dim * math.log(spec.max_positions / (turns * 2 * math.pi)) / (2 * math.log(spec.theta))
+        period = spec.max_positions / (turns * 2 * math.pi)
+        return spec.rotary_dim * math.log(period) / (2 * math.log(spec.theta))
 
-    low, high = channel_of(spec.beta_fast), channel_of(spec.beta_slow)
+    low = channel_of(spec.beta_fast)
+    high = channel_of(spec.beta_slow)
     if spec.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, spec.rotary_dim - 1)
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, spec.rotary_dim - 1)
     span = high - low if high != low else 0.001
     ramp = ((torch.arange(len(periods)).to(periods.dtype) - low) / span).clamp(0, 1)
     kept = 1 - ramp

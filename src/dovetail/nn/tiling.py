@@ -35,7 +35,11 @@ class Tiled(GradAccumulator):
         return y
 
     def tile_weights(self) -> list[nn.Parameter]:
-        queued = {id(part.weight) for part in self.modules() if isinstance(part, Linear) and part.wgrad_queue}
+        queued = {
+            id(part.weight)
+            for part in self.modules()
+            if isinstance(part, Linear) and part.wgrad_queue
+        }
         return [weight for weight in self.parameters() if id(weight) not in queued]
 
     def tile(self, x: Tensor) -> Tensor:
@@ -48,7 +52,8 @@ class _Tiles(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, tiled: Tiled, saved: SavedTensor, *_: Tensor) -> Tensor:
-        ctx.tiled, ctx.saved = tiled, saved
+        ctx.tiled = tiled
+        ctx.saved = saved
         y = torch.empty_like(x)
         for out, tile in zip(y.split(tiled.tokens, -2), x.split(tiled.tokens, -2), strict=True):
             out.copy_(tiled.tile(tile))
@@ -56,10 +61,15 @@ class _Tiles(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (dy,), x, tiled = grads, ctx.saved.get(), ctx.tiled
+        (dy,) = grads
+        x = ctx.saved.get()
+        tiled = ctx.tiled
         _, _, _, *needed = ctx.needs_input_grad
-        weights = [weight for weight, need in zip(tiled.tile_weights(), needed, strict=True) if need]
-        dx, dw = torch.empty_like(x), [torch.zeros_like(weight, dtype=wide(weight.dtype)) for weight in weights]
+        weights = [
+            weight for weight, need in zip(tiled.tile_weights(), needed, strict=True) if need
+        ]
+        dx = torch.empty_like(x)
+        dw = [torch.zeros_like(weight, dtype=wide(weight.dtype)) for weight in weights]
         with nullcontext() if tiled.wgrad_queue is None else tiled.wgrad_queue.immediate():
             for first in range(0, max(x.shape[-2], 1), tiled.tokens):
                 rows = (..., slice(first, first + tiled.tokens), slice(None))
@@ -79,11 +89,16 @@ def tile_mlps(model: nn.Module, tokens: int, *, elsewhere: bool = False) -> None
     for block in blocks:
         block.add_module("mlp", Tiled(block.get_submodule("mlp"), tokens))
     if not blocks and not elsewhere:
-        raise ModelError(f"mlp_tile_tokens={tokens}, but the model has no MLP of up_proj and down_proj alone; set 0")
+        raise ModelError(
+            f"mlp_tile_tokens={tokens}, but the model has no MLP of up_proj and down_proj alone; "
+            "set 0"
+        )
 
 
 def _is_dense(mlp: nn.Module | None) -> bool:
     if mlp is None:
         return False
     layers = (mlp._modules.get(name) for name in ("up_proj", "gate_up_proj", "down_proj"))
-    return not mlp._parameters and sum(isinstance(layer, (nn.Linear, Linear)) for layer in layers) == 2
+    return (
+        not mlp._parameters and sum(isinstance(layer, (nn.Linear, Linear)) for layer in layers) == 2
+    )

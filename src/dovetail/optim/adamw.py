@@ -1,9 +1,8 @@
-"""Update rules; AdamW, with moments on the device or the host."""
+"""Update rules: what all of them can do, and AdamW with its moments on the device or the host."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -16,11 +15,12 @@ from dovetail.nn.activation_checkpoint import PinnedPool
 MOMENTS = ("exp_avg", "exp_avg_sq")
 Groups = list[dict[str, Any]]  # of torch
 Stored = Mapping[nn.Parameter, Mapping[str, Tensor]]
+OPTIONS = ("lr", "weight_decay", "eps", "amsgrad", "maximize", "fused")  # of torch's `adamw`
 BUCKET_BYTES = 1 << 29  # unless a parameter is larger
 
 
 class UpdateRule:
-    """Updates local shards. Where `found_inf` is 1, `step` does and counts nothing."""
+    """A rule that updates local shards. Where `found_inf` is 1, `step` does and counts nothing."""
 
     state_names: tuple[str, ...]  # of the parameter's shape, in checkpoints
     param_groups: Groups  # lr and weight_decay are set before each step
@@ -33,11 +33,12 @@ class UpdateRule:
     def reserve(self) -> None: ...
 
     def begin(self, steps: int = 0) -> None:
-        """Zeros for parameters without state, as after so many steps."""
+        """Give zeros to parameters without state, as after so many steps."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if not self.state.get(parameter):
-                    self._set_state(parameter, steps, [torch.zeros_like(parameter) for _ in self.state_names])
+                    zeros = [torch.zeros_like(parameter) for _ in self.state_names]
+                    self._set_state(parameter, steps, zeros)
 
     def resume(self, steps: int) -> None:
         """Continue as after so many steps; the caller fills the rest."""
@@ -47,103 +48,129 @@ class UpdateRule:
                 state["step"].fill_(steps)
 
     def stored(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """State in checkpoints. Where it is copied, `restored` follows a load."""
+        """Return the state for checkpoints. Where it is copied, `restored` follows a load."""
         state = self.state.get(parameter, {})
         return {name: state[name] for name in self.state_names if name in state}
 
     def others(self) -> dict[str, Tensor] | None:
-        """More for checkpoints, of any shape, equal on ranks that have the name. None, on every rank: never any."""
+        """Return more tensors for checkpoints, of any shape, equal on ranks that have the name.
+
+        None, on every rank: never any.
+        """
         return None
 
     def restored(self, stored: Stored, others: Mapping[str, Tensor]) -> None:
-        """Called after a load into `stored` and those of `others` that it has."""
+        """Take the state after a load into `stored` and those of `others` that it has."""
 
     def resident(self) -> Iterator[Tensor]:
         for state in self.state.values():
             yield from (state[name] for name in self.state_names if name in state)
 
     def _set_state(self, parameter: nn.Parameter, steps: int, tensors: Sequence[Tensor]) -> None:
-        count = torch.tensor(float(steps), dtype=torch.float32, device=parameter.device)
-        self.state[parameter] = {"step": count, **dict(zip(self.state_names, tensors, strict=True))}
+        count = torch.full((), steps, dtype=torch.float32, device=parameter.device)
+        self.state[parameter] = {"step": count}
+        self.state[parameter].update(zip(self.state_names, tensors, strict=True))
 
 
 class SkippableAdamW(torch.optim.AdamW, UpdateRule):
+    """torch's AdamW, which skips a step by its `found_inf`."""
+
     state_names = MOMENTS
 
 
 @dataclass(frozen=True)
 class Bucket:
+    """Parameters whose moments are in host memory side by side, and move together."""
+
     group: Mapping[str, Any]
     params: list[nn.Parameter]
 
     @property
     def num_bytes(self) -> int:
-        return len(MOMENTS) * sum(aligned(parameter.nbytes) for parameter in self.params)
+        size = sum(aligned(parameter.nbytes) for parameter in self.params)
+        return len(MOMENTS) * size
 
     def views(self, data: Tensor) -> list[list[Tensor]]:
-        starts = iter(accumulate((aligned(parameter.nbytes) for _ in MOMENTS for parameter in self.params), initial=0))
-        return [[view_at(data, next(starts), p.dtype, p.shape) for p in self.params] for _ in MOMENTS]
+        """Return the views of each moment in `data`, uint8 [num_bytes]."""
+        start = 0
+        moments = []
+        for _ in MOMENTS:
+            views = []
+            for parameter in self.params:
+                view = view_at(data, start, parameter.dtype, parameter.shape)
+                views.append(view)
+                start += aligned(parameter.nbytes)
+            moments.append(views)
+        return moments
 
 
 class CPUOffloadAdamW(SkippableAdamW):
-    """Moments in pinned host memory, bit for bit: buckets come, are updated and leave."""
+    """AdamW with moments in pinned host memory, bit for bit: each bucket visits the device."""
 
     def __init__(self, groups: Groups, **options: Any) -> None:
         super().__init__(groups, **options)
-        buckets = [bucket for group in self.param_groups for bucket in _buckets(group)]
-        self.buckets = sorted(buckets, key=lambda bucket: -bucket.num_bytes)  # largest first
+        self.buckets: list[Bucket] = []
+        for group in self.param_groups:
+            self.buckets += _buckets(group)
+        self.buckets.sort(key=lambda bucket: -bucket.num_bytes)  # largest first
         self.hosts: list[Tensor] = []
         self.device = self.buckets[0].params[0].device
         # a link carries both directions at once
-        self._coming, self._leaving = PinnedPool(self.device), PinnedPool(self.device)
+        self._to_device = PinnedPool(self.device)
+        self._to_host = PinnedPool(self.device)
 
     def reserve(self) -> None:
         if not self.hosts:
+            sizes = [bucket.num_bytes for bucket in self.buckets]
             arena = PinnedArena(pinned=self.device.type != "cpu")
-            arena.reserve(sum(bucket.num_bytes for bucket in self.buckets))
-            self.hosts = [arena.allocate(torch.uint8, (bucket.num_bytes,)) for bucket in self.buckets]
+            arena.reserve(sum(sizes))
+            self.hosts = [arena.allocate(torch.uint8, (size,)) for size in sizes]
 
     def begin(self, steps: int = 0) -> None:
-        if all(self.state.get(parameter) for bucket in self.buckets for parameter in bucket.params):
+        params = [parameter for bucket in self.buckets for parameter in bucket.params]
+        if all(self.state.get(parameter) for parameter in params):
             return
         self.reserve()
         for bucket, host in zip(self.buckets, self.hosts, strict=True):
-            for parameter, *moments in zip(bucket.params, *bucket.views(host.zero_()), strict=True):
+            views = bucket.views(host.zero_())
+            for parameter, *moments in zip(bucket.params, *views, strict=True):
                 self._set_state(parameter, steps, moments)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """The host does not wait."""
+        """Update one bucket while the next is copied. The host does not wait."""
         self.begin()
-        size = max(bucket.num_bytes for bucket in self.buckets)
-        buffers = [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in self.buckets[:2]]
-        here = [buffers[i % 2][: bucket.num_bytes] for i, bucket in enumerate(self.buckets)]
-        coming, left = self._coming.copy(here[0], self.hosts[0]), None
+        buffers = [torch.empty_like(host, device=self.device) for host in self.hosts[:2]]
+        moments = [buffers[i % 2][: len(host)] for i, host in enumerate(self.hosts)]
+        prefetched = self._to_device.copy(moments[0], self.hosts[0])
+        written = None
         for i, bucket in enumerate(self.buckets):
-            came = coming
+            current = prefetched
             if i + 1 < len(self.buckets):
-                self._leaving.wait(left)
-                coming = self._coming.copy(here[i + 1], self.hosts[i + 1])
-            self._coming.wait(came)
-            self._update(bucket, here[i])
-            left = self._leaving.copy(self.hosts[i], here[i])
-        self._leaving.wait(left)
+                self._to_host.wait(written)
+                prefetched = self._to_device.copy(moments[i + 1], self.hosts[i + 1])
+            self._to_device.wait(current)
+            self._update(bucket, moments[i])
+            written = self._to_host.copy(self.hosts[i], moments[i])
+        self._to_host.wait(written)
 
     def _update(self, bucket: Bucket, data: Tensor) -> None:
-        group, (averages, squares) = bucket.group, bucket.views(data)
+        group = bucket.group
+        averages, squares = bucket.views(data)
         grads = [parameter.grad for parameter in bucket.params if parameter.grad is not None]
         steps = [self.state[parameter]["step"] for parameter in bucket.params]
-        options = {key: group[key] for key in ("lr", "weight_decay", "eps", "amsgrad", "maximize", "fused")}
-        beta1, beta2 = group["betas"]
         assert len(grads) == len(steps), "a parameter without a gradient"
-        options |= {"beta1": beta1, "beta2": beta2, "found_inf": self.found_inf}
+        options = {key: group[key] for key in OPTIONS}
+        options["beta1"], options["beta2"] = group["betas"]
+        options["found_inf"] = self.found_inf
         adamw([*bucket.params], grads, averages, squares, [], steps, **options)
 
 
 def _buckets(group: Mapping[str, Any]) -> Iterator[Bucket]:
     params: list[nn.Parameter] = []
     for parameter in group["params"]:
-        if params and Bucket(group, [*params, parameter]).num_bytes > BUCKET_BYTES:
+        larger = Bucket(group, [*params, parameter])
+        if params and larger.num_bytes > BUCKET_BYTES:
             yield Bucket(group, params)
             params = []
         params.append(parameter)

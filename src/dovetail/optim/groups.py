@@ -1,4 +1,4 @@
-"""Parameters by patterns of names: frozen ones, and groups with their own learning rate."""
+"""Patterns of parameter names: frozen parameters, and groups with their own learning rate."""
 
 import math
 from collections.abc import Sequence
@@ -17,9 +17,10 @@ from dovetail.weights.shards import LocalParam, in_checkpoint_form, local_params
 
 @dataclass(slots=True)
 class ParamGroup:
-    """Parameters whose checkpoint name matches `pattern`, as `model.layers.0.*`; the first match wins.
+    """Parameters whose checkpoint name matches `pattern`, as `model.layers.0.*`. The first match wins.
 
-    None: as the first of `engine.param_groups`, which has all other parameters and does not decay norms and biases.
+    None: as the first of `engine.param_groups`, which has all other parameters and does not decay
+    norms and biases.
     """
 
     pattern: str
@@ -27,13 +28,14 @@ class ParamGroup:
     weight_decay: float | None = None
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in ("lr", "weight_decay") and value is not None and not 0 <= value < math.inf:
+        is_number = name != "pattern" and value is not None
+        if is_number and not 0 <= value < math.inf:
             raise ConfigError(f"{name}={value!r}; expected 0 or more")
         object.__setattr__(self, name, value)
 
 
 def freeze(model: nn.Module, mesh: Mesh, patterns: Sequence[str]) -> None:
-    """Matches require no gradient. Collective."""
+    """Let parameters that match require no gradient. Collective."""
     if not patterns:
         return
     chosen = match(model, mesh, patterns, "frozen")
@@ -46,37 +48,51 @@ def freeze(model: nn.Module, mesh: Mesh, patterns: Sequence[str]) -> None:
 
 
 def match(model: nn.Module, mesh: Mesh, patterns: Sequence[str], what: str) -> dict[str, int]:
-    """Parameter -> number of its first matching pattern. Collective.
+    """Return parameter -> number of its first matching pattern. Collective.
 
     ConfigError on every rank for a pattern without a match, or that splits a parameter.
     """
+    if not patterns:
+        return {}
     chosen: dict[str, int] = {}
-    problems: list[str] = []
+    problems = []
     used: set[str] = set()
-    for param in local_params(model, mesh) if patterns else ():
+    for param in local_params(model, mesh):
         if param.parameter is None:
             continue
         names = _names(model, param)
         for number, pattern in enumerate(patterns):
-            missed = [tied[0] for tied in names if not any(fnmatchcase(name, pattern) for name in tied)]
+            missed = [tied[0] for tied in names if not _matches(tied, pattern)]
             if len(missed) == len(names):
                 continue
             used.add(pattern)
             if missed:
-                problems.append(f"{pattern!r} leaves out {missed[0]}, which is one parameter with what it matches")
+                problems.append(
+                    f"{pattern!r} leaves out {missed[0]}, which is one parameter with what it "
+                    "matches"
+                )
             else:
                 chosen.setdefault(param.name, number)
-    if patterns:
-        everyone = of_all([problems, sorted(used)], mesh)
-        problems = list(dict.fromkeys(problem for theirs, _ in everyone for problem in theirs))
-        used = {pattern for _, theirs in everyone for pattern in theirs}
-        problems += [f"{pattern!r} matches no parameter of the model" for pattern in patterns if pattern not in used]
+    all_problems: dict[str, None] = {}
+    for their_problems, their_used in of_all([problems, sorted(used)], mesh):
+        all_problems |= dict.fromkeys(their_problems)
+        used |= {*their_used}
+    problems = [*all_problems]
+    problems += [f"{x!r} matches no parameter of the model" for x in patterns if x not in used]
     if problems:
-        raise ConfigError(f"{what}: give patterns of checkpoint names, as 'model.layers.0.*':\n{listing(problems)}")
+        expected = "give patterns of checkpoint names, as 'model.layers.0.*'"
+        raise ConfigError(f"{what}: {expected}:\n{listing(problems)}")
     return chosen
 
 
+def _matches(names: Sequence[str], pattern: str) -> bool:
+    return any(fnmatchcase(name, pattern) for name in names)
+
+
 def _names(model: nn.Module, param: LocalParam) -> list[tuple[str, ...]]:
-    """Names of its checkpoint tensors, each with its tied names."""
-    stored = in_checkpoint_form(model, [param])
-    return [(n, *param.tied) for p in stored for n in checkpoint_shapes(p.name, p.placement, p.shape)]
+    """Return the names of its checkpoint tensors, each with its tied names."""
+    names = []
+    for stored in in_checkpoint_form(model, [param]):
+        shapes = checkpoint_shapes(stored.name, stored.placement, stored.shape)
+        names += [(name, *param.tied) for name in shapes]
+    return names

@@ -6,7 +6,7 @@ Jordan et al. 2024 (https://kellerjordan.github.io/posts/muon/), as in torch.opt
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,126 +17,75 @@ from dovetail.errors import ConfigError
 from dovetail.nn.model import StagedModel
 from dovetail.optim.adamw import MOMENTS, Groups, SkippableAdamW, UpdateRule
 from dovetail.optim.groups import match
+from dovetail.optim.matrices import (
+    Assignment,
+    LocalShard,
+    MatrixShard,
+    Shape,
+    assign_owners,
+    matrix_shards,
+    num_elements,
+    split_rounds,
+)
 from dovetail.parallel.collectives import Handle, begin_all_to_all
 from dovetail.parallel.consensus import agreed, of_all
 from dovetail.parallel.mesh import Mesh
-from dovetail.parallel.placement import Region, Slices, as_index, overlap, within
-from dovetail.weights.shards import FUSED
+from dovetail.parallel.placement import Slices, as_index
+from dovetail.weights.shards import STACKED
 
 MOMENTUM = "momentum_buffer"
-STACKED = tuple(ending for ending, _ in FUSED)
 IN_A_BLOCK = re.compile(r"\.\d+\.")  # no embedding, head or last norm
-ROUND_ELEMENTS = 3 << 26  # of a rank at a time; more where one is larger
-
-
-@dataclass(frozen=True)
-class Held:
-    """A parameter as this rank holds it."""
-
-    name: str
-    local: nn.Parameter
-    regions: tuple[Region, ...]
-
-
-class Piece(NamedTuple):
-    matrix: str
-    shape: tuple[int, int]  # of the matrix
-    part: Slices
-    owned: bool
-    parameter: nn.Parameter
-    view: tuple[Any, ...]
-
-
-class Part(NamedTuple):
-    """A rectangle of a matrix, on some rank."""
-
-    rank: int
-    part: Slices
-    owned: bool
-
-
-@dataclass(frozen=True)
-class Job:
-    matrix: str
-    shape: tuple[int, int]
-    owner: int
-    parts: tuple[Part, ...]
 
 
 class Move(NamedTuple):
     sender: int
     receiver: int
     matrix: str
-    part: Slices
+    slices: Slices
 
 
-def pieces_of(held: Held) -> Iterator[Piece]:
-    """HF's matrices: q, k and v apart, and of each expert gate and up, in every form of a checkpoint."""
-    for region in held.regions:
-        name, shape, there = region.checkpoint_name, region.checkpoint_shape, region.checkpoint_slice
-        if len(shape) == 2:
-            yield Piece(name, (shape[0], shape[1]), there, region.owned, held.local, as_index(region.local_slice))
-            continue
-        parts = next(len(parts) for ending, parts in FUSED if name.endswith(ending))
-        size, starts = shape[1] // parts, [start for start, _ in region.local_slice]
-        for expert in range(*there[0]):
-            for number in range(parts):
-                matrix = ((expert, expert + 1), (number * size, (number + 1) * size), (0, shape[2]))
-                if (shared := overlap(there, matrix)) is not None:
-                    rows, columns = within(shared, matrix)[1:]
-                    inside = [slice(a + at, b + at) for (a, b), at in zip(within(shared, there), starts, strict=True)]
-                    index, sizes = (inside[0].start, *inside[1:]), (size, shape[2])
-                    yield Piece(f"{name}.{expert}.{number}", sizes, (rows, columns), region.owned, held.local, index)
+def muon_names(
+    model: nn.Module, mesh: Mesh, shards: Sequence[LocalShard], patterns: Sequence[str]
+) -> set[str]:
+    """Return the names of the matrices that `patterns` match, or of all matrices of the blocks.
 
-
-def muon_names(model: nn.Module, mesh: Mesh, held: Sequence[Held], patterns: Sequence[str]) -> set[str]:
-    """The names that match, or every matrix of the blocks. held: without norms and biases. Collective."""
-    stacked = isinstance(model, StagedModel) and model.moe is not None
-    names = {each.name for each in held if each.local.dim() == 2 or (stacked and each.name.endswith(STACKED))}
+    shards: all but norms and biases. Collective.
+    """
+    has_experts = isinstance(model, StagedModel) and model.moe is not None
+    names = {shard.name for shard in shards if shard.local.dim() == 2}
+    if has_experts:
+        names |= {shard.name for shard in shards if shard.name.endswith(STACKED)}
     if not patterns:
         return {name for name in names if IN_A_BLOCK.search(name)}
     chosen = match(model, mesh, patterns, "optim.options.matrices")
     with agreed(mesh):
-        if wrong := [name for name in chosen if name not in names]:
-            raise ConfigError(f"optim.options.matrices: {wrong[0]} is no matrix; give patterns of matrices alone")
+        for name in chosen:
+            if name not in names:
+                raise ConfigError(
+                    f"optim.options.matrices: {name} is no matrix; give patterns of matrices alone"
+                )
     return {*chosen}
 
 
-def share_out(pieces: Sequence[Sequence[tuple[str, tuple[int, int], Slices, bool]]]) -> list[Job]:
-    """Each matrix to its least loaded holder. pieces: by rank."""
-    shapes: dict[str, tuple[int, int]] = {}
-    parts: dict[str, list[Part]] = defaultdict(list)
-    for rank, own in enumerate(pieces):
-        for matrix, (rows, columns), part, owned in own:
-            shapes[matrix] = (rows, columns)
-            parts[matrix].append(Part(rank, tuple((start, stop) for start, stop in part), owned))
-    work, jobs = [0] * len(pieces), list[Job]()
-    holders = {matrix: sorted({part.rank for part in held}) for matrix, held in parts.items()}
-    for matrix in sorted(parts, key=lambda m: (len(holders[m]), -_work(shapes[m]), m)):  # least choice, then longest
-        owner = min(holders[matrix], key=lambda rank: work[rank])
-        work[owner] += _work(shapes[matrix])
-        jobs.append(Job(matrix, shapes[matrix], owner, tuple(parts[matrix])))
-    return jobs
-
-
-def _work(shape: tuple[int, int]) -> int:
-    short, long = sorted(shape)
-    return short * short * (2 * long + short)
-
-
 def newton_schulz(x: Tensor, coefficients: Sequence[float], steps: int, eps: float) -> Tensor:
-    """[B, m <= n, n] -> near their orthogonal factors."""
+    """Return matrices near the orthogonal factors of x [B, m <= n, n]."""
     a, b, c = coefficients
-    x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=eps)
+    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
+    x = x / norm.clamp(min=eps)
     for _ in range(steps):
         gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, polynomial, x, beta=a)
     return x
 
 
 @dataclass(frozen=True, kw_only=True)
 class MuonOptions:
-    """torch.optim.Muon's. matrices: patterns of names; default: all of the blocks. adamw_lr: peak of the rest; default: lr."""
+    """Options of torch.optim.Muon.
+
+    matrices: patterns of names; default: all matrices of the blocks.
+    adamw_lr: the peak of all other parameters; default: lr.
+    """
 
     momentum: float = 0.95
     nesterov: bool = True
@@ -148,8 +97,10 @@ class MuonOptions:
     adamw_lr: float | None = None
 
     def check(self) -> None:
-        keys = {name: value for name, value in vars(self).items() if name not in ("matrices", "adamw_lr")}
-        torch.optim.Muon([nn.Parameter(torch.zeros(1, 1))], **keys)
+        options = dict(vars(self))
+        del options["matrices"], options["adamw_lr"]
+        parameter = nn.Parameter(torch.zeros(1, 1))
+        torch.optim.Muon([parameter], **options)
         if len(self.ns_coefficients) != 3:
             raise ValueError(f"ns_coefficients={self.ns_coefficients!r}; expected three numbers")
         if not 1 <= self.ns_steps < 100:
@@ -167,29 +118,42 @@ class MuonOptions:
 
 
 class Muon(UpdateRule):
-    """lr: the peak. Collective."""
+    """Muon for the groups that say so, AdamW for the others. lr: the peak. Collective."""
 
     state_names = (MOMENTUM, *MOMENTS)
 
     def __init__(
-        self, groups: Groups, held: Sequence[Held], mesh: Mesh, options: MuonOptions, lr: float, **adamw: Any
+        self,
+        groups: Groups,
+        shards: Sequence[LocalShard],
+        mesh: Mesh,
+        options: MuonOptions,
+        lr: float,
+        **adamw: Any,
     ) -> None:
-        self.share = 1.0 if options.adamw_lr is None else options.adamw_lr / lr
-        self.options, self.world, self.device = options, mesh["world"], mesh.device
+        self.adamw_factor = 1.0 if options.adamw_lr is None else options.adamw_lr / lr
+        self.options = options
+        self.world = mesh["world"]
+        self.device = mesh.device
         self.groups = [group for group in groups if group["muon"]]
         others = [group for group in groups if not group["muon"]]
-        self.adamw = SkippableAdamW(others or [{"params": []}], **adamw, fused=True)
-        self.param_groups = [*self.groups, *(self.adamw.param_groups if others else ())]
+        at_least_one = others or [{"params": []}]  # torch refuses none
+        self.adamw = SkippableAdamW(at_least_one, **adamw, fused=True)
+        self.adamw_groups = self.adamw.param_groups[: len(others)]
+        self.param_groups = self.groups + self.adamw_groups
         self.state = self.adamw.state
-        matrices = {parameter for group in self.groups for parameter in group["params"]}
-        pieces = [piece for each in held if each.local in matrices for piece in pieces_of(each)]
-        self.pieces = {(piece.matrix, piece.part): piece for piece in pieces}
-        wide = any(piece.parameter.dtype == torch.float64 for piece in pieces)
-        everyone = of_all([wide, [piece[:4] for piece in pieces]], mesh)
+        params = {parameter for group in self.groups for parameter in group["params"]}
+        held: list[MatrixShard] = []
+        for shard in shards:
+            if shard.local in params:
+                held += matrix_shards(shard)
+        self.shards = {(each.matrix, each.slices): each for each in held}
+        wide = any(each.parameter.dtype == torch.float64 for each in held)
+        by_rank = of_all([wide, [each[:4] for each in held]], mesh)
         # torch.optim.Muon iterates in bfloat16 for float64, too; tests in float64 need more digits
-        self.dtype = torch.float64 if any(each[0] for each in everyone) else torch.bfloat16
-        rounds = _rounds(share_out([each[1] for each in everyone]), self.world.size)
-        self.rounds = [[job for job in jobs if any(p.rank == self.world.rank for p in job.parts)] for jobs in rounds]
+        self.dtype = torch.float64 if any(wide for wide, _ in by_rank) else torch.bfloat16
+        assignments = assign_owners([held for _, held in by_rank])
+        self.rounds = split_rounds(assignments, self.world)
 
     def begin(self, steps: int = 0) -> None:
         for group in self.groups:
@@ -200,131 +164,154 @@ class Muon(UpdateRule):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """The host waits. Collective."""
+        """Update all parameters. The host waits. Collective."""
         if bool(self.found_inf):
             return
         self.begin()
         self.adamw.found_inf = self.found_inf
-        for group in self.param_groups[len(self.groups) :]:
-            group["lr"] *= 1.0 if group["own_lr"] else self.share
+        for group in self.adamw_groups:
+            if not group["own_lr"]:
+                group["lr"] *= self.adamw_factor
         self.adamw.step()
+        momentum = self.options.momentum
         rates: dict[nn.Parameter, float] = {}
         for group in self.groups:
             params = group["params"]
             if not params:
                 continue
-            grads, buffers = [p.grad for p in params], [self.state[p][MOMENTUM] for p in params]
-            torch._foreach_lerp_(buffers, grads, 1 - self.options.momentum)
+            grads = [p.grad for p in params]
+            buffers = [self.state[p][MOMENTUM] for p in params]
+            torch._foreach_lerp_(buffers, grads, 1 - momentum)
             if self.options.nesterov:
-                torch._foreach_lerp_(grads, buffers, self.options.momentum)  # they are freed after
+                torch._foreach_lerp_(grads, buffers, momentum)  # they are freed after
             torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
             rates |= dict.fromkeys(params, group["lr"])
         self._update(rates)
 
     def _update(self, rates: Mapping[nn.Parameter, float]) -> None:
-        """A round is orthogonalized while the next comes and the last leaves."""
-        coming, leaving = (self._gather(self.rounds[0]) if self.rounds else None), list[tuple[list[Job], Handle]]()
-        for number, jobs in enumerate(self.rounds):
-            assert coming is not None
-            came = coming.wait()
-            coming = self._gather(self.rounds[number + 1]) if number + 1 < len(self.rounds) else None
-            updates = self._orthogonalized([job for job in jobs if job.owner == self.world.rank], came)
-            leaving.append((jobs, self._scatter(jobs, updates)))
-            if number:
-                self._apply(*leaving.pop(0), rates)
-        for last in leaving:
+        """Orthogonalize each round while the next is gathered and the last is scattered."""
+        if not self.rounds:
+            return
+        prefetch = self._gather(self.rounds[0])
+        last: tuple[list[Assignment], Handle] | None = None
+        for number, jobs in enumerate(self.rounds, 1):
+            gathered = prefetch.wait()
+            if number < len(self.rounds):
+                prefetch = self._gather(self.rounds[number])
+            updates = self._orthogonalize(jobs, gathered)
+            scattered = self._scatter(jobs, updates)
+            if last:
+                self._apply(*last, rates)
+            last = (jobs, scattered)
+        if last:
             self._apply(*last, rates)
 
-    def _gather(self, jobs: Sequence[Job]) -> Handle:
-        moves = [Move(part.rank, job.owner, job.matrix, part.part) for job in jobs for part in job.parts if part.owned]
-        return self._exchange(moves, self._source)
+    def _gather(self, jobs: Sequence[Assignment]) -> Handle:
+        """Send the gradients of each matrix to its owner, without copies."""
+        moves = []
+        for job in jobs:
+            moves += [Move(h.rank, job.owner, job.matrix, h.slices) for h in job.owned]
+        return self._exchange(moves, self._direction)
 
-    def _source(self, move: "Move") -> Tensor:
-        piece = self.pieces[move.matrix, move.part]
-        x = piece.parameter.grad if self.options.nesterov else self.state[piece.parameter][MOMENTUM]
+    def _direction(self, move: Move) -> Tensor:
+        shard = self.shards[move.matrix, move.slices]
+        parameter = shard.parameter
+        x = parameter.grad if self.options.nesterov else self.state[parameter][MOMENTUM]
         assert x is not None
-        return x[piece.view]
+        return x[shard.local_index]
 
-    def _orthogonalized(self, jobs: Sequence[Job], came: Tensor) -> dict[str, Tensor]:
-        """Matrix -> update [out, in]; equal shapes are one batch."""
-        starts = _starts(jobs, self.world.size)
-        batches: dict[tuple[int, int], list[tuple[str, Tensor, bool]]] = defaultdict(list)
-        for job in jobs:
-            rows, columns = job.shape
-            owned = [part for part in job.parts if part.owned]
-            first = starts[job.matrix, owned[0].rank, owned[0].part]
-            whole = came[first : first + rows * columns].view(rows, columns)
-            if len(owned) > 1:
-                whole = came.new_empty(rows, columns)
-                for part in owned:
-                    start, target = starts[job.matrix, part.rank, part.part], whole[as_index(part.part)]
-                    target.copy_(came[start : start + target.numel()].view(target.shape))
-            turned = rows > columns
-            short = (columns, rows) if turned else (rows, columns)
-            batches[short].append((job.matrix, whole.mT if turned else whole, turned))
-        done: dict[str, Tensor] = {}
-        o = self.options
+    def _orthogonalize(self, jobs: Sequence[Assignment], gathered: Tensor) -> dict[str, Tensor]:
+        """Return the updates [out, in] of this rank's matrices. Equal shapes are one batch."""
+        own = [job for job in jobs if job.owner == self.world.rank]
+        parts = _split(own, gathered)
+        batches: dict[torch.Size, list[tuple[Assignment, Tensor]]] = defaultdict(list)
+        for job in own:
+            matrix = _assemble(job.shape, parts[job.matrix])
+            wide = matrix.mT if job.is_tall else matrix
+            batches[wide.shape].append((job, wide))
+        options = self.options
+        updates = {}
         for batch in batches.values():
-            result = newton_schulz(torch.stack([x for _, x, _ in batch]), o.ns_coefficients, o.ns_steps, o.eps)
-            done |= {name: x.mT if turned else x for (name, _, turned), x in zip(batch, result.unbind(), strict=True)}
-        return done
+            x = torch.stack([matrix for _, matrix in batch])
+            x = newton_schulz(x, options.ns_coefficients, options.ns_steps, options.eps)
+            for (job, _), update in zip(batch, x.unbind(), strict=True):
+                updates[job.matrix] = update.mT if job.is_tall else update
+        return updates
 
-    def _scatter(self, jobs: Sequence[Job], updates: Mapping[str, Tensor]) -> Handle:
-        moves = [Move(job.owner, part.rank, job.matrix, part.part) for job in jobs for part in job.parts]
-        return self._exchange(moves, lambda move: updates[move.matrix][as_index(move.part)])
-
-    def _exchange(self, moves: Sequence["Move"], source: Callable[["Move"], Tensor]) -> Handle:
-        to, by = [0] * self.world.size, [0] * self.world.size
-        for move in moves:
-            to[move.receiver] += _elements(move.part) * (move.sender == self.world.rank)
-            by[move.sender] += _elements(move.part) * (move.receiver == self.world.rank)
-        own = sorted((m for m in moves if m.sender == self.world.rank), key=lambda m: m.receiver)
-        flat, sent = torch.empty(sum(to), dtype=self.dtype, device=self.device), [*map(source, own)]
-        if sent:
-            views = [row.view(x.shape) for row, x in zip(flat.split([x.numel() for x in sent]), sent, strict=True)]
-            torch._foreach_copy_(views, sent)
-        return Handle(flat) if self.world.size == 1 else begin_all_to_all(flat, to, by, self.world)
-
-    def _apply(self, jobs: Sequence[Job], left: Handle, rates: Mapping[nn.Parameter, float]) -> None:
-        updates: dict[float, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
-        rest, came, at = sorted(jobs, key=lambda job: job.owner), left.wait(), 0
-        for job in rest:
-            for part in job.parts:
-                if part.rank == self.world.rank:
-                    piece = self.pieces[job.matrix, part.part]
-                    target = piece.parameter[piece.view]
-                    targets, values = updates[self.options.rate(rates[piece.parameter], job.shape)]
-                    targets.append(target)
-                    values.append(came[at : at + target.numel()].view(target.shape))
-                    at += target.numel()
-        for rate, (targets, values) in updates.items():
-            torch._foreach_add_(targets, values, alpha=-rate)
-
-
-def _rounds(jobs: Sequence[Job], world: int) -> list[list[Job]]:
-    rounds: list[list[Job]] = []
-    number, filled = [0] * world, [0] * world
-    for job in sorted(jobs, key=lambda job: (sorted(job.shape), job.matrix)):
-        elements = job.shape[0] * job.shape[1]
-        if filled[job.owner] and filled[job.owner] + elements > ROUND_ELEMENTS:
-            number[job.owner], filled[job.owner] = number[job.owner] + 1, 0
-        filled[job.owner] += elements
-        while len(rounds) <= number[job.owner]:
-            rounds.append([])
-        rounds[number[job.owner]].append(job)
-    return rounds
-
-
-def _starts(jobs: Collection[Job], world: int) -> dict[tuple[str, int, Slices], int]:
-    starts, at = dict[tuple[str, int, Slices], int](), 0
-    for rank in range(world):
+    def _scatter(self, jobs: Sequence[Assignment], updates: Mapping[str, Tensor]) -> Handle:
+        """Send the updates of each matrix to all its holders."""
+        moves = []
         for job in jobs:
-            for part in job.parts:
-                if part.owned and part.rank == rank:
-                    starts[job.matrix, rank, part.part] = at
-                    at += _elements(part.part)
-    return starts
+            moves += [Move(job.owner, h.rank, job.matrix, h.slices) for h in job.holders]
+
+        def part(move: Move) -> Tensor:
+            return updates[move.matrix][as_index(move.slices)]
+
+        return self._exchange(moves, part)
+
+    def _exchange(self, moves: Sequence[Move], source: Callable[[Move], Tensor]) -> Handle:
+        """Start to send `source(move)` of all moves. A receiver gets them in order of senders."""
+        rank = self.world.rank
+        send_sizes = [0] * self.world.size
+        receive_sizes = [0] * self.world.size
+        outgoing = []
+        for move in moves:
+            if move.sender == rank:
+                send_sizes[move.receiver] += num_elements(move.slices)
+                outgoing.append(move)
+            if move.receiver == rank:
+                receive_sizes[move.sender] += num_elements(move.slices)
+        outgoing.sort(key=lambda move: move.receiver)
+        tensors = [source(move) for move in outgoing]
+        flat = torch.empty(sum(send_sizes), dtype=self.dtype, device=self.device)
+        chunks = flat.split([x.numel() for x in tensors])
+        views = [chunk.view(x.shape) for chunk, x in zip(chunks, tensors, strict=True)]
+        if tensors:
+            torch._foreach_copy_(views, tensors)
+        if self.world.size == 1:
+            return Handle(flat)
+        return begin_all_to_all(flat, send_sizes, receive_sizes, self.world)
+
+    def _apply(
+        self, jobs: Sequence[Assignment], scattered: Handle, rates: Mapping[nn.Parameter, float]
+    ) -> None:
+        """Subtract the updates from the parameters, each times its rate."""
+        targets: dict[float, list[Tensor]] = defaultdict(list)
+        values: dict[float, list[Tensor]] = defaultdict(list)
+        updates = scattered.wait()
+        start = 0
+        for job in sorted(jobs, key=lambda job: job.owner):
+            for holder in job.holders:
+                if holder.rank != self.world.rank:
+                    continue
+                shard = self.shards[job.matrix, holder.slices]
+                target = shard.parameter[shard.local_index]
+                update = updates[start : start + target.numel()]
+                start += target.numel()
+                rate = self.options.rate(rates[shard.parameter], job.shape)
+                targets[rate].append(target)
+                values[rate].append(update.view(target.shape))
+        for rate in targets:
+            torch._foreach_add_(targets[rate], values[rate], alpha=-rate)
 
 
-def _elements(part: Slices) -> int:
-    return math.prod(stop - start for start, stop in part)
+def _split(jobs: Sequence[Assignment], gathered: Tensor) -> dict[str, list[tuple[Slices, Tensor]]]:
+    """Return matrix -> its rectangles, which `gathered` has in the order of their ranks."""
+    moved = [(holder, job.matrix) for job in jobs for holder in job.owned]
+    moved.sort(key=lambda pair: pair[0].rank)
+    chunks = gathered.split([num_elements(holder.slices) for holder, _ in moved])
+    parts: dict[str, list[tuple[Slices, Tensor]]] = defaultdict(list)
+    for (holder, matrix), chunk in zip(moved, chunks, strict=True):
+        parts[matrix].append((holder.slices, chunk))
+    return parts
+
+
+def _assemble(shape: Shape, parts: Sequence[tuple[Slices, Tensor]]) -> Tensor:
+    _, first = parts[0]
+    if len(parts) == 1:
+        return first.view(shape)
+    matrix = first.new_empty(shape)
+    for slices, values in parts:
+        target = matrix[as_index(slices)]
+        target.copy_(values.view(target.shape))
+    return matrix

@@ -14,8 +14,9 @@ from torch.distributed.tensor import DTensor
 from dovetail.kernels.reference import wide
 from dovetail.optim.adamw import Groups
 from dovetail.optim.groups import ParamGroup, match
-from dovetail.optim.muon import Held, muon_names
-from dovetail.optim.rules import Class, Schedule, checked, make_rule
+from dovetail.optim.matrices import LocalShard
+from dovetail.optim.muon import muon_names
+from dovetail.optim.rules import Class, Schedule, check_settings, make_rule
 from dovetail.parallel.collectives import AsyncHostCopy, all_reduce_, sum_over
 from dovetail.parallel.mesh import Mesh
 from dovetail.parallel.placement import Placement, as_index
@@ -23,19 +24,23 @@ from dovetail.weights.shards import local_params
 
 
 @dataclass(frozen=True)
-class Shard(Held):
+class Shard(LocalShard):
+    """A trainable parameter as this rank holds it. source: the parameter of the model."""
+
     source: nn.Parameter
     placement: Placement
 
     @property
     def is_decayed(self) -> bool:
-        """Norms and biases may have two dims, by head or expert."""
-        *_, module, leaf = ("", *self.name.split("."))
-        return self.local.dim() > 1 and "norm" not in module and not leaf.endswith("bias")
+        """Whether it is a matrix. Norms and biases may have two dims, by head or expert."""
+        path, _, leaf = self.name.rpartition(".")
+        _, _, module = path.rpartition(".")
+        is_special = "norm" in module or leaf.endswith("bias")
+        return self.local.dim() > 1 and not is_special
 
     def collect_grad(self) -> Tensor:
-        assert self.source.grad is not None, f"{self.name} has no gradient: a path of the model left it out"
         grad = self.source.grad
+        assert grad is not None, f"{self.name} has no gradient: a path of the model left it out"
         self.local.grad = grad.to_local() if isinstance(grad, DTensor) else grad
         return self.local.grad
 
@@ -45,36 +50,62 @@ class Shard(Held):
 
     @cached_property
     def copied(self) -> list[tuple[int, tuple[slice, ...]]]:
-        """Copies and regions of copied KV rows."""
+        """The number of copies and the rows, for KV rows that several ranks hold."""
         return [(r.copies, as_index(r.local_slice)) for r in self.regions if r.copies > 1]
 
 
 def shards_of(model: nn.Module, mesh: Mesh) -> list[Shard]:
-    params = local_params(model, mesh)  # reshards, which may replace parameters
-    return [
-        Shard(p.name, nn.Parameter(p.local), p.regions, p.parameter, p.placement)
-        for p in params
-        if p.parameter is not None and p.parameter.requires_grad
-    ]
+    """Return the shards of the trainable parameters."""
+    shards = []
+    for param in local_params(model, mesh):  # reshards, which may replace parameters
+        source = param.parameter
+        if source is not None and source.requires_grad:
+            local = nn.Parameter(param.local)
+            shards.append(Shard(param.name, local, param.regions, source, param.placement))
+    return shards
 
 
 def param_groups(
-    shards: list[Shard], groups: Sequence[ParamGroup], chosen: Mapping[str, int], muon: Collection[str] = ()
+    shards: list[Shard],
+    groups: Sequence[ParamGroup],
+    chosen: Mapping[str, int],
+    muon: Collection[str] = (),
 ) -> Groups:
-    """torch's groups; the first has what is not `chosen`. Empty ones only if all are."""
+    """Return torch's groups; the first has what is not `chosen`.
+
+    Only a rank without parameters has an empty one.
+    """
     by_kind: dict[tuple[int, bool, bool], list[nn.Parameter]] = defaultdict(list)
     for shard in shards:
-        by_kind[chosen.get(shard.name, -1) + 1, shard.is_decayed, shard.name in muon].append(shard.local)
-    kinds = sorted(by_kind, key=lambda kind: (kind[0], not kind[1])) or [(0, True, False)]
-    own = {n: {"number": n, "own_lr": n > 0 and groups[n].lr is not None} for n, _, _ in kinds}
-    return [{"params": by_kind[k], **rates(groups, *k[:2]), **own[k[0]], "decayed": k[1], "muon": k[2]} for k in kinds]
+        number = chosen.get(shard.name, -1) + 1
+        kind = (number, shard.is_decayed, shard.name in muon)
+        by_kind[kind].append(shard.local)
+    if not shards:
+        by_kind[0, True, False] = []
+    made = []
+    for kind in sorted(by_kind, key=lambda kind: (kind[0], not kind[1])):
+        number, decayed, is_muon = kind
+        group: dict[str, Any] = {"params": by_kind[kind]}
+        group |= rates(groups, number, decayed)
+        group["number"] = number
+        group["own_lr"] = number > 0 and groups[number].lr is not None
+        group["decayed"] = decayed
+        group["muon"] = is_muon
+        made.append(group)
+    return made
 
 
 def rates(groups: Sequence[ParamGroup], number: int, decayed: bool) -> dict[str, float]:
-    """Peaks; vectors, norms and biases decay only where a group says so."""
-    first, own = groups[0], groups[number]
-    decay = own.weight_decay if number and own.weight_decay is not None else first.weight_decay if decayed else 0.0
-    return {"lr": first.lr if own.lr is None else own.lr, "weight_decay": decay}  # type: ignore[dict-item]  # not None
+    """Return the peaks of a group; vectors, norms and biases decay only where a group says so."""
+    first = groups[0]
+    own = groups[number]
+    lr = first.lr if own.lr is None else own.lr
+    decay = first.weight_decay if decayed else 0.0
+    if number and own.weight_decay is not None:
+        decay = own.weight_decay
+    assert lr is not None
+    assert decay is not None
+    return {"lr": lr, "weight_decay": decay}
 
 
 def reduce_partial(shards: Iterable[Shard], mesh: Mesh) -> None:
@@ -93,39 +124,44 @@ def reduce_partial(shards: Iterable[Shard], mesh: Mesh) -> None:
         all_reduce_(copied[copies], mesh.copies[copies])
 
 
-def global_norm(shards: Iterable[Shard], mesh: Mesh, nonfinite_candidates: Sequence[Tensor] = ()) -> Tensor:
-    """float64 []; NaN where a candidate is not finite on any rank."""
-    parts: list[Tensor] = []
+def global_norm(
+    shards: Iterable[Shard], mesh: Mesh, nonfinite_candidates: Sequence[Tensor] = ()
+) -> Tensor:
+    """Return the norm, float64 []; NaN where a candidate is not finite on any rank."""
+    grads = []
     for shard in shards:
         grad = shard.local.grad
         assert grad is not None
-        parts += [part for part in (grad[rows] for rows in shard.owned) if part.numel()]
-    norms = torch._foreach_norm(parts, dtype=wide(parts[0].dtype)) if parts else ()
-    groups = [group for group in (norms, _nan_where_nonfinite(nonfinite_candidates)) if group]
-    squares = [torch.stack(scalars).square().sum() for scalars in groups]
-    total = sum((x.to(torch.float64) for x in squares), torch.zeros((), dtype=torch.float64, device=mesh.device))
+        grads += [grad[rows] for rows in shard.owned if grad[rows].numel()]
+    total = torch.zeros((), dtype=torch.float64, device=mesh.device)
+    if grads:
+        norms = torch._foreach_norm(grads, dtype=wide(grads[0].dtype))
+        total += torch.stack(norms).square().sum()
+    candidates = [x.detach() for x in nonfinite_candidates if x.is_floating_point() and x.numel()]
+    if candidates:
+        largest = torch.stack(torch._foreach_norm(candidates, math.inf))
+        total += (largest * 0.0).sum()  # 0 or NaN; the host does not wait
     return sum_over(total, mesh["world"]).sqrt()
 
 
-def _nan_where_nonfinite(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """0 or NaN each; the host does not wait."""
-    real = [x.detach() for x in tensors if x.is_floating_point() and x.numel()]
-    return list(torch._foreach_mul(torch._foreach_norm(real, math.inf), 0.0)) if real else []
-
-
 def scale_(shards: Iterable[Shard], factor: Tensor) -> None:
-    """The host reads the factor for a narrower dtype only."""
+    """Multiply the gradients. The host reads the factor for a narrower dtype only."""
     grads = [shard.local.grad for shard in shards if shard.local.grad is not None]
-    if grads:
-        dtype = wide(grads[0].dtype)
-        torch._foreach_mul_(grads, factor.to(dtype) if grads[0].dtype == dtype else float(factor))
+    if not grads:
+        return
+    dtype = grads[0].dtype
+    if dtype == wide(dtype):
+        torch._foreach_mul_(grads, factor.to(dtype))
+    else:
+        torch._foreach_mul_(grads, float(factor))
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimSettings:
-    """clip_norm None: no clipping. on_host: AdamW's moments in host memory. frozen: patterns of names.
+    """What the optimizer does.
 
     name: as `optim.name` of a recipe, or a class like torch's; options: its other arguments.
+    clip_norm None: no clipping. on_host: AdamW's moments in host memory. frozen: patterns of names.
     """
 
     name: str | Class = "adamw"
@@ -145,34 +181,48 @@ class OptimSettings:
     frozen: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name, value in checked(vars(self), {each.name: each.default for each in fields(self)}).items():
+        defaults = {each.name: each.default for each in fields(self)}
+        for name, value in check_settings(vars(self), defaults).items():
             object.__setattr__(self, name, value)
 
     def factor_at(self, step: int) -> float:
-        """The factor on the base rate at `step` >= 0: warm-up, (step + 1) / (warmup + 1), then the schedule.
+        """Return the factor on the base rate at `step` >= 0.
 
-        linear, cosine: to the floor in `decay_steps` (default: to the end). wsd: 1, then linearly to the floor in the last
-        `decay_steps` (default: a tenth of all, at least 2).
+        It warms up as (step + 1) / (warmup + 1). Then linear and cosine go to the floor in
+        `decay_steps` (default: to the end); wsd stays at 1, then goes linearly to the floor in the
+        last `decay_steps` (default: a tenth of all, at least 2).
         """
-        start, total, decay, floor = self.warmup_steps, self.total_steps, self.decay_steps, self.min_lr_ratio
+        start = self.warmup_steps
+        total = self.total_steps
+        decay = self.decay_steps
+        floor = self.min_lr_ratio
         if step < start:
             return (step + 1) / (start + 1)
         if self.schedule == "constant":
             return 1.0
         last = total - 1
         if self.schedule == "wsd":
-            start = max(start, total - max(2, total // 10 if decay is None else decay))  # the first has factor 1
+            if decay is None:
+                decay = total // 10
+            start = max(start, total - max(2, decay))  # the first has factor 1
             if step < start:
                 return 1.0
         elif decay is not None:
             last = min(last, start + decay - 1)
         progress = min(1.0, (step - start) / max(1, last - start))
-        shape = 0.5 * (1 + math.cos(math.pi * progress)) if self.schedule == "cosine" else 1 - progress
+        shape = 1 - progress
+        if self.schedule == "cosine":
+            shape = 0.5 * (1 + math.cos(math.pi * progress))
         return floor + (1 - floor) * shape
 
 
 @dataclass(frozen=True)
 class Update:
+    """The outcome of a step.
+
+    lr: of the first group. faults: what was not finite in a skipped step.
+    """
+
     grad_norm: float
     lr: float
     skipped: bool
@@ -180,16 +230,22 @@ class Update:
 
 
 class Optimizer:
-    """An update rule over this rank's trainable shards. groups: may change between steps."""
+    """An update rule over this rank's trainable shards. `groups` may change between steps."""
 
     def __init__(self, model: nn.Module, mesh: Mesh, settings: OptimSettings) -> None:
-        self.mesh, self.settings = mesh, settings
+        self.mesh = mesh
+        self.settings = settings
         self.shards = shards_of(model, mesh)
-        self.groups = [ParamGroup("*", settings.lr, settings.weight_decay), *map(replace, settings.groups)]
-        chosen = match(model, mesh, [group.pattern for group in settings.groups], "groups")
-        decayed = [shard for shard in self.shards if shard.is_decayed]
-        muon = muon_names(model, mesh, decayed, settings.options["matrices"]) if settings.name == "muon" else ()
-        self.rule = make_rule(settings, param_groups(self.shards, self.groups, chosen, muon), self.shards, mesh)
+        first = ParamGroup("*", settings.lr, settings.weight_decay)
+        self.groups = [first, *map(replace, settings.groups)]
+        patterns = [group.pattern for group in settings.groups]
+        chosen = match(model, mesh, patterns, "groups")
+        muon: Collection[str] = ()
+        if settings.name == "muon":
+            decayed = [shard for shard in self.shards if shard.is_decayed]
+            muon = muon_names(model, mesh, decayed, settings.options["matrices"])
+        groups = param_groups(self.shards, self.groups, chosen, muon)
+        self.rule = make_rule(settings, groups, self.shards, mesh)
         self.steps = 0
 
     def reserve(self) -> None:
@@ -199,24 +255,29 @@ class Optimizer:
     def step(self, count: float | Tensor, watched: Sequence[Tensor] = ()) -> Update:
         """Update by gradients summed over `count` tokens of all ranks, and free them. Collective.
 
-        Skipped on all ranks where a gradient, parameter or `watched` is not finite, or the count is 0. The device decides;
-        the host reads the norm once all work is queued, unless state is on the host.
+        The step is skipped on all ranks where a gradient, parameter or `watched` is not finite, or
+        the count is 0. The device decides; the host reads the norm once all work is queued, unless
+        state is on the host.
         """
-        s = self.settings
+        settings = self.settings
         count = torch.as_tensor(count, dtype=torch.float64, device=self.mesh.device)
         divisor = torch.where(count == 0, 1.0, count)
         reduce_partial(self.shards, self.mesh)
-        norm = global_norm(self.shards, self.mesh, [*watched, *self._unseen_by_norm()]) / divisor
+        candidates = [*watched, *self._unseen_by_norm()]
+        norm = global_norm(self.shards, self.mesh, candidates) / divisor
         finite = norm.isfinite() & (count > 0)
-        clip = torch.ones_like(norm) if s.clip_norm is None else (s.clip_norm / (norm + 1e-6)).clamp(max=1.0)
+        clip = torch.ones_like(norm)
+        if settings.clip_norm is not None:
+            clip = (settings.clip_norm / (norm + 1e-6)).clamp(max=1.0)
         scale_(self.shards, torch.where(finite, clip / divisor, 1.0))
-        factor = s.factor_at(self.steps)
+        factor = settings.factor_at(self.steps)
         for group in self.rule.param_groups:
             group.update(rates(self.groups, group["number"], group["decayed"]))
             group["lr"] *= factor
         self.rule.found_inf = (~finite).to(torch.float32)
-        fresh, numbers = not self.rule.state, torch.stack([norm, ~finite])
-        early = None if s.on_host else AsyncHostCopy(numbers)
+        fresh = not self.rule.state
+        numbers = torch.stack([norm, ~finite])
+        early = None if settings.on_host else AsyncHostCopy(numbers)
         self.rule.step()
         grad_norm, skipped = (early or AsyncHostCopy(numbers)).wait()
         skipped = bool(skipped)
@@ -225,31 +286,46 @@ class Optimizer:
             self.rule.state.clear()
         faults = tuple(self._faults()) if skipped else ()
         self.zero_grad()
-        return Update(grad_norm, (self.groups[0].lr or 0.0) * factor, skipped, faults)
+        lr = self.groups[0].lr or 0.0
+        return Update(grad_norm, lr * factor, skipped, faults)
 
     def _unseen_by_norm(self) -> Iterator[Tensor]:
-        """Parameters, and gradients that another rank's norm counts."""
+        """Yield all parameters, and gradients that another rank's norm counts."""
         for shard in self.shards:
             yield shard.local
-            if shard.local.grad is not None and not all(region.owned for region in shard.regions):
-                yield shard.local.grad
+            grad = shard.local.grad
+            if grad is not None and not all(region.owned for region in shard.regions):
+                yield grad
 
     def _faults(self) -> Iterator[str]:
         for kind in ("parameter", "gradient"):
-            pairs = [(s.name, s.local if kind == "parameter" else s.local.grad) for s in self.shards]
-            names = [name for name, x in pairs if x is not None and not bool(x.isfinite().all())]
-            if names:
-                yield f"{kind} {names[0]}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+            names = []
+            for shard in self.shards:
+                x = shard.local if kind == "parameter" else shard.local.grad
+                if x is not None and not bool(x.isfinite().all()):
+                    names.append(shard.name)
+            if len(names) > 1:
+                yield f"{kind} {names[0]} and {len(names) - 1} more"
+            elif names:
+                yield f"{kind} {names[0]}"
 
     def state_tensors(self) -> dict[str, dict[str, Tensor]]:
-        """Kind -> name -> state; AdamW's are zeros before the first step."""
+        """Return kind -> name -> state; AdamW's are zeros before the first step."""
         self.rule.begin(self.steps)
-        stored = {shard.name: self.rule.stored(shard.local) for shard in self.shards}
-        return {k: {name: x[k] for name, x in stored.items() if k in x} for k in self.rule.state_names}
+        states: dict[str, dict[str, Tensor]] = {kind: {} for kind in self.rule.state_names}
+        for shard in self.shards:
+            for kind, x in self.rule.stored(shard.local).items():
+                states[kind][shard.name] = x
+        return states
 
-    def restore(self, states: Mapping[str, Mapping[str, Tensor]], others: Mapping[str, Tensor]) -> None:
-        """Call it after a load into `state_tensors` and `rule.others`."""
-        stored = {s.local: {k: named[s.name] for k, named in states.items() if s.name in named} for s in self.shards}
+    def restore(
+        self, states: Mapping[str, Mapping[str, Tensor]], others: Mapping[str, Tensor]
+    ) -> None:
+        """Take the state after a load into `state_tensors` and `rule.others`."""
+        stored = {}
+        for shard in self.shards:
+            name = shard.name
+            stored[shard.local] = {kind: x[name] for kind, x in states.items() if name in x}
         self.rule.restored(stored, others)
 
     def resume(self, steps: int) -> None:
@@ -259,4 +335,5 @@ class Optimizer:
 
     def zero_grad(self) -> None:
         for shard in self.shards:
-            shard.local.grad = shard.source.grad = None
+            shard.local.grad = None
+            shard.source.grad = None

@@ -1,12 +1,16 @@
-"""AdamW with moments of 8 bits, by torchao (https://arxiv.org/abs/2110.02861), in blocks of a local shard.
+"""AdamW with moments of 8 bits, by torchao, in blocks of a local shard.
 
-Checkpoints have the moments' values, for any layout, and each rank's scales: the same shards get the same bits again.
+https://arxiv.org/abs/2110.02861
+
+Checkpoints have the moments' values, for any layout, and each rank's scales, so that the same
+shards get the same bits again.
 """
 
 import hashlib
 import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +20,7 @@ from dovetail.errors import ConfigError
 from dovetail.kernels.reference import wide
 from dovetail.optim.adamw import MOMENTS, Groups, Stored
 from dovetail.optim.elementwise import STEP, Elementwise, Layout
-from dovetail.optim.muon import Held
+from dovetail.optim.matrices import LocalShard
 from dovetail.recipe.optimizers import require_torchao
 
 BLOCK = 256  # elements of a scale; torchao's default
@@ -24,26 +28,33 @@ TINY = 1e-12
 
 
 def adamw8bit() -> Any:
+    """Return torchao's class. ConfigError without torchao."""
     require_torchao()
     return importlib.import_module("torchao.optim").AdamW8bit
 
 
 class QuantizedAdamW(Elementwise):
-    def __init__(self, groups: Groups, held: Sequence[Held], block_size: int = BLOCK, **options: Any) -> None:
-        for each in held:
-            if each.local.dim() > 1 and each.local[0].numel() % block_size and any(r.copies > 1 for r in each.regions):
-                raise ConfigError(
-                    f"optim.name=adamw8bit: {each.name} has key-value heads that several ranks hold, in rows that blocks of "
-                    f"{block_size} do not divide, so their copies would differ; lower layout.tp, or set optim.name=adamw"
-                )
-        names = repr([(r.checkpoint_name, r.checkpoint_slice) for each in held for r in each.regions])
-        self._shards = hashlib.blake2b(names.encode(), digest_size=8).hexdigest()
-        self._params, cls = [each.local for each in held], adamw8bit()
+    """torchao's AdamW8bit over the shards of a model."""
+
+    def __init__(
+        self, groups: Groups, shards: Sequence[LocalShard], block_size: int = BLOCK, **options: Any
+    ) -> None:
+        slices = []
+        for shard in shards:
+            _check_copies(shard, block_size)
+            slices += [(each.checkpoint_name, each.checkpoint_slice) for each in shard.regions]
+        names = repr(slices).encode()
+        self._digest = hashlib.blake2b(names, digest_size=8).hexdigest()
+        self._params = [shard.local for shard in shards]
+        make = partial(adamw8bit(), block_size=block_size, **options)
         layout = Layout(dict.fromkeys(MOMENTS, torch.float32), {STEP: torch.zeros(())})
-        super().__init__(groups, lambda g: cls(g, block_size=block_size, **options), ("lr", "weight_decay"), layout)
+        super().__init__(groups, make, ("lr", "weight_decay"), layout)
 
     def step(self, closure: Any = None) -> Any:
-        """torchao compiles its update, which takes longer than it saves on a CPU."""
+        """Update all parameters.
+
+        torchao compiles that, which takes longer than it saves on a CPU.
+        """
         on_host = not self._params or self._params[0].device.type == "cpu"
         with torch.compiler.set_stance("force_eager") if on_host else nullcontext():
             super().step()
@@ -54,45 +65,73 @@ class QuantizedAdamW(Elementwise):
         return {name: make._new_buffer(parameter, name == MOMENTS[0]) for name in MOMENTS}
 
     def stored(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        held = super().stored(parameter)
-        return {name: _plain(x).to("cpu", parameter.dtype, copy=True) for name, x in held.items()}
+        values = {}
+        for name, x in super().stored(parameter).items():
+            values[name] = _dequantized(x).to("cpu", parameter.dtype, copy=True)
+        return values
 
     def resident(self) -> Iterator[Tensor]:
-        held: Iterator[Any] = super().resident()
-        for x in held:
-            yield from (x,) if type(x) is Tensor else (getattr(x, name) for name in x.__tensor_flatten__()[0])
+        moments: Iterator[Any] = super().resident()
+        for x in moments:
+            if type(x) is Tensor:
+                yield x
+            else:
+                names, _ = x.__tensor_flatten__()
+                yield from (getattr(x, name) for name in names)
 
     def others(self) -> dict[str, Tensor]:
-        """Scales, under a name for exactly these shards."""
-        scales = {name: [state.scale for _, state in self._quantized(name)] for name in MOMENTS}
-        return {self._key(name): torch.cat(own).cpu() for name, own in scales.items() if own}
+        """Return the scales, under a name for exactly these shards."""
+        named = {}
+        for name in MOMENTS:
+            scales = [state.scale for _, state in self._quantized(name)]
+            if scales:
+                named[self._key(name)] = torch.cat(scales).cpu()
+        return named
 
     def restored(self, stored: Stored, others: Mapping[str, Tensor]) -> None:
-        """The scales restore the codes: neighboring codes differ by more than rounding."""
+        """Quantize the values; the scales restore the codes, which differ by more than rounding."""
         for parameter, tensors in stored.items():
             for name, values in tensors.items():
-                self.state[parameter][name].copy_(values.to(parameter.device, wide(values.dtype)))
+                values = values.to(parameter.device, wide(values.dtype))
+                self.state[parameter][name].copy_(values)
         for name in MOMENTS:
-            scales, at = others.get(self._key(name)), 0
-            for parameter, state in self._quantized(name) if scales is not None else ():
-                assert scales is not None
-                state.scale.copy_(scales[at : at + state.scale.numel()])
-                at += state.scale.numel()
-                values = stored[parameter][name].to(state.scale.device, torch.float32).view(len(state.scale), -1)
+            scales = others.get(self._key(name))
+            if scales is None:
+                continue
+            start = 0
+            for parameter, state in self._quantized(name):
+                scale = state.scale
+                scale.copy_(scales[start : start + scale.numel()])
+                start += scale.numel()
+                values = stored[parameter][name].to(scale.device, torch.float32)
+                divisor = scale[:, None].clamp(min=TINY)
+                scaled = values.view(len(scale), -1) / divisor
                 between = (state.qmap[1:] + state.qmap[:-1]) / 2
-                codes = torch.bucketize(values / state.scale[:, None].clamp(min=TINY), between)
+                codes = torch.bucketize(scaled, between)
                 state.codes.copy_(codes.view(state.codes.shape))
 
     def _key(self, name: str) -> str:
-        return f"{name}_scale/{self._shards}"
+        return f"{name}_scale/{self._digest}"
 
     def _quantized(self, name: str) -> Iterator[tuple[nn.Parameter, Any]]:
-        """Moments of fewer than 4096 elements, or not of whole blocks, are not quantized."""
+        """Yield parameters and quantized moments: those of 4096 elements or more in whole blocks."""
         for parameter in self._params:
-            if (x := self.state.get(parameter, {}).get(name)) is not None and type(x) is not Tensor:
+            x = self.state.get(parameter, {}).get(name)
+            if x is not None and type(x) is not Tensor:
                 yield parameter, x
 
 
-def _plain(x: Any) -> Tensor:
-    values: Tensor = x if type(x) is Tensor else x.dequantize()
-    return values
+def _check_copies(shard: LocalShard, block_size: int) -> None:
+    """Raise ConfigError where a block has rows that other ranks hold too, and other rows."""
+    copied = any(region.copies > 1 for region in shard.regions)
+    if copied and shard.local.dim() > 1 and shard.local[0].numel() % block_size:
+        raise ConfigError(
+            f"optim.name=adamw8bit: {shard.name} has key-value heads that several ranks hold, in "
+            "rows "
+            f"that blocks of {block_size} do not divide, so their copies would differ; "
+            "lower layout.tp, or set optim.name=adamw"
+        )
+
+
+def _dequantized(x: Any) -> Tensor:
+    return x if type(x) is Tensor else x.dequantize()

@@ -1,12 +1,21 @@
-"""Errors of one rank raised on all, so that none waits."""
+"""Errors of one rank, raised on all, so that none waits."""
 
 import socket
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from dovetail.errors import CheckpointError, ConfigError, MachineError, UserError, disk_problem, listing, unequal
+from dovetail.errors import (
+    CheckpointError,
+    ConfigError,
+    MachineError,
+    UserError,
+    disk_problem,
+    listing,
+    unequal,
+)
 from dovetail.parallel.collectives import gather_objects
 from dovetail.parallel.mesh import Mesh
 
@@ -14,10 +23,11 @@ SHOWN = 12  # of a fingerprint
 
 
 class CollectiveErrors:
-    """Keeps the first. path: for system errors without one."""
+    """The first error of this rank. path: for system errors without one."""
 
     def __init__(self, mesh: Mesh, path: Path | None = None) -> None:
-        self.mesh, self.path = mesh, path
+        self.mesh = mesh
+        self.path = path
         self.problem = ""
         self.of_machine = False
 
@@ -42,15 +52,16 @@ class CollectiveErrors:
     def raise_collectively(self) -> None:
         """Raises on every rank if any has a problem: MachineError or CheckpointError. Collective."""
         world = self.mesh["world"]
-        ranks_of: dict[str, list[int]] = {}
+        ranks_of: dict[str, list[int]] = defaultdict(list)
         by_rank = of_all([self.problem, self.of_machine], self.mesh)
         for rank, (problem, _) in enumerate(by_rank):
             if problem:
-                ranks_of.setdefault(problem, []).append(rank)
-        lines = [
-            problem if len(ranks) == world.size else f"rank {', '.join(map(str, ranks))}: {problem}"
-            for problem, ranks in ranks_of.items()
-        ]
+                ranks_of[problem].append(rank)
+        lines = []
+        for problem, ranks in ranks_of.items():
+            everywhere = len(ranks) == world.size
+            names = ", ".join(map(str, ranks))
+            lines.append(problem if everywhere else f"rank {names}: {problem}")
         if lines:
             message = listing(lines).removeprefix("  - ")
             if any(of_machine for _, of_machine in by_rank):
@@ -60,7 +71,7 @@ class CollectiveErrors:
 
 @contextmanager
 def agreed(mesh: Mesh, path: Path | None = None) -> Iterator[None]:
-    """If the block fails on one rank, all raise. No collectives within."""
+    """Raise on all ranks if the block fails on one. No collectives within."""
     errors = CollectiveErrors(mesh, path)
     with errors.catch():
         yield
@@ -68,7 +79,7 @@ def agreed(mesh: Mesh, path: Path | None = None) -> Iterator[None]:
 
 
 def of_all(value: Any, mesh: Mesh) -> list[Any]:
-    """Values pass through JSON. Collective."""
+    """Return the values of all ranks, which pass through JSON. Collective."""
     return gather_objects(value, mesh["world"], mesh.device)
 
 
@@ -77,8 +88,13 @@ def of_first(value: Any, mesh: Mesh) -> Any:
 
 
 def refuse_different(fingerprints: Mapping[str, str], mesh: Mesh) -> None:
-    """ConfigError where a name's content differs between ranks. Collective."""
+    """Raise ConfigError where the content of a name differs between ranks. Collective."""
     by_rank = of_all([socket.gethostname(), fingerprints], mesh)
-    values = {name: [prints[name][:SHOWN] for _, prints in by_rank] for name in fingerprints}
-    if problems := unequal(values, [host for host, _ in by_rank]):
-        raise ConfigError(f"hosts have files of different content; give all of them the same:\n{listing(problems)}")
+    hosts = [host for host, _ in by_rank]
+    values = {}
+    for name in fingerprints:
+        values[name] = [prints[name][:SHOWN] for _, prints in by_rank]
+    problems = unequal(values, hosts)
+    if problems:
+        problem = "hosts have files of different content; give all of them the same"
+        raise ConfigError(f"{problem}:\n{listing(problems)}")

@@ -1,6 +1,6 @@
 """Parallel degrees, without torch. Ranks = tp x pp x cp x dp; `ep` divides dp x cp."""
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 from dovetail.errors import LayoutError, quoted
 
@@ -10,7 +10,7 @@ MAX_DIGITS = 9
 
 @dataclass(frozen=True)
 class Layout:
-    """dp=None: the ranks that the other degrees leave over."""
+    """The degrees of parallelism. dp=None: the ranks that the other degrees leave over."""
 
     tp: int = 1
     pp: int = 1
@@ -28,14 +28,22 @@ class Layout:
             if name == "dp" and value is None:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise LayoutError(f"layout {name}={quoted(value)}: expected a whole number of 1 or more")
+                raise LayoutError(
+                    f"layout {name}={quoted(value)}: expected a whole number of 1 or more"
+                )
 
     @classmethod
     def parse(cls, text: str) -> "Layout":
-        """ "tp=2,dp=2", in any order; an unnamed dp is None. `copy_engines=true` or `false` has no effect."""
+        """Parse "tp=2,dp=2", in any order; an unnamed dp is None. LayoutError.
+
+        `copy_engines=true` or `false` has no effect.
+        """
         degrees: dict[str, int | None] = {"dp": None}
         layout = f"layout {quoted(text)}"
-        for item in filter(None, (part.strip() for part in text.split(","))):
+        for part in text.split(","):
+            item = part.strip()
+            if not item:
+                continue
             name, equals, value = item.partition("=")
             if degrees.get(name) is not None:
                 raise LayoutError(f"{layout}: {name} is given twice; leave one out")
@@ -45,7 +53,9 @@ class Layout:
                 known = ", ".join(f"{degree}=N" for degree in DEGREES)
                 raise LayoutError(f"{layout}: {quoted(item)} is not one of {known}")
             if not value.isdecimal() or len(value) > MAX_DIGITS or int(value) < 1:
-                raise LayoutError(f"{layout}: {name} must be a whole number of 1 or more, not {quoted(value)}")
+                raise LayoutError(
+                    f"{layout}: {name} must be a whole number of 1 or more, not {quoted(value)}"
+                )
             degrees[name] = int(value)
         return cls(**degrees)  # type: ignore[arg-type]  # names were checked against DEGREES
 
@@ -55,21 +65,28 @@ class Layout:
 
     @property
     def num_ranks(self) -> int:
-        """An unknown dp counts 1."""
+        """The number of ranks; an unknown dp counts 1."""
         return self.model_ranks * (self.dp or 1)
 
     def resolve(self, world: int) -> "Layout":
-        """With dp, checked against `world` ranks. LayoutError."""
-        if world % self.model_ranks if self.dp is None else self.num_ranks != world:
+        """Return the layout with dp, checked against `world` ranks. LayoutError."""
+        fits = world % self.model_ranks == 0 if self.dp is None else world == self.num_ranks
+        if not fits:
             n = self.num_ranks
             needs = f"{n} ranks (tp x pp x cp x dp)" if self.dp else f"a multiple of {n} ranks"
             change = "change the degrees or the number of ranks"
             raise LayoutError(f"layout {self} needs {needs}, but the job has {world}; {change}")
         dp = self.dp or world // self.model_ranks
         if (dp * self.cp) % self.ep:
-            raise LayoutError(f"layout {self}: ep={self.ep} does not divide dp x cp = {dp * self.cp}; lower it")
+            raise LayoutError(
+                f"layout {self}: ep={self.ep} does not divide dp x cp = {dp * self.cp}; lower it"
+            )
         return replace(self, dp=dp)
 
     def __str__(self) -> str:
-        shown = [f.name for f in fields(self) if f.name in DEGREES and getattr(self, f.name) != 1]
-        return ",".join(f"{name}={getattr(self, name) or 'auto'}" for name in shown) or "tp=1"
+        shown = []
+        for name in DEGREES:
+            degree = getattr(self, name)
+            if degree != 1:
+                shown.append(f"{name}={degree or 'auto'}")
+        return ",".join(shown) or "tp=1"

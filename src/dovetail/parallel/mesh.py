@@ -1,6 +1,7 @@
 """The parallel axes of a model and their process groups.
 
-pp is outermost, then dp, cp, tp. `fsdp` is dp x cp; its `ep` neighbors hold different experts, `expert_fsdp` ranks the same.
+pp is outermost, then dp, cp, tp. `fsdp` is dp x cp; its `ep` neighbors hold different experts,
+`expert_fsdp` ranks the same.
 `ends`: first and last pipeline rank, for tied tables.
 """
 
@@ -24,7 +25,7 @@ Groups = Sequence[Sequence[int]]
 
 @dataclass(frozen=True)
 class Axis:
-    """This rank's view of an axis; without a group where its size is 1."""
+    """An axis as this rank sees it; without a group where its size is 1."""
 
     name: str
     size: int = 1
@@ -40,7 +41,7 @@ class ContextAxes(NamedTuple):
 
 
 class P2PChannel(NamedTuple):
-    """One-way and ordered. peer: global rank."""
+    """A one-way, ordered channel. peer: global rank."""
 
     peer: int
     group: dist.ProcessGroup
@@ -48,7 +49,7 @@ class P2PChannel(NamedTuple):
 
 @dataclass(frozen=True)
 class P2PChannels:
-    """To and from neighboring pipeline ranks; virtual stages close the ring."""
+    """The channels to and from neighboring pipeline ranks; virtual stages close the ring."""
 
     to_next: P2PChannel | None = None
     from_previous: P2PChannel | None = None
@@ -58,7 +59,11 @@ class P2PChannels:
 
 @dataclass(frozen=True)
 class Mesh:
-    """copies[n]: n neighboring tp ranks with the same KV heads. context[u]: cp as u (Ulysses) x cp / u (gather)."""
+    """All axes of a layout.
+
+    copies[n]: n neighboring tp ranks with the same KV heads.
+    context[u]: cp as u (Ulysses) x cp / u (gather).
+    """
 
     layout: Layout
     device: torch.device
@@ -77,14 +82,19 @@ class Mesh:
         return {name: axis.rank for name, axis in self.axes.items()}
 
     def on_host(self) -> "Mesh":
-        """A gloo group of its own as its world. Collective."""
+        """Return a mesh on the CPU with a gloo group of its own as its world. Collective."""
         world = self["world"]
-        group = None if world.size == 1 else dist.new_group(backend="gloo", timeout=self.timeout)
-        return replace(self, device=torch.device("cpu"), axes={**self.axes, "world": replace(world, group=group)})
+        if world.size > 1:
+            group = dist.new_group(backend="gloo", timeout=self.timeout)
+            world = replace(world, group=group)
+        axes = {**self.axes, "world": world}
+        return replace(self, device=torch.device("cpu"), axes=axes)
 
     @property
     def token_multiple(self) -> int:
-        return self["tp"].size * (2 * self["cp"].size if self["cp"].size > 1 else 1)
+        cp = self["cp"].size
+        halves = 2 * cp if cp > 1 else 1
+        return self["tp"].size * halves
 
     @classmethod
     def solo(cls, device: torch.device | str = "cpu") -> "Mesh":
@@ -92,41 +102,50 @@ class Mesh:
 
     @classmethod
     def abstract(cls, layout: Layout, rank: int, device: torch.device | str = "meta") -> "Mesh":
-        """One rank of a layout, without groups."""
+        """Return one rank of a layout, without groups."""
         sizes = {name: int(getattr(layout, name)) for name in ORDER}
-        data = sizes["dp"] * sizes["cp"]
-        sizes |= {"fsdp": data, "ep": layout.ep, "expert_fsdp": data // layout.ep, "world": layout.num_ranks}
+        sizes["fsdp"] = sizes["dp"] * sizes["cp"]
+        sizes["ep"] = layout.ep
+        sizes["expert_fsdp"] = sizes["fsdp"] // layout.ep
+        sizes["world"] = layout.num_ranks
         coords = _coords_of(rank, sizes)
         at_end = layout.pp > 1 and coords["pp"] in (0, layout.pp - 1)
-        sizes["ends"], coords["ends"] = 2 if at_end else 1, int(at_end and coords["pp"] > 0)
+        sizes["ends"] = 2 if at_end else 1
+        coords["ends"] = int(at_end and coords["pp"] > 0)
         axes = {name: Axis(name, size, coords[name]) for name, size in sizes.items()}
         return cls(layout, torch.device(device), axes, {1: Axis("copies")})
 
     @classmethod
-    def build(cls, layout: Layout, device: torch.device | str = "cpu", timeout: timedelta = TIMEOUT) -> "Mesh":
-        """timeout: of all axes but the world. Collective."""
-        world, rank = dist.get_world_size(), dist.get_rank()
-        layout, device = layout.resolve(world), torch.device(device)
+    def build(
+        cls, layout: Layout, device: torch.device | str = "cpu", timeout: timedelta = TIMEOUT
+    ) -> "Mesh":
+        """Return this rank's mesh. timeout: of all axes but the world. Collective."""
+        world = dist.get_world_size()
+        rank = dist.get_rank()
+        layout = layout.resolve(world)
+        device = torch.device(device)
         make_axis = partial(_axis, rank=rank, timeout=timeout)
         grid = torch.arange(world).view([getattr(layout, name) for name in ORDER])
+        groups = {name: _groups(grid, (name,)) for name in ORDER}
         axes = {"world": Axis("world", world, rank, dist.group.WORLD)}
-        axes |= {name: make_axis(name, _groups(grid, (name,))) for name in ORDER}
+        axes |= {name: make_axis(name, ranks) for name, ranks in groups.items()}
         data = _groups(grid, ("dp", "cp"))
-        axes["fsdp"] = axes["expert_fsdp"] = make_axis("fsdp", data, always=True)
+        axes["fsdp"] = make_axis("fsdp", data, always=True)
+        axes["expert_fsdp"] = axes["fsdp"]
         axes["ep"] = make_axis("ep", _neighbors(data, layout.ep))
         if layout.ep > 1:
-            same = [ranks[i :: layout.ep] for ranks in data for i in range(layout.ep)]
-            axes["expert_fsdp"] = make_axis("expert_fsdp", same, always=True)
-        stages, tp, cp = (_groups(grid, (name,)) for name in ("pp", "tp", "cp"))
-        axes["ends"] = make_axis("ends", [[ranks[0], ranks[-1]] for ranks in stages] if layout.pp > 1 else [])
-        copies = {n: make_axis("copies", _neighbors(tp, n)) for n in _divisors(layout.tp)}
-        context = {
-            u: ContextAxes(
-                make_axis("ulysses", _neighbors(cp, u)),
-                make_axis("gather", [ranks[i::u] for ranks in cp for i in range(u)]),
-            )
-            for u in _divisors(layout.cp)
-        }
+            axes["expert_fsdp"] = make_axis("expert_fsdp", _strided(data, layout.ep), always=True)
+        stages = groups["pp"]
+        ends = [[ranks[0], ranks[-1]] for ranks in stages] if layout.pp > 1 else []
+        axes["ends"] = make_axis("ends", ends)
+        copies = {}
+        for n in _divisors(layout.tp):
+            copies[n] = make_axis("copies", _neighbors(groups["tp"], n))
+        context = {}
+        for n in _divisors(layout.cp):
+            ulysses = make_axis("ulysses", _neighbors(groups["cp"], n))
+            gather = make_axis("gather", _strided(groups["cp"], n))
+            context[n] = ContextAxes(ulysses, gather)
         fsdp = {}
         for name in ("fsdp", "expert_fsdp"):
             group = axes[name].group
@@ -137,7 +156,8 @@ class Mesh:
 
 
 def _coords_of(rank: int, sizes: Mapping[str, int]) -> dict[str, int]:
-    coords, rest = {"world": rank}, rank
+    coords = {"world": rank}
+    rest = rank
     for name in reversed(ORDER):
         rest, coords[name] = divmod(rest, sizes[name])
     coords["fsdp"] = coords["dp"] * sizes["cp"] + coords["cp"]
@@ -146,8 +166,10 @@ def _coords_of(rank: int, sizes: Mapping[str, int]) -> dict[str, int]:
 
 
 def _groups(grid: torch.Tensor, names: tuple[str, ...]) -> list[list[int]]:
+    """Return the ranks that differ in the coordinates `names` only."""
     dims = [ORDER.index(name) for name in names]
-    groups: list[list[int]] = grid.movedim(dims, list(range(-len(dims), 0))).flatten(-len(dims)).flatten(0, -2).tolist()
+    last = list(range(-len(dims), 0))
+    groups: list[list[int]] = grid.movedim(dims, last).flatten(last[0]).flatten(0, -2).tolist()
     return groups
 
 
@@ -155,45 +177,68 @@ def _neighbors(groups: Groups, n: int) -> list[Sequence[int]]:
     return [ranks[i : i + n] for ranks in groups for i in range(0, len(ranks), n)]
 
 
+def _strided(groups: Groups, n: int) -> list[Sequence[int]]:
+    return [ranks[i::n] for ranks in groups for i in range(n)]
+
+
 def _divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
-def _new_group(groups: Groups, rank: int, timeout: timedelta, options: Any = None) -> dist.ProcessGroup:
-    """This rank's group of disjoint `groups`, or of itself: torch names groups by their ranks. Collective over the world."""
+def _new_group(
+    groups: Groups, rank: int, timeout: timedelta, options: Any = None
+) -> dist.ProcessGroup:
+    """Return the group of disjoint `groups` that has this rank, or one of this rank alone.
+
+    torch names groups by their ranks. Collective over the world.
+    """
     ranks = next((ranks for ranks in groups if rank in ranks), [rank])
-    return dist.new_group(list(ranks), timeout=timeout, pg_options=options, use_local_synchronization=True)
+    return dist.new_group(
+        list(ranks), timeout=timeout, pg_options=options, use_local_synchronization=True
+    )
 
 
-def _axis(name: str, groups: Groups, *, rank: int, timeout: timedelta, always: bool = False) -> Axis:
-    """always: also of size 1."""
+def _axis(
+    name: str, groups: Groups, *, rank: int, timeout: timedelta, always: bool = False
+) -> Axis:
+    """Return an axis with a group. always: also of size 1."""
     if not groups or (len(groups[0]) == 1 and not always):
         return Axis(name)
     group = _new_group(groups, rank, timeout)
-    ranks = next((ranks for ranks in groups if rank in ranks), None)
-    return Axis(name) if ranks is None else Axis(name, len(ranks), ranks.index(rank), group)
+    for ranks in groups:
+        if rank in ranks:
+            return Axis(name, len(ranks), ranks.index(rank), group)
+    return Axis(name)
 
 
-def _channels(stages: Groups, rank: int, device: torch.device, timeout: timedelta, *, ring: bool) -> P2PChannels:
-    """Even and odd hops in turn: neighbors share a rank."""
-    size, channels = len(stages[0]), dict[str, P2PChannel]()
-    hops = [(i, (i + 1) % size) for i in range(size if ring else size - 1)] if size > 1 else []
+def _channels(
+    stages: Groups, rank: int, device: torch.device, timeout: timedelta, *, ring: bool
+) -> P2PChannels:
+    """Make channels for even and odd hops in turn, because neighbors share a rank."""
+    size = len(stages[0])
+    channels: dict[str, P2PChannel] = {}
+    hops = [(i, (i + 1) % size) for i in range(size)]
+    if not ring or size == 1:
+        hops.pop()
     closing = hops[size - 1 :] if size % 2 else []
     for chosen in (hops[: size - len(closing) : 2], hops[1::2], closing):
         pairs = [(ranks[i], ranks[j]) for ranks in stages for i, j in chosen]
         if not pairs:
             continue
-        down, up = (_new_group(pairs, rank, timeout, _channel_options(device, timeout)) for _ in range(2))
+        down = _new_group(pairs, rank, timeout, _channel_options(device, timeout))
+        up = _new_group(pairs, rank, timeout, _channel_options(device, timeout))
         for first, second in pairs:
             if rank == first:
-                channels |= {"to_next": P2PChannel(second, down), "from_next": P2PChannel(second, up)}
+                channels["to_next"] = P2PChannel(second, down)
+                channels["from_next"] = P2PChannel(second, up)
             if rank == second:
-                channels |= {"from_previous": P2PChannel(first, down), "to_previous": P2PChannel(first, up)}
+                channels["from_previous"] = P2PChannel(first, down)
+                channels["to_previous"] = P2PChannel(first, up)
     return P2PChannels(**channels)
 
 
 def _channel_options(device: torch.device, timeout: timedelta) -> Any:
-    """NCCL's options of one group: torch writes its name into them."""
+    """Return NCCL's options of one group: torch writes its name into them."""
     if device.type != "cuda":
         return None
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)

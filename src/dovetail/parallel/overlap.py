@@ -19,7 +19,10 @@ AsyncForward = Generator[None, None, T]  # yields while its collectives run
 
 @dataclass(eq=False)
 class AsyncCollective:
-    """Between `start` and `finish` of a forward pass, its inverse in backward. Both may be set after `start`."""
+    """A collective between `start` and `finish` of a forward pass, and its inverse in backward.
+
+    Both may be set after `start`.
+    """
 
     collective: Collective | None
     inverse: Collective | None
@@ -31,25 +34,27 @@ class AsyncCollective:
         self._forward = self.collective(x.detach())
 
     def wait(self) -> Tensor:
-        """Call it once: autograd keeps this object alive."""
+        """Return the result. Call it once: autograd keeps this object alive."""
         assert self._forward is not None
-        out, self._forward = self._forward.wait(), None
+        out = self._forward.wait()
+        self._forward = None
         return out
 
     def start_backward(self, grad: Tensor, shape: torch.Size) -> Tensor:
-        """Returns a placeholder for autograd."""
+        """Start the inverse. Return a placeholder for autograd, which `_Start.backward` replaces."""
         assert self.inverse is not None
         self._backward = self.inverse(grad)
         return grad.new_empty(()).expand(shape)
 
     def wait_backward(self) -> Tensor:
         assert self._backward is not None
-        grad, self._backward = self._backward.wait(), None
+        grad = self._backward.wait()
+        self._backward = None
         return grad
 
 
 class _Start(torch.autograd.Function):
-    """forward: x. backward: the result of the inverse collective."""
+    """The start of a collective. forward: x. backward: the result of the inverse collective."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, collective: AsyncCollective) -> Tensor:
@@ -62,11 +67,12 @@ class _Start(torch.autograd.Function):
 
 
 class _Finish(torch.autograd.Function):
-    """forward: the collective's result. backward: starts the inverse."""
+    """The end of a collective. forward: its result. backward: starts the inverse."""
 
     @staticmethod
     def forward(ctx: Any, sent: Tensor, collective: AsyncCollective) -> Tensor:
-        ctx.collective, ctx.shape = collective, sent.shape
+        ctx.collective = collective
+        ctx.shape = sent.shape
         return collective.wait()
 
     @staticmethod
@@ -81,14 +87,17 @@ def start(x: Tensor, collective: AsyncCollective) -> Tensor:
 
 
 def finish(sent: Tensor, collective: AsyncCollective | None) -> Tensor:
-    return sent if collective is None else _Finish.apply(sent, collective)
+    if collective is None:
+        return sent
+    return _Finish.apply(sent, collective)
 
 
 def start_all_gather(x: Tensor, axis: Axis) -> AsyncForward[tuple[Tensor, AsyncCollective | None]]:
-    """`collectives.all_gather` up to `finish`'s arguments."""
+    """Start `collectives.all_gather`, and return the arguments of `finish`."""
     if axis.size == 1:
         return x, None
-    gather = AsyncCollective(partial(begin_gather, axis=axis), partial(begin_scatter, axis=axis))
+    scatter = partial(begin_scatter, axis=axis)
+    gather = AsyncCollective(partial(begin_gather, axis=axis), scatter)
     x = start(x, gather)
     yield
     return x, gather
@@ -97,7 +106,8 @@ def start_all_gather(x: Tensor, axis: Axis) -> AsyncForward[tuple[Tensor, AsyncC
 def reduce_scatter_async(x: Tensor, axis: Axis) -> AsyncForward[Tensor]:
     if axis.size == 1:
         return x
-    scatter = AsyncCollective(partial(begin_scatter, axis=axis), partial(begin_gather, axis=axis))
+    gather = partial(begin_gather, axis=axis)
+    scatter = AsyncCollective(partial(begin_scatter, axis=axis), gather)
     x = start(x, scatter)
     yield
     return finish(x, scatter)
@@ -108,21 +118,22 @@ def run_sync(forward: AsyncForward[T]) -> T:
 
 
 def interleave(forwards: Sequence[AsyncForward[T]], lead: int = 0) -> tuple[T, ...]:
-    """Run them in turns, from yield to yield. The first makes `lead` steps before the others."""
+    """Run passes in turns, from yield to yield. The first makes `lead` steps before the others."""
     results: dict[int, T] = {}
     order = chain([0] * lead, cycle(range(len(forwards))))
     while len(results) < len(forwards):
         i = next(order)
-        if i not in results:
-            try:
-                next(forwards[i])
-            except StopIteration as end:
-                results[i] = end.value
+        if i in results:
+            continue
+        try:
+            next(forwards[i])
+        except StopIteration as end:
+            results[i] = end.value
     return tuple(results[i] for i in range(len(forwards)))
 
 
 def lead_of_first_half(tp: Axis) -> int:
-    """With 1, one half computes while the other communicates."""
+    """Return the lead of the first half: with 1, one half computes while the other communicates."""
     return int(tp.size > 1)
 
 

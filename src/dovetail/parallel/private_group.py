@@ -16,39 +16,62 @@ GRACE = 60.0  # seconds until torch ends the process
 
 
 class PrivateGroup:
-    """Rank 0 serves the store; the others join at `address` and `port`."""
+    """A group of which rank 0 serves the store; the others join at `address` and `port`."""
 
     def __init__(
-        self, backend: Backend, address: str, size: int, timeout: float, *, rank: int = 0, port: int = 0
+        self,
+        backend: Backend,
+        address: str,
+        size: int,
+        timeout: float,
+        *,
+        rank: int = 0,
+        port: int = 0,
     ) -> None:
-        self.backend, self.address, self.size, self.timeout, self.rank = backend, address, size, timeout, rank
-        wait = timedelta(seconds=timeout)
-        self._store = TCPStore(address, port, is_master=rank == 0, wait_for_workers=False, timeout=wait)
+        self.backend = backend
+        self.address = address
+        self.size = size
+        self.timeout = timeout
+        self.rank = rank
+        self._store = self._open_store(port, is_master=rank == 0)
         self.port = self._store.port
         self._group: Any = None
 
+    def _open_store(self, port: int, *, is_master: bool) -> TCPStore:
+        wait = timedelta(seconds=self.timeout)
+        return TCPStore(
+            self.address, port, is_master=is_master, wait_for_workers=False, timeout=wait
+        )
+
     def connect(self, device: torch.device) -> None:
+        """Join the group, which waits for all ranks."""
+        timeout = timedelta(seconds=self.timeout)
         if self.backend == "gloo":
-            self._group = dist.ProcessGroupGloo(self._store, self.rank, self.size, timedelta(seconds=self.timeout))
+            self._group = dist.ProcessGroupGloo(self._store, self.rank, self.size, timeout)
             return
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timedelta(seconds=self.timeout + GRACE)
+        options._timeout = timeout + timedelta(seconds=GRACE)
         self._group = dist.ProcessGroupNCCL(self._store, self.rank, self.size, options)
-        self._finish(self._group.allreduce([torch.ones(1, device=device)]))  # makes the communicator
+        first = self._group.allreduce([torch.ones(1, device=device)])  # makes the communicator
+        self._finish(first)
 
     def unique_id(self) -> bytes:
-        """For those without the store. Waits for `connect` on another thread, over a connection of its own."""
-        wait = timedelta(seconds=self.timeout)
-        return TCPStore(self.address, self.port, is_master=False, wait_for_workers=False, timeout=wait).get(UNIQUE_ID)
+        """Return the id for those without the store.
+
+        It waits for `connect` on another thread, over a connection of its own.
+        """
+        return self._open_store(self.port, is_master=False).get(UNIQUE_ID)
 
     def broadcast(self, data: Tensor) -> None:
-        """RuntimeError after `timeout`."""
+        """Broadcast from rank 0. RuntimeError after `timeout`."""
         options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = 0, 0
+        options.rootRank = 0
+        options.rootTensor = 0
         self._finish(self._group.broadcast([data], options))
 
     def abort(self) -> None:
-        group, self._group = self._group, None
+        group = self._group
+        self._group = None
         if group is not None:
             group.abort()
 

@@ -1,4 +1,7 @@
-"""A rank's device, process group, determinism and stop signals. Ranks: by torchrun's environment, else one."""
+"""The device of a rank, its process group, determinism and stop signals.
+
+Ranks are those of torchrun's environment, else there is one.
+"""
 
 import contextlib
 import importlib.util
@@ -15,20 +18,29 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # they are public
+from torch.distributed import (  # type: ignore[attr-defined]  # they are public
+    HashStore,
+    PrefixStore,
+    Store,
+    TCPStore,
+)
 
 from dovetail.errors import ConfigError, LayoutError, LostStore, MachineError, SecondaryFailure
 from dovetail.parallel.meeting import Meeting
 from dovetail.parallel.mesh import TIMEOUT
-from dovetail.system import allow_open_files
+from dovetail.system import raise_open_files_limit
 
-BACKENDS: Mapping[str, str] = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}
+BACKENDS: Mapping[str, str] = {
+    "cpu": "gloo",
+    "cuda": "cpu:gloo,cuda:nccl",
+    "npu": "cpu:gloo,npu:hccl",
+}
 RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 FAILURE_COUNTER_KEY = "dovetail/failures"
 DEVICE_KEY = "dovetail/devices"
 CUDA_VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
-# Hardware queues of a GPU, read at CUDA's first use: FSDP2 and NCCL have more streams than the default 8, and in a shared
-# queue computation waits for a transfer whose other end may wait for it.
+# Hardware queues of a GPU, read at CUDA's first use: FSDP2 and NCCL have more streams than the
+# default 8, and in a shared queue computation waits for a transfer whose other end may wait for it.
 QUEUES = ("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 # cuBLAS's own size on Hopper: so set, its sums have one order
 CUBLAS = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -38,11 +50,17 @@ KERNEL_CACHES = ("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", "QUACK_CACHE_DIR")
 
 
 def pick_device(name: str = "auto") -> torch.device:
-    """auto, cpu, cuda or npu; by LOCAL_RANK, unless one is visible. Made current."""
+    """Return a device and make it current: by LOCAL_RANK, unless one is visible.
+
+    name: auto, cpu, cuda or npu. ConfigError, LayoutError.
+    """
     os.environ.setdefault(*QUEUES)
     os.environ.setdefault(*CUBLAS)
     os.environ.setdefault(*PROFILER)
-    present = {"cuda": torch.cuda.is_available(), "npu": importlib.util.find_spec("torch_npu") is not None}
+    present = {
+        "cuda": torch.cuda.is_available(),
+        "npu": importlib.util.find_spec("torch_npu") is not None,
+    }
     if name == "auto":
         name = next((kind for kind, available in present.items() if available), "cpu")
     if name not in BACKENDS:
@@ -50,27 +68,33 @@ def pick_device(name: str = "auto") -> torch.device:
     if name == "cpu":
         return torch.device("cpu")
     if not present[name]:
-        raise ConfigError(f"device {name!r}: torch {torch.__version__} sees none here; use --device cpu or auto")
-    local, count = int(os.environ.get("LOCAL_RANK", "0")), torch.get_device_module(name).device_count()
-    ranks = max(local + 1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))  # so that rank 0 reports it
+        raise ConfigError(
+            f"device {name!r}: torch {torch.__version__} sees none here; use --device cpu or auto"
+        )
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    count = torch.get_device_module(name).device_count()
+    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    ranks = max(local + 1, local_world)  # so that rank 0 reports it
     if name == "cuda" and count == 1 and CUDA_VISIBLE_DEVICES in os.environ:
         local = 0
     elif ranks > count:
         raise LayoutError(
-            f"{ranks} ranks on this machine need a {name} device each, there are {count}; use fewer ranks a machine, or "
-            "--device cpu"
+            f"{ranks} ranks on this machine need a {name} device each, there are {count}; "
+            "use fewer ranks a machine, or --device cpu"
         )
     device = torch.device(name, local)
     torch.get_device_module(name).set_device(device)
     if name == "cuda":
-        _set_kernel_cache("sm{}{}".format(*torch.cuda.get_device_capability(device)))
+        major, minor = torch.cuda.get_device_capability(device)
+        _set_kernel_cache(f"sm{major}{minor}")
     return device
 
 
 def _set_kernel_cache(architecture: str) -> None:
-    """A folder for each GPU architecture, which some packages' keys lack."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    folder = (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "dovetail" / "kernels" / architecture
+    """Set a folder for each GPU architecture, which the keys of some packages lack."""
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    base = Path(given) if os.path.isabs(given) else Path.home() / ".cache"
+    folder = base / "dovetail" / "kernels" / architecture
     with contextlib.suppress(OSError, RuntimeError):  # there may be no home
         folder.mkdir(parents=True, exist_ok=True)
         if os.access(folder, os.W_OK):
@@ -81,8 +105,12 @@ def _set_kernel_cache(architecture: str) -> None:
 
 @contextlib.contextmanager
 def deterministic(enabled: bool) -> Iterator[None]:
-    """torch, and kernels that follow its flag, compute the same bits in every run; new memory is not filled."""
-    mode, filled = torch.get_deterministic_debug_mode(), torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]  # a documented setting
+    """Let torch, and kernels that follow its flag, compute the same bits in every run.
+
+    New memory is not filled. ConfigError.
+    """
+    mode = torch.get_deterministic_debug_mode()
+    filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]  # a documented setting
     torch.set_deterministic_debug_mode("error" if enabled else "default")
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a documented setting
     try:
@@ -92,8 +120,8 @@ def deterministic(enabled: bool) -> Iterator[None]:
         if not lacks:
             raise
         raise ConfigError(
-            f"trainer.deterministic=true: torch has no deterministic form of {operation.strip()}, which this model needs; set "
-            "trainer.deterministic=false"
+            f"trainer.deterministic=true: torch has no deterministic form of {operation.strip()}, "
+            "which this model needs; set trainer.deterministic=false"
         ) from error
     finally:
         torch.set_deterministic_debug_mode(mode)
@@ -127,11 +155,12 @@ def process_group(
 
 @contextlib.contextmanager
 def temporary_process_group(device: torch.device, timeout: timedelta = TIMEOUT) -> Iterator[None]:
-    """For a process that lives on. Does nothing if there is a group. Collective."""
+    """Make the default group for a process that lives on, unless there is one. Collective."""
     if dist.is_initialized():
         yield
         return
-    store, rank, world = _kept_store(*(os.environ.get(name) for name in RENDEZVOUS))
+    environment = [os.environ.get(name) for name in RENDEZVOUS]
+    store, rank, world = _kept_store(*environment)
     start = store.add(f"dovetail/starts/{rank}", 1)  # keys of an earlier group remain
     _initialize(device, PrefixStore(f"dovetail/start-{start}", store), rank, world, timeout)
     try:
@@ -168,7 +197,8 @@ def num_ranks() -> int:
 
 
 def num_ranks_here(device: torch.device) -> int:
-    local, world = os.environ.get("LOCAL_WORLD_SIZE", ""), num_ranks()
+    local = os.environ.get("LOCAL_WORLD_SIZE", "")
+    world = num_ranks()
     if local.isdecimal():
         return min(world, int(local))
     visible = 1 if device.type == "cpu" else torch.get_device_module(device).device_count()
@@ -181,7 +211,10 @@ def ensure_process_group(device: torch.device | str = "cpu") -> None:
 
 
 class StopSignal:
-    """The first SIGTERM or SIGINT sets `number`; the next acts as usual, but for a launcher's repeats. Main thread only."""
+    """A request to stop: the first SIGTERM or SIGINT sets `number`. Main thread only.
+
+    The next signal acts as usual, but for a launcher's repeats.
+    """
 
     REPEAT_SECONDS = 1.0
 
@@ -192,7 +225,8 @@ class StopSignal:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._stop) for number in (signal.SIGTERM, signal.SIGINT)}
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._before[number] = signal.signal(number, self._stop)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -201,8 +235,11 @@ class StopSignal:
 
     def _stop(self, number: int, _: FrameType | None) -> None:
         if not self.number:
-            self.number, self._first_time = number, time.monotonic()
-        elif "RANK" not in os.environ or time.monotonic() - self._first_time > self.REPEAT_SECONDS:
+            self.number = number
+            self._first_time = time.monotonic()
+            return
+        is_repeat = time.monotonic() - self._first_time <= self.REPEAT_SECONDS
+        if "RANK" not in os.environ or not is_repeat:
             signal.signal(number, self._before[signal.Signals(number)])
             signal.raise_signal(number)
 
@@ -217,12 +254,17 @@ def _meet(
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     if missing:
         raise ConfigError(
-            f"RANK and WORLD_SIZE say that a launcher started this process, but {' and '.join(missing)} is not set; set "
-            "it, start with torchrun, or unset RANK to have dovetail start its own ranks"
+            "RANK and WORLD_SIZE say that a launcher started this process, but "
+            f"{' and '.join(missing)} is not set; set it, start with torchrun, "
+            "or unset RANK to have dovetail start its own ranks"
         )
-    place, port = (os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT"))
+    place = os.environ["MASTER_ADDR"]
+    port = os.environ["MASTER_PORT"]
     if not (port.isdecimal() and int(port) < 1 << 16):
-        raise ConfigError(f"MASTER_PORT={port}: expected a whole number below 65536, a port of MASTER_ADDR={place}")
+        raise ConfigError(
+            f"MASTER_PORT={port}: expected a whole number below 65536, a port of "
+            f"MASTER_ADDR={place}"
+        )
     rank = int(os.environ["RANK"])
     world = int(os.environ["WORLD_SIZE"])
     tell(f"the store at MASTER_ADDR={place}, MASTER_PORT={port} did not answer")
@@ -239,8 +281,9 @@ def _meet(
     except dist.DistError as error:
         reason = str(error).partition("\n")[0]
         raise MachineError(
-            f"the ranks could not meet at MASTER_ADDR={place}, MASTER_PORT={port}: {reason}\nstart all of them again, with a "
-            "port that nobody listens at and an address that all machines reach"
+            f"the ranks could not meet at MASTER_ADDR={place}, MASTER_PORT={port}: {reason}\n"
+            "start all of them again, with a port that nobody listens at "
+            "and an address that all machines reach"
         ) from error
     meeting = Meeting(store, rank, world, tell)
     try:
@@ -251,9 +294,11 @@ def _meet(
     return PrefixStore(f"dovetail/{name}", store), rank, world
 
 
-def _initialize(device: torch.device, store: Store, rank: int, world: int, timeout: timedelta = TIMEOUT) -> None:
+def _initialize(
+    device: torch.device, store: Store, rank: int, world: int, timeout: timedelta = TIMEOUT
+) -> None:
     if world > 1:
-        allow_open_files()  # a group has dozens of sockets
+        raise_open_files_limit()  # a group has dozens of sockets
         _claim_device(device, store, rank)
     dist.init_process_group(
         BACKENDS[device.type],
@@ -272,6 +317,6 @@ def _claim_device(device: torch.device, store: Store, rank: int) -> None:
     owner = int(store.compare_set(f"{DEVICE_KEY}/{name}", "", str(rank)))
     if owner != rank:
         raise LayoutError(
-            f"ranks {owner} and {rank} have the same {device.type} device, {name}; use fewer ranks a machine, show each rank "
-            f"another by {CUDA_VISIBLE_DEVICES}, or use --device cpu"
+            f"ranks {owner} and {rank} have the same {device.type} device, {name}; use fewer ranks "
+            f"a machine, show each rank another by {CUDA_VISIBLE_DEVICES}, or use --device cpu"
         )

@@ -34,7 +34,10 @@ def needed(action: Action, stages: int) -> Message | None:
 def produced(action: Action, stages: int) -> Message | None:
     gradient = action.kind != "forward"
     nothing = action.kind == "weight" or action.stage == (0 if gradient else stages - 1)
-    return None if nothing else Message(gradient, action.stage + (-1 if gradient else 1), action.micro)
+    if nothing:
+        return None
+    to = action.stage - 1 if gradient else action.stage + 1
+    return Message(gradient, to, action.micro)
 
 
 @lru_cache(maxsize=16)
@@ -51,10 +54,15 @@ def receives(plan: Plan, rank: int) -> tuple[tuple[Message, ...], ...]:
 
 def connect(mesh: Mesh) -> None:
     """Use every channel once: NCCL makes communicators then. Even hops before odd ones: no cycle. Collective over pp."""
-    rank, size, channels = mesh["pp"].rank, mesh["pp"].size, mesh.channels
+    rank = mesh["pp"].rank
+    size = mesh["pp"].size
+    channels = mesh.channels
     hops = [
         (rank, [(channels.to_next, dist.isend), (channels.from_next, dist.irecv)]),
-        ((rank - 1) % size, [(channels.from_previous, dist.irecv), (channels.to_previous, dist.isend)]),
+        (
+            (rank - 1) % size,
+            [(channels.from_previous, dist.irecv), (channels.to_previous, dist.isend)],
+        ),
     ]
     for _, transfers in sorted(hops, key=lambda hop: (hop[0] % 2, hop[0])):
         for channel, transfer in transfers:
@@ -67,12 +75,17 @@ def run(plan: Plan, stages: Any, mesh: Mesh) -> None:
 
     stages: a runner of `engine.stage`. At the pipeline's ends None goes in and comes out.
     """
-    actions, count = plan[mesh["pp"].rank], num_stages(plan)
-    last = max((i for i, action in enumerate(actions) if action.kind in ("backward", "input")), default=None)
-    mail, failure = Mailbox(plan, stages, mesh), Caught(Exception if is_alone(mesh) else ())
+    actions = plan[mesh["pp"].rank]
+    count = num_stages(plan)
+    backwards = [i for i, action in enumerate(actions) if action.kind in ("backward", "input")]
+    last = max(backwards, default=None)
+    mail = Mailbox(plan, stages, mesh)
+    failure = Caught(Exception if is_alone(mesh) else ())
     for i, action in enumerate(actions):
         mail.post(i)
-        received, result, message = mail.wait(needed(action, count)), None, produced(action, count)
+        received = mail.wait(needed(action, count))
+        result = None
+        message = produced(action, count)
         if failure.error is None:
             with failure:
                 if action.kind == "forward":
@@ -95,9 +108,12 @@ def is_alone(mesh: Mesh) -> bool:
 
 class Mailbox:
     def __init__(self, plan: Plan, stages: Any, mesh: Mesh) -> None:
-        axis, count = mesh["pp"], num_stages(plan)
-        self.stages, self.channels = stages, mesh.channels
-        self.next, self.previous = (axis.rank + 1) % axis.size, (axis.rank - 1) % axis.size
+        axis = mesh["pp"]
+        count = num_stages(plan)
+        self.stages = stages
+        self.channels = mesh.channels
+        self.next = (axis.rank + 1) % axis.size
+        self.previous = (axis.rank - 1) % axis.size
         self.posts = receives(plan, axis.rank)
         self.arrived: dict[Message, tuple[dist.Work, Tensor]] = {}
         self.leaving: list[tuple[Message, dist.Work, Tensor]] = []  # alive until they are sent
@@ -106,7 +122,9 @@ class Mailbox:
         self.needed_at = {message: i for i, action in around if (message := needed(action, count))}
 
     def post(self, i: int) -> None:
-        tensors = [self.stages.buffer(message.micro) for message in self.posts[i]]  # before any transfer
+        tensors = [
+            self.stages.buffer(message.micro) for message in self.posts[i]
+        ]  # before any transfer
         for message, tensor in zip(self.posts[i], tensors, strict=True):
             channel = self.channels.from_next if message.gradient else self.channels.from_previous
             self.arrived[message] = _start(dist.irecv, tensor, channel), tensor
@@ -123,8 +141,11 @@ class Mailbox:
         assert (message is None) == (tensor is None), f"{message}: the stage returned {tensor}"
         if message is None or tensor is None:
             return
-        tensor, expected = tensor.detach().contiguous(), self.stages.buffer(message.micro)
-        assert (tensor.shape, tensor.dtype) == (expected.shape, expected.dtype), f"{message}: not as its buffer"
+        tensor = tensor.detach().contiguous()
+        expected = self.stages.buffer(message.micro)
+        assert (tensor.shape, tensor.dtype) == (expected.shape, expected.dtype), (
+            f"{message}: not as its buffer"
+        )
         self.leaving = [leaving for leaving in self.leaving if not leaving[1].is_completed()]
         channel = self.channels.to_previous if message.gradient else self.channels.to_next
         self.leaving.append((message, _start(dist.isend, tensor, channel), tensor))
@@ -135,7 +156,8 @@ class Mailbox:
 
     def _release(self, received: Message) -> None:
         """Sends that `received` proves complete: gloo's handles complete in `wait` only, a GPU's host runs ahead."""
-        sender, now = self._sender(received.gradient), self.sent_at[received]
+        sender = self._sender(received.gradient)
+        now = self.sent_at[received]
         pending = []
         for message, handle, tensor in self.leaving:
             if self._sender(not message.gradient) == sender and self.needed_at[message] <= now:
@@ -148,7 +170,9 @@ class Mailbox:
         return self.next if gradient else self.previous
 
 
-def _start(transfer: Callable[..., dist.Work | None], tensor: Tensor, channel: P2PChannel | None) -> dist.Work:
+def _start(
+    transfer: Callable[..., dist.Work | None], tensor: Tensor, channel: P2PChannel | None
+) -> dist.Work:
     assert channel is not None, "a plan with virtual stages on a mesh without them"
     handle = transfer(tensor, channel.peer, group=channel.group)
     assert handle is not None

@@ -22,14 +22,22 @@ def partition(spec: AnySpec, layout: Layout) -> tuple[range, ...]:
 
 def stage_costs(spec: AnySpec, layout: Layout) -> Costs:
     """Weights of products. The last forward includes the head."""
-    layers = tuple(float(sum(spec.layer_params[layer] for layer in stage)) for stage in partition(spec, layout))
-    return Costs(forward=(*layers[:-1], layers[-1] + 3.0 * spec.head_params), input=layers, weight=layers)
+    layers = tuple(
+        float(sum(spec.layer_params[layer] for layer in stage)) for stage in partition(spec, layout)
+    )
+    return Costs(
+        forward=(*layers[:-1], layers[-1] + 3.0 * spec.head_params), input=layers, weight=layers
+    )
 
 
 def check_pipeline(spec: AnySpec, layout: Layout) -> None:
-    pp, virtual, schedule = layout.pp, layout.virtual_stages, layout.schedule
+    pp = layout.pp
+    virtual = layout.virtual_stages
+    schedule = layout.schedule
     if schedule not in SCHEDULES:
-        raise LayoutError(f"layout: schedule={schedule!r} is not known; use one of {', '.join(SCHEDULES)}")
+        raise LayoutError(
+            f"layout: schedule={schedule!r} is not known; use one of {', '.join(SCHEDULES)}"
+        )
     problem = ""
     if pp == 1 and (virtual, layout.pp_split, schedule) != (1, "auto", "1f1b"):
         keys = f"virtual_stages={virtual}, pp_split={layout.pp_split} and schedule={schedule}"
@@ -52,11 +60,16 @@ def check_pipeline(spec: AnySpec, layout: Layout) -> None:
 
 
 def _split_problem(spec: AnySpec, layout: Layout) -> str:
-    split, stages = layout.pp_split, layout.pp * layout.virtual_stages
+    split = layout.pp_split
+    stages = layout.pp * layout.virtual_stages
     if not isinstance(split, tuple) or not all(type(size) is int and size >= 1 for size in split):
         return "it is neither auto nor whole numbers of 1 or more"
-    wrong = [f"it has {len(split)} numbers for {stages} stages (pp x virtual_stages)"] * (len(split) != stages)
-    wrong += [f"it adds up to {sum(split)}, but the model has {spec.depth} layers"] * (sum(split) != spec.depth)
+    wrong = [f"it has {len(split)} numbers for {stages} stages (pp x virtual_stages)"] * (
+        len(split) != stages
+    )
+    wrong += [f"it adds up to {sum(split)}, but the model has {spec.depth} layers"] * (
+        sum(split) != spec.depth
+    )
     return " and ".join(wrong)
 
 
@@ -71,7 +84,8 @@ def _nearest(depth: int, layout: Layout) -> str:
 @lru_cache(maxsize=64)
 def _balanced(spec: AnySpec, stages: int) -> tuple[int, ...]:
     """Dynamic programs over (stage, layers so far). Among equals: least variance, fewest last layers, more in later stages."""
-    totals, depth = [0, *accumulate(spec.layer_params)], spec.depth
+    totals = [0, *accumulate(spec.layer_params)]
+    depth = spec.depth
     totals[-1] += spec.head_params
 
     def ends(stage: int) -> range:
@@ -80,7 +94,11 @@ def _balanced(spec: AnySpec, stages: int) -> tuple[int, ...]:
     worst = {0: 0}
     for stage in range(1, stages + 1):
         worst = {
-            end: min(max(cost, totals[end] - totals[start]) for start, cost in worst.items() if start < end)
+            end: min(
+                max(cost, totals[end] - totals[start])
+                for start, cost in worst.items()
+                if start < end
+            )
             for end in ends(stage)
         }
     bound = worst[depth]
@@ -94,6 +112,8 @@ def _balanced(spec: AnySpec, stages: int) -> tuple[int, ...]:
                 if start < end and totals[end] - totals[start] <= bound
             ]
             if options:
-                longer[end] = min(options, key=lambda o: (o[0], o[1][-1] if stage == stages else 0, o[1]))
+                longer[end] = min(
+                    options, key=lambda o: (o[0], o[1][-1] if stage == stages else 0, o[1])
+                )
         cuts = longer
     return cuts[depth][1]

@@ -40,7 +40,9 @@ class Costs:
 UNIT = Costs()
 
 # change of the number of live micro-batches
-LIVES: Mapping[Kind, int] = MappingProxyType({"forward": 1, "input": 0, "weight": -1, "backward": -1})
+LIVES: Mapping[Kind, int] = MappingProxyType(
+    {"forward": 1, "input": 0, "weight": -1, "backward": -1}
+)
 
 
 def num_stages(plan: Plan) -> int:
@@ -56,12 +58,21 @@ def make_plan(schedule: str, ranks: int, virtual: int, micros: int, costs: Costs
     return tuple(_alternate(schedule, rank, ranks, virtual, micros) for rank in range(ranks))
 
 
-def _alternate(schedule: str, rank: int, ranks: int, virtual: int, micros: int) -> tuple[Action, ...]:
+def _alternate(
+    schedule: str, rank: int, ranks: int, virtual: int, micros: int
+) -> tuple[Action, ...]:
     """Warmup forwards, then backward and forward in turn, then other backwards; micro-batches in groups of `ranks`."""
     groups = [range(first, first + ranks) for first in range(0, micros, ranks)]
     stages = range(rank, ranks * virtual, ranks)
-    forwards = [Action("forward", stage, micro) for group in groups for stage in stages for micro in group]
-    backwards = [Action("backward", stage, micro) for group in groups for stage in reversed(stages) for micro in group]
+    forwards = [
+        Action("forward", stage, micro) for group in groups for stage in stages for micro in group
+    ]
+    backwards = [
+        Action("backward", stage, micro)
+        for group in groups
+        for stage in reversed(stages)
+        for micro in group
+    ]
     ahead = ranks - 1 - rank  # the later ranks
     if virtual > 1:  # and the rounds before the last stage, twice the ranks: messages take time
         ahead = 2 * ahead + (virtual - 1) * ranks
@@ -81,14 +92,22 @@ def _zero_bubble(ranks: int, micros: int, costs: Costs) -> Plan:
     ended = {kind: [0] * ranks for kind in ("forward", "input", "weight")}  # micro-batches
 
     def most_urgent(rank: int) -> Kind | None:
-        forwards, inputs, weights = ended["forward"][rank], ended["input"][rank], ended["weight"][rank]
+        forwards = ended["forward"][rank]
+        inputs = ended["input"][rank]
+        weights = ended["weight"][rank]
         if inputs < forwards and (rank == ranks - 1 or inputs < ended["input"][rank + 1]):
             return "input"
-        if forwards < micros and forwards - weights < ranks and (rank == 0 or forwards < ended["forward"][rank - 1]):
+        if (
+            forwards < micros
+            and forwards - weights < ranks
+            and (rank == 0 or forwards < ended["forward"][rank - 1])
+        ):
             return "forward"
         return "weight" if weights < inputs else None
 
-    now, free, running = 0.0, set(range(ranks)), list[tuple[float, int, Kind]]()
+    now = 0.0
+    free = set(range(ranks))
+    running = list[tuple[float, int, Kind]]()
     while True:
         for rank in sorted(free):
             if kind := most_urgent(rank):
@@ -102,7 +121,8 @@ def _zero_bubble(ranks: int, micros: int, costs: Costs) -> Plan:
             _, rank, kind = heapq.heappop(running)
             free.add(rank)
             ended[kind][rank] += 1
-    split, alternate = tuple(map(tuple, plan)), make_plan("1f1b", ranks, 1, micros)
+    split = tuple(map(tuple, plan))
+    alternate = make_plan("1f1b", ranks, 1, micros)
     return split if simulate(split, costs).total < simulate(alternate, costs).total else alternate
 
 
@@ -152,11 +172,19 @@ def simulate(plan: Plan, costs: Costs = UNIT) -> Timeline:
                     ready.append(waiting.pop(done))
     left = [actions[len(ends) :] for actions, ends in zip(plan, finish, strict=True)]
     if any(left):
-        stuck = "; ".join(f"rank {rank} at {actions[0]}" for rank, actions in enumerate(left) if actions)
+        stuck = "; ".join(
+            f"rank {rank} at {actions[0]}" for rank, actions in enumerate(left) if actions
+        )
         raise PlanError(f"the plan deadlocks: {stuck}")
     busy = tuple(sum(times[kind][stage] for kind, stage, _ in actions) for actions in plan)
     total = max(ends[-1] for ends in finish)
-    return Timeline(tuple(map(tuple, start)), tuple(map(tuple, finish)), total, busy, tuple(map(_most_live, plan)))
+    return Timeline(
+        tuple(map(tuple, start)),
+        tuple(map(tuple, finish)),
+        total,
+        busy,
+        tuple(map(_most_live, plan)),
+    )
 
 
 def _need(kind: Kind, stage: int, micro: int, stages: int) -> Need | None:

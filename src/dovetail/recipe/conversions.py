@@ -1,24 +1,28 @@
 """Keys that other projects count otherwise or spread over several names."""
 
-import re
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from dovetail.errors import ConfigError
+from dovetail.recipe.converted_rewards import eval_sets, own_reward, rewards
 from dovetail.recipe.draft import Draft
 
-ACTOR, VALIDATION = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.val_kwargs."
+ACTOR = "actor_rollout_ref.actor."
+VALIDATION = "actor_rollout_ref.rollout.val_kwargs."
 ASSUMED_PROMPT = 512  # tokens, for micro-batch sizes
 VERL_LOSSES: Mapping[Any, str] = {"cispo": "cispo", "geo_mean": "gmpo", "sapo": "sapo"}
-OWN_REWARD = "reward: write one (docs/rewards.md) for {}; {}"
-PACKED = "{}: a row there has {} tokens of several; set trainer.prompts_per_step to the rows of a step"
+PACKED = (
+    "{}: a row there has {} tokens of several; set trainer.prompts_per_step to the rows of a step"
+)
 
 
 def verl(draft: Draft) -> None:
     """Batches count prompts."""
     ranks = draft.take("trainer.nnodes"), draft.take("trainer.n_gpus_per_node")
-    draft.decide.append(f"ranks: {ranks[0]} x {ranks[1]} GPUs there; start as many as you have, such as --layout dp=8")
+    draft.decide.append(
+        f"ranks: {ranks[0]} x {ranks[1]} GPUs there; start as many as you have, such as --layout "
+        "dp=8"
+    )
     if draft.look("trainer.total_training_steps"):
         draft.put("trainer.steps", draft.take("trainer.total_training_steps"))
         draft.taken.add("trainer.total_epochs")
@@ -28,24 +32,42 @@ def verl(draft: Draft) -> None:
         return
     _algorithm(draft, "algorithm.adv_estimator")
     prompts = draft.number("data.train_batch_size", 1, keep=True)
-    _updates(draft, prompts, draft.number(f"{ACTOR}ppo_mini_batch_size", 1), "train_batch_size / ppo_mini_batch_size")
+    _updates(
+        draft,
+        prompts,
+        draft.number(f"{ACTOR}ppo_mini_batch_size", 1),
+        "train_batch_size / ppo_mini_batch_size",
+    )
     ulysses = draft.number(f"{ACTOR}ulysses_sequence_parallel_size", 1, keep=True)
     cp = ulysses * draft.number(f"{ACTOR}megatron.context_parallel_size", 1, keep=True)
     if ulysses > 1:
         draft.put("layout.cp_mode", "ulysses")
-    longest = sum(draft.number(f"data.max_{part}_length", 512, keep=True) for part in ("prompt", "response"))
+    longest = sum(
+        draft.number(f"data.max_{part}_length", 512, keep=True) for part in ("prompt", "response")
+    )
     rows = draft.number(f"{ACTOR}ppo_micro_batch_size_per_gpu", 1)
     tokens = draft.number(f"{ACTOR}ppo_max_token_len_per_gpu")
-    _micro_batch(draft, longest, tokens * cp if draft.take(f"{ACTOR}use_dynamic_bsz") else rows * longest)
-    in_loss, in_reward = draft.take(f"{ACTOR}use_kl_loss"), draft.take("algorithm.use_kl_in_reward")
+    _micro_batch(
+        draft, longest, tokens * cp if draft.take(f"{ACTOR}use_dynamic_bsz") else rows * longest
+    )
+    in_loss = draft.take(f"{ACTOR}use_kl_loss")
+    in_reward = draft.take("algorithm.use_kl_in_reward")
     if in_loss and in_reward:
-        draft.decide.append("verl adds KL terms in the loss and in the reward; the recipe has that of the loss")
-    coefs = draft.take(f"{ACTOR}kl_loss_coef"), draft.take("algorithm.kl_ctrl.kl_coef")
-    _kl(draft, "loss" if in_loss else "reward" if in_reward else "", coefs[0] if in_loss else coefs[1])
+        draft.decide.append(
+            "verl adds KL terms in the loss and in the reward; the recipe has that of the loss"
+        )
+    loss_coef = draft.take(f"{ACTOR}kl_loss_coef")
+    reward_coef = draft.take("algorithm.kl_ctrl.kl_coef")
+    if in_loss:
+        _kl(draft, "loss", loss_coef)
+    else:
+        _kl(draft, "reward" if in_reward else "", reward_coef)
     kinds = {f"{ACTOR}kl_loss_type": in_loss, "algorithm.kl_penalty": in_reward and not in_loss}
     draft.taken |= {name for name, is_read in kinds.items() if not is_read}
     if draft.take(f"{ACTOR}clip_ratio") and f"{ACTOR}clip_ratio_low" not in draft.given:
-        draft.decide.append("clip_ratio: verl reads clip_ratio_low and clip_ratio_high, whose defaults are 0.2")
+        draft.decide.append(
+            "clip_ratio: verl reads clip_ratio_low and clip_ratio_high, whose defaults are 0.2"
+        )
     mode = str(draft.look(f"{ACTOR}policy_loss.loss_mode"))
     if mode in VERL_LOSSES:
         draft.taken.add(f"{ACTOR}policy_loss.loss_mode")
@@ -55,9 +77,11 @@ def verl(draft: Draft) -> None:
     if draft.look(f"{ACTOR}optim.lr_warmup_steps") not in (None, -1):
         draft.taken.add(f"{ACTOR}optim.lr_warmup_steps_ratio")
     _reward_of_verl(draft)
-    sampled, samples, temperature = (draft.take(VALIDATION + part) for part in ("do_sample", "n", "temperature"))
+    sampled, samples, temperature = (
+        draft.take(VALIDATION + part) for part in ("do_sample", "n", "temperature")
+    )
     if sampled:
-        _eval_sets(draft, {"val": draft.take("data.val_files")}, samples, temperature)
+        eval_sets(draft, {"val": draft.take("data.val_files")}, samples, temperature)
     draft.taken |= {"data.reward_fn_key", f"{ACTOR}ppo_micro_batch_size"}
     if draft.look("critic.ppo_mini_batch_size") == draft.look(f"{ACTOR}ppo_mini_batch_size"):
         draft.taken.add("critic.ppo_mini_batch_size")
@@ -68,8 +92,10 @@ def _reward_of_verl(draft: Draft) -> None:
     model = "reward.reward_model.model_path"
     if not draft.take("reward.reward_model.enable"):
         draft.taken.add(model)
-    _own_reward(draft, path, name or "compute_score", model, "what verl chooses by data_source")
-    options = [draft.take(f"{start}custom_reward_function.reward_kwargs") for start in ("reward.", "")]
+    own_reward(draft, path, name or "compute_score", model, "what verl chooses by data_source")
+    options = [
+        draft.take(f"{start}custom_reward_function.reward_kwargs") for start in ("reward.", "")
+    ]
     if "reward.import" in draft.recipe and any(options):
         draft.put("reward.options", options[0] or options[1])
 
@@ -78,15 +104,19 @@ def trl(draft: Draft) -> None:
     """Batches count rows of one process, in GRPO completions. A step is an update."""
     draft.put("algorithm.name", draft.kind)
     updates = _batch_of_processes(draft, "per_device_train_batch_size", "")
-    is_half, was_given = draft.take("bf16"), "bf16" in draft.given
+    is_half = draft.take("bf16")
+    was_given = "bf16" in draft.given
     is_half = draft.take("dtype") in ("bfloat16", "auto") or is_half
-    draft.put("model.dtype", "bfloat16" if is_half else "float32", "" if was_given else "TRL's default")
+    draft.put(
+        "model.dtype", "bfloat16" if is_half else "float32", "" if was_given else "TRL's default"
+    )
     steps = draft.number("max_steps")
     if steps > 0:
         draft.put("trainer.steps", max(1, round(steps / updates)), "max_steps / updates of a step")
         draft.taken.add("num_train_epochs")
     for name, usual in (("save", "steps"), ("eval", "no")):
-        strategy, count = draft.take(f"{name}_strategy", usual), draft.number(f"{name}_steps")
+        strategy = draft.take(f"{name}_strategy", usual)
+        count = draft.number(f"{name}_steps")
         key = f"trainer.{name}_every"
         if strategy in ("epoch", "best") or 0 < count < 1:
             draft.decide.append(f"{key}: each {strategy} there; give a number of steps")
@@ -99,18 +129,24 @@ def trl(draft: Draft) -> None:
     _hub_rows(draft)
     if draft.kind == "dpo":
         draft.put("data.max_length", draft.take("max_length"))
-        draft.put("data.truncate", "left" if draft.take("truncation_mode") == "keep_end" else "right")
-        draft.put("data.overlong_rows", "drop", "rows whose completion is cut off are left out there")
+        draft.put(
+            "data.truncate", "left" if draft.take("truncation_mode") == "keep_end" else "right"
+        )
+        draft.put(
+            "data.overlong_rows", "drop", "rows whose completion is cut off are left out there"
+        )
         if draft.look("loss_type", "sigmoid") not in ("robust", ["robust"]):
             draft.taken.add("label_smoothing")  # not read there
     elif draft.kind == "sft":
         _cut_rows(draft, "max_length")
         if not draft.take("assistant_only_loss"):
-            draft.decide.append("rows with messages: TRL trains all their tokens, a recipe the assistant's turns")
+            draft.decide.append(
+                "rows with messages: TRL trains all their tokens, a recipe the assistant's turns"
+            )
         if draft.look("packing"):
             draft.decide.append(PACKED.format("packing", "max_length"))
     else:
-        _rewards(draft, "")
+        rewards(draft, "")
         _clip_of_trl(draft, draft.look("loss_type"))
         if draft.look("beta") and draft.take("use_bias_correction_kl", True):
             why = "not supported, because the KL term is not weighted by the ratio of probabilities"
@@ -122,7 +158,9 @@ def _clip_of_trl(draft: Draft, loss: str) -> None:
     if loss in ("cispo", "sapo"):
         draft.taken.add("loss_type")
         _loss(draft, loss, "sapo_temperature_pos", "sapo_temperature_neg")
-        draft.put("algorithm.aggregation", "token" if loss == "cispo" else "sequence", f"of {loss} there")
+        draft.put(
+            "algorithm.aggregation", "token" if loss == "cispo" else "sequence", f"of {loss} there"
+        )
     if loss == "cispo":
         draft.taken.add("epsilon")
         draft.put("algorithm.clip_low", 1.0, "no lower bound there")
@@ -131,30 +169,48 @@ def _clip_of_trl(draft: Draft, loss: str) -> None:
 
 def _batch_of_processes(draft: Draft, size: str, prefix: str) -> float:
     """Sizes of transformers' Trainer. Returns updates per step."""
-    rows, accumulated = draft.number(size, 1), draft.number("gradient_accumulation_steps", 1)
-    processes = next(filter(None, (draft.take(name) for name in ("num_processes", "nproc_per_node", "num_gpus"))), None)
+    rows = draft.number(size, 1)
+    accumulated = draft.number("gradient_accumulation_steps", 1)
+    processes = next(
+        filter(
+            None, (draft.take(name) for name in ("num_processes", "nproc_per_node", "num_gpus"))
+        ),
+        None,
+    )
     if not isinstance(processes, int):
         processes = 1
-        draft.decide.append("trainer.prompts_per_step: that of one process, as theirs are not counted; multiply it")
+        draft.decide.append(
+            "trainer.prompts_per_step: that of one process, as theirs are not counted; multiply it"
+        )
     origin = f"{size} x gradient_accumulation_steps x {processes} processes"
     if draft.algorithm in ("sft", "dpo"):
         draft.put("trainer.prompts_per_step", rows * accumulated * processes, origin)
         return 1
-    generated, parts = (draft.number(prefix + name) for name in ("generation_batch_size", "steps_per_generation"))
+    generated, parts = (
+        draft.number(prefix + name) for name in ("generation_batch_size", "steps_per_generation")
+    )
     parts = parts or generated / (rows * processes) or accumulated
     prompts = rows * processes * parts / draft.number(f"{prefix}num_generations", 8, keep=True)
     draft.put("trainer.prompts_per_step", max(1, round(prompts)), f"{origin} / num_generations")
     draft.put("algorithm.num_mini_batches", max(1, round(parts / accumulated)))
     if prompts != round(prompts) or parts % accumulated:
-        draft.decide.append(f"trainer.prompts_per_step: {prompts:g} prompts and {parts / accumulated:g} updates there")
+        draft.decide.append(
+            f"trainer.prompts_per_step: {prompts:g} prompts and {parts / accumulated:g} updates "
+            "there"
+        )
     longest = draft.number(f"{prefix}max_completion_length", 512, keep=True)
     longest += draft.number(f"{prefix}max_prompt_length", keep=True) or ASSUMED_PROMPT
     _micro_batch(draft, longest, rows * longest)
-    return float(draft.recipe["algorithm.num_mini_batches"] * draft.number(f"{prefix}num_iterations", 1, keep=True))
+    return float(
+        draft.recipe["algorithm.num_mini_batches"]
+        * draft.number(f"{prefix}num_iterations", 1, keep=True)
+    )
 
 
 def _hub_rows(draft: Draft) -> None:
-    name, subset, mixture = draft.take("dataset_name"), draft.take("dataset_config"), draft.take("datasets")
+    name = draft.take("dataset_name")
+    subset = draft.take("dataset_config")
+    mixture = draft.take("datasets")
     splits = draft.take("dataset_train_split", "train"), draft.take("dataset_test_split", "test")
     part = {"path": name} | ({"subset": subset} if subset else {})
     if mixture:
@@ -173,21 +229,35 @@ def openrlhf(draft: Draft) -> None:
         draft.taken |= {"train.micro_batch_size", "train.max_tokens_per_gpu"}
         _cut_rows(draft, "data.max_len")
         return
-    longest, cp = draft.number("data.max_len", 2048), draft.number("ds.ring_attn_size", 1, keep=True)
+    longest = draft.number("data.max_len", 2048)
+    cp = draft.number("ds.ring_attn_size", 1, keep=True)
     if draft.look("algo.advantage.estimator") == "dr_grpo":
         draft.put("algorithm.scale_by_std", False)
     _algorithm(draft, "algo.advantage.estimator")
-    rows = draft.number("rollout.batch_size", 1, keep=True) * draft.number("rollout.n_samples_per_prompt", 1, keep=True)
-    _updates(draft, rows, draft.number("train.batch_size", 1), "completions of a step / train.batch_size")
+    rows = draft.number("rollout.batch_size", 1, keep=True) * draft.number(
+        "rollout.n_samples_per_prompt", 1, keep=True
+    )
+    _updates(
+        draft, rows, draft.number("train.batch_size", 1), "completions of a step / train.batch_size"
+    )
     room = longest - (draft.number("data.prompt_max_len", keep=True) or longest // 2)
     if draft.look("rollout.max_new_tokens") is None:
         draft.put("rollout.max_new_tokens", room)
-        draft.decide.append(f"rollout.max_new_tokens: what a prompt leaves of data.max_len={longest}: {room}")
-    micro, tokens = draft.number("train.micro_batch_size", 1), draft.number("train.max_tokens_per_gpu", 16192)
-    _micro_batch(draft, longest, tokens * cp if draft.look("train.dynamic_batch_enable") else micro * longest)
+        draft.decide.append(
+            f"rollout.max_new_tokens: what a prompt leaves of data.max_len={longest}: {room}"
+        )
+    micro = draft.number("train.micro_batch_size", 1)
+    tokens = draft.number("train.max_tokens_per_gpu", 16192)
+    _micro_batch(
+        draft, longest, tokens * cp if draft.look("train.dynamic_batch_enable") else micro * longest
+    )
     coef = draft.take("algo.kl.init_coef")
-    _kl(draft, ("loss" if draft.take("algo.kl.use_loss") else "reward") if coef else "", coef)
-    low, clips = draft.number("actor.eps_clip", 0.2), draft.take("actor.eps_clip_low_high")
+    where = ""
+    if coef:
+        where = "loss" if draft.take("algo.kl.use_loss") else "reward"
+    _kl(draft, where, coef)
+    low = draft.number("actor.eps_clip", 0.2)
+    clips = draft.take("actor.eps_clip_low_high")
     clips = clips if isinstance(clips, list) and clips else [low]
     draft.put("algorithm.clip_low", clips[0])
     draft.put("algorithm.clip_high", clips[-1])
@@ -197,10 +267,17 @@ def openrlhf(draft: Draft) -> None:
     if remote and not remote.endswith(".py"):
         draft.put("reward.model.server.url", remote)
     else:
-        _own_reward(draft, remote, "reward_func", "reward.model_name_or_path", "what the agent of OpenRLHF returns")
-    samples, temperature = draft.number("eval.n_samples_per_prompt", 4), draft.number("eval.temperature", 0.6)
+        own_reward(
+            draft,
+            remote,
+            "reward_func",
+            "reward.model_name_or_path",
+            "what the agent of OpenRLHF returns",
+        )
+    samples = draft.number("eval.n_samples_per_prompt", 4)
+    temperature = draft.number("eval.temperature", 0.6)
     if draft.look("eval.dataset"):
-        _eval_sets(draft, {"val": draft.take("eval.dataset")}, samples, temperature)
+        eval_sets(draft, {"val": draft.take("eval.dataset")}, samples, temperature)
 
 
 def axolotl(draft: Draft) -> None:
@@ -209,7 +286,10 @@ def axolotl(draft: Draft) -> None:
         raise ConfigError(f"rl: {wanted} is not supported yet; sft, grpo, rloo and ppo are")
     draft.put("algorithm.name", wanted)
     if draft.take("adapter"):
-        draft.decide.append("adapter: LoRA is not supported yet, so all parameters are trained; use a lower optim.lr")
+        draft.decide.append(
+            "adapter: LoRA is not supported yet, so all parameters are trained; use a lower "
+            "optim.lr"
+        )
     updates = _batch_of_processes(draft, "micro_batch_size", "trl.")
     if steps := draft.number("max_steps"):
         draft.put("trainer.steps", max(1, round(steps / updates)))
@@ -223,15 +303,22 @@ def axolotl(draft: Draft) -> None:
         draft.taken.add("use_wandb")
     _axolotl_rows(draft)
     if (template := draft.take("chat_template")) not in (None, "tokenizer_default"):
-        draft.decide.append(f"chat_template={template}: the model's own is used, or that of data.chat_template")
+        draft.decide.append(
+            f"chat_template={template}: the model's own is used, or that of data.chat_template"
+        )
     if wanted == "grpo":
-        _rewards(draft, "trl.")
-        draft.put("algorithm.clip_high", draft.number("trl.epsilon_high") or draft.look("trl.epsilon", 0.2))
+        rewards(draft, "trl.")
+        draft.put(
+            "algorithm.clip_high",
+            draft.number("trl.epsilon_high") or draft.look("trl.epsilon", 0.2),
+        )
         draft.taken.add("sequence_len")
         return
     strategy = draft.take("excess_length_strategy") or "drop"
     _cut_rows(draft, "sequence_len", cut=strategy == "truncate")
-    draft.put("data.overlong_rows", "error" if strategy == "raise" else "drop", "excess_length_strategy")
+    draft.put(
+        "data.overlong_rows", "error" if strategy == "raise" else "drop", "excess_length_strategy"
+    )
     if draft.look("sample_packing"):
         draft.decide.append(PACKED.format("sample_packing", "sequence_len"))
 
@@ -241,32 +328,49 @@ def _axolotl_rows(draft: Draft) -> None:
         if rows := draft.take(theirs):
             parts = draft.put_rows(ours, rows)
             kinds = {str(part.get("type")) for part in parts} - {"alpaca", "chat_template", "None"}
-            draft.decide += [f"datasets: rows of type {', '.join(kinds)}: set data.format or columns"] * bool(kinds)
+            draft.decide += [
+                f"datasets: rows of type {', '.join(kinds)}: set data.format or columns"
+            ] * bool(kinds)
     if draft.take("val_set_size"):
-        draft.decide.append("data.eval: axolotl holds rows back; put such rows into a file of their own")
+        draft.decide.append(
+            "data.eval: axolotl holds rows back; put such rows into a file of their own"
+        )
 
 
 def slime(draft: Draft) -> None:
     """global_batch_size counts completions, rollout_batch_size prompts."""
-    tokens = draft.number("max_tokens_per_gpu") * draft.number("context_parallel_size", 1, keep=True)
+    tokens = draft.number("max_tokens_per_gpu") * draft.number(
+        "context_parallel_size", 1, keep=True
+    )
     if draft.take("loss_type") == "sft_loss":
         draft.put("algorithm.name", "sft")
-        draft.put("trainer.tokens_per_batch", tokens or 16384, "of one replica; a longer row is refused")
+        draft.put(
+            "trainer.tokens_per_batch", tokens or 16384, "of one replica; a longer row is refused"
+        )
         return
     if draft.look("advantage_estimator") == "gspo":
         draft.put("algorithm.ratio", "sequence")
     _algorithm(draft, "advantage_estimator")
-    rows = draft.number("rollout_batch_size", 1, keep=True) * draft.number("n_samples_per_prompt", 1, keep=True)
+    rows = draft.number("rollout_batch_size", 1, keep=True) * draft.number(
+        "n_samples_per_prompt", 1, keep=True
+    )
     part = draft.number("global_batch_size", rows)
     if draft.look("num_steps_per_rollout") is None:
         _updates(draft, rows, part, "completions of a step / global_batch_size")
     longest = draft.number("rollout_max_response_len", 512, keep=True)
     longest += draft.number("rollout_max_prompt_len", keep=True) or ASSUMED_PROMPT
     micro = draft.number("micro_batch_size", 1)
-    _micro_batch(draft, longest, tokens if draft.look("use_dynamic_batch_size") else micro * longest)
+    _micro_batch(
+        draft, longest, tokens if draft.look("use_dynamic_batch_size") else micro * longest
+    )
     draft.put("algorithm.clip_high", draft.take("eps_clip_high") or draft.look("eps_clip"))
-    in_loss, coefs = draft.take("use_kl_loss"), (draft.number("kl_loss_coef"), draft.number("kl_coef"))
-    _kl(draft, "loss" if in_loss and coefs[0] else "reward" if coefs[1] else "", coefs[0] if in_loss else coefs[1])
+    in_loss = draft.take("use_kl_loss")
+    loss_coef = draft.number("kl_loss_coef")
+    reward_coef = draft.number("kl_coef")
+    where = "reward" if reward_coef else ""
+    if in_loss and loss_coef:
+        where = "loss"
+    _kl(draft, where, loss_coef if in_loss else reward_coef)
     if not draft.recipe["algorithm.kl_coef"]:
         draft.taken |= {"kl_loss_type", "ref_load"}
     if draft.look("num_rollout"):
@@ -277,21 +381,32 @@ def slime(draft: Draft) -> None:
     own = str(draft.take("custom_rm_path") or "")
     if not draft.look("rm_type") or own:
         module, _, function = own.rpartition(".")
-        _own_reward(draft, module and f"{module}.py", function, "rm_url", "what slime computes")
+        own_reward(draft, module and f"{module}.py", function, "rm_url", "what slime computes")
         draft.taken.add("rm_type")
     samples = draft.number("n_samples_per_eval_prompt", 1)
-    temperature = draft.number("eval_temperature", draft.number("rollout_temperature", 1.0, keep=True))
+    temperature = draft.number(
+        "eval_temperature", draft.number("rollout_temperature", 1.0, keep=True)
+    )
     if isinstance(sets := draft.look("eval_prompt_data"), list):
         draft.taken.add("eval_prompt_data")
-        _eval_sets(draft, dict(zip(map(str, sets[::2]), sets[1::2], strict=False)), samples, temperature)
+        eval_sets(
+            draft, dict(zip(map(str, sets[::2]), sets[1::2], strict=False)), samples, temperature
+        )
 
 
 def _algorithm(draft: Draft, name: str) -> None:
-    meaning, theirs = draft.table.find(name), str(draft.take(name))
+    meaning = draft.table.find(name)
+    theirs = str(draft.take(name))
     values: Mapping[str, str] = meaning.entry["values"] if meaning else {}
     if theirs not in values:
-        draft.decide.append(f"{name}={theirs} is not supported yet ({', '.join(values)} are); grpo stands here")
-    draft.put("algorithm.name", values.get(theirs, "grpo"), "" if values.get(theirs) == theirs else f"{theirs} there")
+        draft.decide.append(
+            f"{name}={theirs} is not supported yet ({', '.join(values)} are); grpo stands here"
+        )
+    draft.put(
+        "algorithm.name",
+        values.get(theirs, "grpo"),
+        "" if values.get(theirs) == theirs else f"{theirs} there",
+    )
     if theirs in ("reinforce_plus_plus_baseline", "reinforce_baseline"):
         draft.put("algorithm.group_baseline", True)
 
@@ -307,11 +422,17 @@ def _loss(draft: Draft, name: str, *temperatures: str) -> None:
 def _updates(draft: Draft, rows: float, part: float, comment: str) -> None:
     draft.put("algorithm.num_mini_batches", max(1, round(rows / part)), comment)
     if rows % part:
-        draft.decide.append(f"algorithm.num_mini_batches: {rows:g} rows are not a multiple of {part:g}")
+        draft.decide.append(
+            f"algorithm.num_mini_batches: {rows:g} rows are not a multiple of {part:g}"
+        )
 
 
 def _micro_batch(draft: Draft, longest: float, tokens: float) -> None:
-    draft.put("trainer.tokens_per_batch", max(longest, tokens), "of one replica; memory alone depends on it")
+    draft.put(
+        "trainer.tokens_per_batch",
+        max(longest, tokens),
+        "of one replica; memory alone depends on it",
+    )
 
 
 def _kl(draft: Draft, where: str, coef: Any) -> None:
@@ -322,55 +443,13 @@ def _kl(draft: Draft, where: str, coef: Any) -> None:
 
 def _cut_rows(draft: Draft, name: str, *, cut: bool = True) -> None:
     if isinstance(longest := draft.take(name), int):
-        draft.put("trainer.tokens_per_batch", longest, f"{name}: longer rows are {'cut' if cut else 'not taken'}")
+        draft.put(
+            "trainer.tokens_per_batch",
+            longest,
+            f"{name}: longer rows are {'cut' if cut else 'not taken'}",
+        )
         if cut:
             draft.put("data.truncate", "right")
-
-
-def _own_reward(draft: Draft, path: Any, function: str, model: str, otherwise: str) -> None:
-    if path:
-        text, said = str(path), "put {} into the directory of the recipe; docs/rewards.md has its arguments"
-        module, package = Path(text).stem if "/" in text else text.removesuffix(".py"), text.partition("pkg://")[2]
-        valid = re.sub(r"\W|^(?=\d)", "_", module)
-        if all(part.isidentifier() for part in (package or module).split(".")):
-            draft.put("reward.import", f"{package or module}:{function}")
-            said = f"{package} is imported as Python finds it; docs/rewards.md has its arguments" if package else said
-        elif isinstance(path, str) and "$" not in module:
-            said = f"rename {{}} to {valid}.py and give {valid}:{function}; until then exact_match stands here"
-        else:
-            said = "{} is no path of a Python file; exact_match stands here"
-        draft.decide.append(f"reward.import: {said.replace('{}', text)}")
-    elif not draft.look(model) or model in draft.taken:
-        draft.decide.append(OWN_REWARD.format(otherwise, "exact_match stands here"))
-
-
-def _rewards(draft: Draft, prefix: str) -> None:
-    functions, weights = draft.take(f"{prefix}reward_funcs"), draft.take(f"{prefix}reward_weights")
-    names = functions if isinstance(functions, list) else [functions] if functions else []
-    weights = weights if isinstance(weights, list) and len(weights) == len(names) else [1.0] * len(names)
-    parts: list[dict[str, Any]] = []
-    missing: list[str] = []
-    for name, weight in zip(map(str, names), weights, strict=True):
-        is_own = "." in name
-        if not is_own and name != "accuracy_reward":
-            missing.append(name)
-        else:
-            kind = {"import": ":".join(name.rsplit(".", 1))} if is_own else {"name": "math_verify"}
-            parts.append(kind | ({"weight": weight} if weight != 1 else {}))
-    if not names and not draft.look(f"{prefix}reward_model_name_or_path"):
-        missing.append("those that the script gives")
-    alone = "it is left out here" if parts else "exact_match stands here"
-    draft.decide += [OWN_REWARD.format(name, alone) for name in missing]
-    if len(parts) > 1:
-        draft.put("reward.parts", parts)
-    for key, value in parts[0].items() if len(parts) == 1 else ():
-        draft.put(f"reward.{key}", value)
-
-
-def _eval_sets(draft: Draft, files: Mapping[str, Any], samples: Any, temperature: Any) -> None:
-    same = {"samples": samples, "temperature": temperature}
-    if sets := [{"name": name, "data": path, **same} for name, path in files.items() if path]:
-        draft.put("eval.sets", sets)
 
 
 CONVERSIONS: Mapping[str, Callable[[Draft], None]] = {

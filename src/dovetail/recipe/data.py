@@ -25,7 +25,9 @@ def _checked(given: Any) -> Any:
     if isinstance(given, str):
         return given
     if not isinstance(given, list | tuple) or not given:
-        raise ValueError(f"{quoted(given)} is no path, and no list of paths or of {{path: PATH, weight: 1.0}}")
+        raise ValueError(
+            f"{quoted(given)} is no path, and no list of paths or of {{path: PATH, weight: 1.0}}"
+        )
     for part in given:
         if not isinstance(part, str | SourceSection):
             try:
@@ -34,10 +36,14 @@ def _checked(given: Any) -> Any:
                 first = error.errors()[0]
                 where = ".".join(map(str, first["loc"])) or "a part"
                 keys = ", ".join(SourceSection.model_fields)
-                raise ValueError(f"{where} is {quoted(first['input'])}: {first['msg']} (keys: {keys})") from None
+                raise ValueError(
+                    f"{where} is {quoted(first['input'])}: {first['msg']} (keys: {keys})"
+                ) from None
     weights = [part.get("weight") for part in given if isinstance(part, Mapping)]
     if any(weights) and (None in weights or len(weights) < len(given)):
-        raise ValueError("some parts have a weight, and some have none; give every part a weight, or none")
+        raise ValueError(
+            "some parts have a weight, and some have none; give every part a weight, or none"
+        )
     return given
 
 
@@ -57,14 +63,22 @@ class DataSection(Section):
     columns: Mapping[str, str] = key({}, "names of columns: {prompt: theirs, answer: theirs.inner}")
     apply_chat_template: bool = key(False, "a prompt that is a string becomes a user's message")
     chat_template: PathText | None = key(None, "Jinja file that replaces the model's chat template")
-    chat_template_kwargs: Options = key({}, "arguments of the chat template, such as enable_thinking")
-    max_prompt_length: PositiveInt | None = key(None, "most tokens of a prompt; null: what fits a step")
-    max_length: PositiveInt | None = key(None, "most tokens of a row of sft and preferences; null: what fits a step")
+    chat_template_kwargs: Options = key(
+        {}, "arguments of the chat template, such as enable_thinking"
+    )
+    max_prompt_length: PositiveInt | None = key(
+        None, "most tokens of a prompt; null: what fits a step"
+    )
+    max_length: PositiveInt | None = key(
+        None, "most tokens of a row of sft and preferences; null: what fits a step"
+    )
     truncate: Literal["left", "right"] | None = key(
         None, "side to cut rows that are too long; null: overlong_rows decides"
     )
     overlong_rows: Literal["error", "drop"] = key(
-        "error", "what to do with rows over trainer.tokens_per_batch, data.max_length or data.max_prompt_length"
+        "error",
+        "what to do with rows over trainer.tokens_per_batch, data.max_length or "
+        "data.max_prompt_length",
     )
     epochs: PositiveInt | None = key(None, "passes over the rows, instead of trainer.steps")
     shuffle: bool = key(True, "new order every pass, from trainer.seed; false: the file's order")

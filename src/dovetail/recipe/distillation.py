@@ -14,7 +14,9 @@ SAMPLED = "sampled_reverse_kl"
 class TeacherSection(Section):
     """The model that distillation learns from: any size, with the policy's tokenizer."""
 
-    path: PathText | None = key(None, "HF directory, sharded checkpoint, or hub name pinned to a commit")
+    path: PathText | None = key(
+        None, "HF directory, sharded checkpoint, or hub name pinned to a commit"
+    )
     layout: OwnLayout = key(None, "empty: the policy's layout")
 
 
@@ -24,15 +26,22 @@ class Distillation(Algorithm):
     name: Literal["distillation"] = "distillation"
     divergence: Literal["forward_kl", "reverse_kl", "jsd", "sampled_reverse_kl"] = key(
         "jsd",
-        "of teacher and student; sampled_reverse_kl: a policy gradient of sampled tokens, by their log-probs alone",
+        "of teacher and student; sampled_reverse_kl: a policy gradient of sampled tokens, by "
+        "their log-probs alone",
     )
     beta: Share = key(0.5, "of jsd: 0 is forward_kl, 1 is reverse_kl")
     lmbda: Share = key(0.5, "share of steps on the student's own samples; sampled_reverse_kl: 1")
     loss_top_k: NonNegativeInt = key(
-        0, "compare the teacher's k likeliest tokens only; 0, or more than there are: the whole vocabulary"
+        0,
+        "compare the teacher's k likeliest tokens only; 0, or more than there are: the whole "
+        "vocabulary",
     )
-    loss_add_tail: bool = key(True, "with loss_top_k: all others count as one; false: both are renormalized to the k")
-    temperature: PositiveFloat = key(1.0, "divides the logits of both in the divergence; samples: rollout.temperature")
+    loss_add_tail: bool = key(
+        True, "with loss_top_k: all others count as one; false: both are renormalized to the k"
+    )
+    temperature: PositiveFloat = key(
+        1.0, "divides the logits of both in the divergence; samples: rollout.temperature"
+    )
 
     @property
     def samples(self) -> bool:  # type: ignore[override]  # in others a constant
@@ -47,11 +56,19 @@ class Distillation(Algorithm):
     @model_validator(mode="after")
     def _fits(self) -> "Distillation":
         if self.divergence != "jsd" and "beta" in self.model_fields_set:
-            raise ValueError(f"beta has no meaning for the divergence {self.divergence}; leave it out, or take jsd")
+            raise ValueError(
+                f"beta has no meaning for the divergence {self.divergence}; leave it out, or "
+                "take jsd"
+            )
         if self.divergence != SAMPLED:
             return self
         if self.lmbda < 1:
-            raise ValueError(f"lmbda is {self.lmbda}, but {SAMPLED} learns from the student's own samples; omit it")
+            raise ValueError(
+                f"lmbda is {self.lmbda}, but {SAMPLED} learns from the student's own samples; "
+                "omit it"
+            )
         if self.loss_top_k or self.temperature != 1:
-            raise ValueError(f"loss_top_k and temperature have no meaning for {SAMPLED}; leave them out")
+            raise ValueError(
+                f"loss_top_k and temperature have no meaning for {SAMPLED}; leave them out"
+            )
         return self

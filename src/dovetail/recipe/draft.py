@@ -92,7 +92,13 @@ class Draft:
                     self.put(key, betas)
             elif key == "trainer.loggers":
                 if names := dict.fromkeys(items.pop("name", [])):
-                    self.put(key, [{"name": name, **{part: str(v) for part, v in items.items()}} for name in names])
+                    self.put(
+                        key,
+                        [
+                            {"name": name, **{part: str(v) for part, v in items.items()}}
+                            for name in names
+                        ],
+                    )
             elif items:
                 self.put(key, items)
 
@@ -104,8 +110,16 @@ class Draft:
             given = row if isinstance(row, Mapping) else {"path": row}
             files = given.get("data_files")
             files = files if isinstance(files, str | list) and files else given.get("path")
-            paths = [path for path in (files if isinstance(files, list) else [files]) if path and isinstance(path, str)]
-            more = {ours: given[name] for ours, name in (("subset", "name"), ("split", "split")) if given.get(name)}
+            paths = [
+                path
+                for path in (files if isinstance(files, list) else [files])
+                if path and isinstance(path, str)
+            ]
+            more = {
+                ours: given[name]
+                for ours, name in (("subset", "name"), ("split", "split"))
+                if given.get(name)
+            }
             more |= {"format": "alpaca"} if given.get("type") == "alpaca" else {}
             parts += [{"path": path, **more} for path in paths]
             taken += [given] * bool(paths)
@@ -120,7 +134,10 @@ class Draft:
 
     def whole(self, key: str, value: Any) -> Any:
         """3 for 3.0 where our key counts."""
-        counts = isinstance(self.default_of(key), int) or key in ("data.epochs", "data.max_prompt_length")
+        counts = isinstance(self.default_of(key), int) or key in (
+            "data.epochs",
+            "data.max_prompt_length",
+        )
         return int(value) if counts and isinstance(value, float) and value.is_integer() else value
 
     def without_effect(self, key: str | None) -> bool:

@@ -19,24 +19,37 @@ from dovetail.recipe.yaml import dump_value, flat, merge, parse_value, read_mapp
 IMPORTED = ("verl", "trl", "openrlhf", "axolotl", "slime")
 SAID = 5  # weight of the trainer's name in the command
 OFF = (None, False, 0, -1, 1, "", "none", "no", "disabled", "null")  # values that ask for nothing
-UNSET = re.compile(r"\?\?\?.*|\$\{(?!oc\.env:)[^}]*\}+", re.DOTALL)  # values that OmegaConf leaves open
+UNSET = re.compile(
+    r"\?\?\?.*|\$\{(?!oc\.env:)[^}]*\}+", re.DOTALL
+)  # values that OmegaConf leaves open
 SECRET = re.compile(r"(wandb|hub|api|auth|access).*(key|token)|password|secret")
 REFERENCE = re.compile(r"\$\{(?:oc\.(?:select|env):)?([\w.]+)(?:, ?([^{}]*))?\}")  # of OmegaConf
-OTHERS = re.compile(r"(?<![a-z])(dpo|kto|rm|reward|gkd|kd|orpo|cpo|rloo|prm|bco|nash_md|xpo)(?![a-z])")  # trainers
+OTHERS = re.compile(
+    r"(?<![a-z])(dpo|kto|rm|reward|gkd|kd|orpo|cpo|rloo|prm|bco|nash_md|xpo)(?![a-z])"
+)  # trainers
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
-NAMES_A_PATH = ("model.path", "critic.path", "reference.path", "reward.model.path", "data.train", "data.eval")
-REQUIRED: Mapping[str, str] = {"model.path": "MODEL", "data.train": "ROWS.jsonl", "run_dir": "runs/imported"}
+NAMES_A_PATH = (
+    "model.path",
+    "critic.path",
+    "reference.path",
+    "reward.model.path",
+    "data.train",
+    "data.eval",
+)
+REQUIRED: Mapping[str, str] = {
+    "model.path": "MODEL",
+    "data.train": "ROWS.jsonl",
+    "run_dir": "runs/imported",
+}
 
 COUNTED = (  # others are divided by what these are made of
     "algorithm.epochs", "algorithm.num_mini_batches", "rollout.samples_per_prompt", "trainer.prompts_per_step"
 )  # fmt: skip
 
 CORRECTION = "algorithm.correction"
-IN_VERL, IN_TRL, IN_OPENRLHF = (
-    "algorithm.rollout_correction.",
-    "vllm_importance_sampling_",
-    "algo.advantage.is_correction_",
-)
+IN_VERL = "algorithm.rollout_correction."
+IN_TRL = "vllm_importance_sampling_"
+IN_OPENRLHF = "algo.advantage.is_correction_"
 OLDER_VERL = "actor_rollout_ref.actor.tis_imp_ratio_cap"
 REJECTED: Mapping[str, tuple[str, str]] = {  # of verl's rollout_rs, those that are a ratio here
     "seq_sum_k1": ("sequence", "drop"),
@@ -50,10 +63,16 @@ def import_config(path: Path, project: str = "") -> Draft:
     words, given = _read(path)
     name, _, kind = project.partition("-")
     table, kind = _recognized(words, given, name, kind, path)
-    given = {key: value for key, value in given.items() if not (isinstance(value, str) and UNSET.fullmatch(value))}
+    given = {
+        key: value
+        for key, value in given.items()
+        if not (isinstance(value, str) and UNSET.fullmatch(value))
+    }
     given = _grouped(table, given)
     older = {table.current(key): value for key, value in given.items()}
-    draft = Draft(table, kind, known_keys(), older | {key: given[key] for key in older.keys() & given.keys()})
+    draft = Draft(
+        table, kind, known_keys(), older | {key: given[key] for key in older.keys() & given.keys()}
+    )
     _numbers(draft)
     CONVERSIONS[table.title](draft)
     _correction(draft)
@@ -67,11 +86,16 @@ def _read(path: Path) -> tuple[list[str], dict[str, Any]]:
     text = read_text(path)
     if path.suffix in (".yaml", ".yml", ".json"):
         given = flat(read_mapping(path))
-        references = {name: value for name, value in given.items() if isinstance(value, str | int | float)}
+        references = {
+            name: value for name, value in given.items() if isinstance(value, str | int | float)
+        }
         return [], {name: _resolved(value, references) for name, value in given.items()}
     words, given = read_command(text)
     if not given:
-        raise ConfigError(f"{path} sets nothing; give a YAML file, or a shell script with key=value or --name value")
+        raise ConfigError(
+            f"{path} sets nothing; give a YAML file, or a shell script with key=value or --name "
+            "value"
+        )
     return words, {name: _resolved(value, {}) for name, value in given.items()}
 
 
@@ -104,17 +128,32 @@ def _recognized(
                 continue
             known = sum(table.find(table.current(key)) is not None for key in given)
             typical = sum(any(m.matches(table.current(key)) for m in own) for key in given)
-            said = bool(its_kind) and re.search(rf"(?<![a-z]){its_kind}(?![a-z])", command) is not None
+            said = (
+                bool(its_kind) and re.search(rf"(?<![a-z]){its_kind}(?![a-z])", command) is not None
+            )
             ranked.append((known + SAID * said, not its_kind, typical, table, its_kind))
     if not ranked:
-        raise ConfigError(f"--from {project}-{kind}: no such trainer; give verl, trl-sft, trl-grpo, openrlhf, ...")
+        raise ConfigError(
+            f"--from {project}-{kind}: no such trainer; give verl, trl-sft, trl-grpo, openrlhf, ..."
+        )
     known, _, _, table, chosen = max(ranked, key=lambda rank: rank[:3])
     if not known:
-        raise ConfigError(f"{path}: none of its names is known; say whose it is: --from {'|'.join(IMPORTED)}")
-    if (other := OTHERS.search(command)) and table.title in ("TRL", "OpenRLHF") and other[0] != chosen:
-        raise ConfigError(f"{path}: {other[0]} of {table.title} is not supported yet; sft, grpo, rloo and ppo are")
+        raise ConfigError(
+            f"{path}: none of its names is known; say whose it is: --from {'|'.join(IMPORTED)}"
+        )
+    if (
+        (other := OTHERS.search(command))
+        and table.title in ("TRL", "OpenRLHF")
+        and other[0] != chosen
+    ):
+        raise ConfigError(
+            f"{path}: {other[0]} of {table.title} is not supported yet; sft, grpo, rloo and ppo are"
+        )
     if table.title == "TRL" and not chosen:
-        raise ConfigError(f"{path}: no name in it tells TRL's trainers apart; give --from trl-sft, trl-grpo or trl-dpo")
+        raise ConfigError(
+            f"{path}: no name in it tells TRL's trainers apart; give --from trl-sft, trl-grpo or "
+            "trl-dpo"
+        )
     return table, chosen
 
 
@@ -142,14 +181,25 @@ def _numbers(draft: Draft) -> None:
         if meaning is None or meaning.key is None:
             given[name] = value
             continue
-        ours = next(iter(draft.keys[meaning.key].defaults.values()), None) if meaning.key in draft.keys else None
+        ours = (
+            next(iter(draft.keys[meaning.key].defaults.values()), None)
+            if meaning.key in draft.keys
+            else None
+        )
         theirs = draft.table.defaults.get(name, ours if meaning.copied else None)
-        is_text = meaning.key in (*NAMES_A_PATH, *REQUIRED) or isinstance(meaning.entry.get("item", ours), str)
+        is_text = meaning.key in (*NAMES_A_PATH, *REQUIRED) or isinstance(
+            meaning.entry.get("item", ours), str
+        )
         number = value if is_text or not isinstance(value, str) else _number(value)
         known = isinstance(value, str | int | None) and value in meaning.entry.get("values", ())
         if is_number(number) and number < 1 and meaning.key in COUNTED and not known:
             draft.reject(name, value, theirs, "less than 1")
-        elif known or number is None or is_number(number) or not (is_number(theirs) or isinstance(number, float)):
+        elif (
+            known
+            or number is None
+            or is_number(number)
+            or not (is_number(theirs) or isinstance(number, float))
+        ):
             given[name] = number
         else:
             draft.reject(name, value, theirs)
@@ -165,7 +215,9 @@ def _number(text: str) -> Any:
 
 def _copy(draft: Draft) -> None:
     """What conversions left: given values, then defaults."""
-    defaults = {name: value for name, value in draft.table.defaults.items() if name not in draft.given}
+    defaults = {
+        name: value for name, value in draft.table.defaults.items() if name not in draft.given
+    }
     for is_default, values in ((False, draft.given), (True, defaults)):
         for name, value in values.items():
             if name not in draft.taken:
@@ -174,9 +226,12 @@ def _copy(draft: Draft) -> None:
 
 
 def _copy_one(draft: Draft, name: str, value: Any, is_default: bool) -> None:
-    table, meaning = draft.table, draft.table.find(name)
+    meaning = draft.table.find(name)
+    table = draft.table
     shown = f"{name}={'...' if SECRET.search(name) else dump_value(value)}"
-    is_off = (value is not True and (value in ([], {}) or value in OFF)) or value in table.same.get(name, ())
+    is_off = (value is not True and (value in ([], {}) or value in OFF)) or value in table.same.get(
+        name, ()
+    )
     if meaning is None:
         draft.lose(f"no name of {table.title} {table.version}", shown)
     elif meaning.entry.get("group") == "unneeded" or draft.without_effect(meaning.key):
@@ -198,7 +253,9 @@ def _copy_one(draft: Draft, name: str, value: Any, is_default: bool) -> None:
 
 
 def _put(draft: Draft, meaning: Meaning, ours: Any, is_default: bool) -> None:
-    key, item, steps = str(meaning.key), meaning.entry.get("item"), draft.recipe.get("trainer.steps")
+    key = str(meaning.key)
+    item = meaning.entry.get("item")
+    steps = draft.recipe.get("trainer.steps")
     comment = f"{draft.table.title}'s default" if is_default else ""
     if item is not None:
         draft.put_item(key, item, ours)
@@ -216,15 +273,27 @@ def _require(draft: Draft, path: Path) -> None:
         if key not in draft.recipe:
             draft.put(key, stand_in)
             draft.decide.append(f"{key}: {path.name} does not say it")
-    unset, named = [], []
+    unset = []
+    named = []
     for key, value in draft.recipe.items():
         parts = value if isinstance(value, list) else [value]
-        for text in [part.get("path", part.get("data")) if isinstance(part, Mapping) else part for part in parts]:
+        for text in [
+            part.get("path", part.get("data")) if isinstance(part, Mapping) else part
+            for part in parts
+        ]:
             if isinstance(text, str) and "$" in text:
                 unset.append(f"{key}={text}")
-            elif isinstance(text, str) and key in NAMES_A_PATH and HUB_NAME.fullmatch(text) and not Path(text).exists():
+            elif (
+                isinstance(text, str)
+                and key in NAMES_A_PATH
+                and HUB_NAME.fullmatch(text)
+                and not Path(text).exists()
+            ):
                 named.append(f"{key}={text}")
-    hints = {"write what the variable stands for": unset, "a local path, or NAME@COMMIT on the hub": named}
+    hints = {
+        "write what the variable stands for": unset,
+        "a local path, or NAME@COMMIT on the hub": named,
+    }
     draft.decide += [f"{', '.join(names)}: {what}" for what, names in hints.items() if names]
 
 
@@ -237,13 +306,23 @@ def _drop_impossible(draft: Draft) -> None:
             left = [*draft.recipe]
             for detail in error.errors(include_url=False):
                 path = [str(part) for part in detail["loc"] if not isinstance(part, int)]
-                dotted = ".".join([path[0], *path[2:]] if path[0] == "algorithm" else path) if path else ""
-                key = next((key for key in left if dotted and f"{dotted}.".startswith(f"{key}.")), "")
-                key = key or next((key for key in left if key in detail["msg"]), "")  # of a check of several keys
+                if path and path[0] == "algorithm":
+                    del path[1:2]  # the algorithm's name
+                dotted = ".".join(path)
+                key = next(
+                    (key for key in left if dotted and f"{dotted}.".startswith(f"{key}.")), ""
+                )
+                key = key or next(
+                    (key for key in left if key in detail["msg"]), ""
+                )  # of a check of several keys
                 if not key:
-                    raise ConfigError(f"the recipe is not one that can run: {detail['msg']}") from error
+                    raise ConfigError(
+                        f"the recipe is not one that can run: {detail['msg']}"
+                    ) from error
                 if key in draft.recipe:
-                    draft.decide.append(f"{key}={quoted(draft.recipe.pop(key))} is not possible: {detail['msg']}")
+                    draft.decide.append(
+                        f"{key}={quoted(draft.recipe.pop(key))} is not possible: {detail['msg']}"
+                    )
                 if key in REQUIRED:
                     draft.put(key, REQUIRED[key])
 
@@ -256,7 +335,10 @@ def nested(recipe: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_yaml(draft: Draft, source: str) -> str:
-    lines = [f"# From {source}, of {draft.table.title} ({draft.table.version}), by dovetail import-config."]
+    lines = [
+        f"# From {source}, of {draft.table.title} ({draft.table.version}), by dovetail "
+        "import-config."
+    ]
 
     def write(section: Mapping[str, Any], prefix: str, indent: str) -> None:
         for name, value in section.items():
@@ -280,7 +362,12 @@ def to_yaml(draft: Draft, source: str) -> str:
 def _correction(draft: Draft) -> None:
     """Importance sampling of other projects as `algorithm.correction`."""
     projects = {"verl": _verl, "TRL": _trl, "OpenRLHF": _openrlhf, "slime": _slime}
-    if draft.table.title in projects and draft.algorithm in ("grpo", "rloo", "ppo", "reinforce_plus_plus"):
+    if draft.table.title in projects and draft.algorithm in (
+        "grpo",
+        "rloo",
+        "ppo",
+        "reinforce_plus_plus",
+    ):
         try:
             projects[draft.table.title](draft)
         except (ArithmeticError, TypeError, ValueError) as error:  # bounds that are none
@@ -292,25 +379,33 @@ def _put_correction(draft: Draft, ratio: str, low: float, high: float, outside: 
 
 
 def _verl(draft: Draft) -> None:
-    level, threshold = draft.take(f"{IN_VERL}rollout_is"), draft.take(f"{IN_VERL}rollout_is_threshold", 2.0)
-    rejected, limits = draft.take(f"{IN_VERL}rollout_rs"), draft.take(f"{IN_VERL}rollout_rs_threshold")
+    level = draft.take(f"{IN_VERL}rollout_is")
+    threshold = draft.take(f"{IN_VERL}rollout_is_threshold", 2.0)
+    rejected = draft.take(f"{IN_VERL}rollout_rs")
+    limits = draft.take(f"{IN_VERL}rollout_rs_threshold")
     if draft.take(f"{IN_VERL}bypass_mode"):
         draft.put(CORRECTION, {"old": "sampler"})
         if rejected or draft.look(f"{IN_VERL}loss_type", "ppo_clip") != "ppo_clip":
             draft.decide.append(
-                f"{CORRECTION}: bypass_mode also rejects, or has a loss without clip; here old: sampler alone"
+                f"{CORRECTION}: bypass_mode also rejects, or has a loss without clip; here old: "
+                "sampler alone"
             )
     elif rejected in REJECTED:
         ratio, outside = REJECTED[rejected]
         low, high = _bounds(limits)
-        _put_correction(draft, ratio, 1 / high, 1 / (low or 1 / high), outside)  # theirs are of the inverse ratio
+        _put_correction(
+            draft, ratio, 1 / high, 1 / (low or 1 / high), outside
+        )  # theirs are of the inverse ratio
         draft.decide.append(
-            f"{CORRECTION}: rollout_rs={rejected} there rejects, with weights by rollout_is={level}; here the ratio that is "
-            "bounded is the weight, too" + (", and masked tokens count" if outside == "mask" else "")
+            f"{CORRECTION}: rollout_rs={rejected} there rejects, with weights by "
+            f"rollout_is={level}; here the ratio that is "
+            "bounded is the weight, too"
+            + (", and masked tokens count" if outside == "mask" else "")
         )
     elif rejected:
         draft.decide.append(
-            f"{CORRECTION}: rollout_rs={rejected} is not one of ours; token, sequence and geometric are"
+            f"{CORRECTION}: rollout_rs={rejected} is not one of ours; token, sequence and "
+            "geometric are"
         )
     elif level:
         low, high = _bounds(threshold)
@@ -328,7 +423,8 @@ def _bounds(threshold: Any) -> tuple[float | None, float]:
 def _trl(draft: Draft) -> None:
     given = [name for name in draft.given if name.startswith(IN_TRL)]
     level, _, limit = str(draft.take(f"{IN_TRL}mode", "sequence_mask")).partition("_")
-    low, high = draft.take(f"{IN_TRL}clip_min"), draft.take(f"{IN_TRL}clip_max", 3.0)
+    low = draft.take(f"{IN_TRL}clip_min")
+    high = draft.take(f"{IN_TRL}clip_max", 3.0)
     is_on = draft.take(f"{IN_TRL}correction", True)
     if not (given and draft.look("use_vllm")):
         return
@@ -341,17 +437,20 @@ def _trl(draft: Draft) -> None:
 
 
 def _openrlhf(draft: Draft) -> None:
-    (low, high), kind = draft.take(f"{IN_OPENRLHF}threshold", [0.5, 5.0]), draft.take(f"{IN_OPENRLHF}type", "tis")
+    (low, high) = draft.take(f"{IN_OPENRLHF}threshold", [0.5, 5.0])
+    kind = draft.take(f"{IN_OPENRLHF}type", "tis")
     if draft.take(f"{IN_OPENRLHF}enable"):
         _put_correction(draft, "token", low, high, "clamp" if kind == "tis" else "mask")
         if kind == "seq-mask-tis":
             draft.decide.append(
-                f"{CORRECTION}: {kind} masks responses by their geometric mean, tokens by their ratio here"
+                f"{CORRECTION}: {kind} masks responses by their geometric mean, tokens by their "
+                "ratio here"
             )
 
 
 def _slime(draft: Draft) -> None:
-    low, high = draft.take("tis_clip_low", 0.0), draft.take("tis_clip", 2.0)
+    low = draft.take("tis_clip_low", 0.0)
+    high = draft.take("tis_clip", 2.0)
     if draft.take("use_tis"):
         _put_correction(draft, "token", low, high, "clamp")
     elif draft.take("use_rollout_logprobs"):

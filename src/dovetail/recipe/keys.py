@@ -42,7 +42,11 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
 }  # fmt: skip
 
 
-LASTING = ("data.overlong", "algorithm.minibatches", "trainer.keep")  # for good (contract.md); others for one release
+LASTING = (
+    "data.overlong",
+    "algorithm.minibatches",
+    "trainer.keep",
+)  # for good (contract.md); others for one release
 RENAMED: Mapping[str, str] = {
     "data.overlong": "data.overlong_rows",
     "algorithm.minibatches": "algorithm.num_mini_batches",
@@ -56,7 +60,9 @@ MOST_SHOWN = 20  # problems of one recipe
 KEYS_OF = " (keys of "
 UNKNOWN = "extra_forbidden"  # pydantic's name
 # least similarity: to a sibling key, to one that beats other projects' names, to a section
-CLOSE, CLOSER, SIMILAR = 0.75, 0.85, 0.7
+CLOSE = 0.75
+CLOSER = 0.85
+SIMILAR = 0.7
 MANY = 4  # unknown keys of a foreign config
 
 
@@ -72,18 +78,25 @@ class Key:
 
 def rename_keys(recipe: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """The recipe with current names, and notes."""
-    renamed, notes = dict(recipe), []
+    renamed = dict(recipe)
+    notes = []
     for old, new in RENAMED.items():
         section, _, leaf = old.partition(".")
         keys = renamed.get(section)
         if isinstance(keys, Mapping) and leaf in keys and leaf_of(new) not in keys:
-            renamed[section] = {leaf_of(new) if name == leaf else name: value for name, value in keys.items()}
+            renamed[section] = {
+                leaf_of(new) if name == leaf else name: value for name, value in keys.items()
+            }
             notes.append(renamed_note(old))
     return renamed, notes
 
 
 def renamed_note(old: str) -> str:
-    kept = "the old name stays accepted" if old in LASTING else "this release still accepts the old name"
+    kept = (
+        "the old name stays accepted"
+        if old in LASTING
+        else "this release still accepts the old name"
+    )
     return f"{old} is now {RENAMED[old]}; {kept}"
 
 
@@ -105,7 +118,9 @@ def _inside(prefix: str, section: Any) -> Iterator[Key]:
         key = f"{prefix}.{field.alias or name}"
         yield _key(key, field)
         inner = next(filter(_is_section, (field.annotation, *get_args(field.annotation))), None)
-        if inner is not None and not issubclass(section, inner):  # `reward.parts` has the keys of `reward`
+        if inner is not None and not issubclass(
+            section, inner
+        ):  # `reward.parts` has the keys of `reward`
             yield from _inside(key, inner)
 
 
@@ -117,7 +132,10 @@ def _shared(prefix: str, kinds: Sequence[Any]) -> dict[str, Key]:
         for key in _inside(prefix, kind):
             texts.setdefault(key.name, key.text)
             defaults.setdefault(key.name, {})[algorithm] = key.defaults[""]
-    owners = {name: "" if len(own) == len(kinds) else f" ({', '.join(own)})" for name, own in defaults.items()}
+    owners = {
+        name: "" if len(own) == len(kinds) else f" ({', '.join(own)})"
+        for name, own in defaults.items()
+    }
     texts[f"{prefix}.name"] = f"{', '.join(names[:-1])} or {names[-1]}"
     return {name: Key(name, text + owners[name], defaults[name]) for name, text in texts.items()}
 
@@ -133,18 +151,35 @@ def _is_section(kind: Any) -> bool:
 
 def explain(error: ValidationError, known: Mapping[str, Key], source: str) -> str:
     problems: dict[str, list[ErrorDetails]] = {}
-    names = {*known, *(name.rpartition(".")[0] for name in known), *(name.split(".")[0] for name in known)}
+    names = {
+        *known,
+        *(name.rpartition(".")[0] for name in known),
+        *(name.split(".")[0] for name in known),
+    }
     for detail in error.errors(include_url=False):
-        path = [str(part) for part in detail["loc"] if part != "parts" and not isinstance(part, int)]
+        path = [
+            str(part) for part in detail["loc"] if part != "parts" and not isinstance(part, int)
+        ]
         if len(path) > 2 and path[0] == "algorithm":
             del path[1]  # the union's tag
         dotted = [".".join(path[: n + 1]) for n in range(len(path))]
-        key = next((name for name in reversed(dotted) if name in names), "")  # without indices and tags of unions
-        problems.setdefault(dotted[-1] if detail["type"] == "extra_forbidden" else key, []).append(detail)
-    meanings = all_meanings() if any(details[0]["type"] == UNKNOWN for details in problems.values()) else []
+        key = next(
+            (name for name in reversed(dotted) if name in names), ""
+        )  # without indices and tags of unions
+        problems.setdefault(dotted[-1] if detail["type"] == "extra_forbidden" else key, []).append(
+            detail
+        )
+    meanings = (
+        all_meanings()
+        if any(details[0]["type"] == UNKNOWN for details in problems.values())
+        else []
+    )
     first = list(problems.items())[:MOST_SHOWN]
-    lines = _without_repeats([line for key, details in first for line in _lines(key, details, known, meanings)])
-    shown, more = lines[:MOST_SHOWN], max(len(lines), len(problems)) - MOST_SHOWN
+    lines = _without_repeats(
+        [line for key, details in first for line in _lines(key, details, known, meanings)]
+    )
+    shown = lines[:MOST_SHOWN]
+    more = max(len(lines), len(problems)) - MOST_SHOWN
     text = f"{source}: {lines[0]}" if len(lines) == 1 else f"{source}:\n{listing(shown)}"
     text += f"\n  ... and {more} more" if more > 0 else ""
     foreign = sum("'s, " in line for line in lines) >= MANY
@@ -161,8 +196,11 @@ def nearest(key: str, known: Mapping[str, Key], meanings: Sequence[Meaning]) -> 
     closer = difflib.get_close_matches(leaf, alike, cutoff=CLOSER)
     if key in RENAMED:
         return f"did you mean {RENAMED[key]}?"
-    foreign, twins = meant(key, meanings), [other for other in known if leaf_of(other) == leaf]
-    same = [twin for twin in twins if [meaning.key for meaning in foreign if meaning.title] == [twin]]
+    foreign = meant(key, meanings)
+    twins = [other for other in known if leaf_of(other) == leaf]
+    same = [
+        twin for twin in twins if [meaning.key for meaning in foreign if meaning.title] == [twin]
+    ]
     if not closer and not (same and key.count(".") < 2):
         said = hint(key, meanings)
         if said and not (close and said.startswith("did you mean")):
@@ -171,12 +209,17 @@ def nearest(key: str, known: Mapping[str, Key], meanings: Sequence[Meaning]) -> 
     sections = list(dict.fromkeys(other.split(".")[0] for other in known))
     similar = [] if section else difflib.get_close_matches(key, sections, n=1, cutoff=SIMILAR)
     choices = [siblings[name] for name in close] or twins or similar
-    return f"did you mean {difflib.get_close_matches(key, choices, n=1, cutoff=0.0)[0]}?" if choices else ""
+    return (
+        f"did you mean {difflib.get_close_matches(key, choices, n=1, cutoff=0.0)[0]}?"
+        if choices
+        else ""
+    )
 
 
 def _without_repeats(lines: Sequence[str]) -> list[str]:
     """Each list of keys is shown once."""
-    seen, short = set[str](), list[str]()
+    seen = set[str]()
+    short = list[str]()
     for line in lines:
         words, listed, keys = line.rpartition(KEYS_OF)
         short.append(words if listed and keys in seen else line)
@@ -191,14 +234,19 @@ def _lines(
     if first["type"] != UNKNOWN:
         return [_line(key, details, known)]
     algorithm = str(first["loc"][1]) if first["loc"][0] == "algorithm" else ""
-    inside = flat(first["input"], f"{key}.") if isinstance(first["input"], Mapping) and first["input"] else {}
+    inside = (
+        flat(first["input"], f"{key}.")
+        if isinstance(first["input"], Mapping) and first["input"]
+        else {}
+    )
     foreign = [name for name in [*inside][:MOST_SHOWN] if meant(name, meanings)]
     return [_unknown_key(name.strip("."), algorithm, known, meanings) for name in foreign or [key]]
 
 
 def _line(key: str, details: list[ErrorDetails], known: Mapping[str, Key]) -> str:
     first = details[0]
-    kind, given = first["type"], quoted(first["input"])
+    kind = first["type"]
+    given = quoted(first["input"])
     if kind == "missing" and not isinstance(first["input"], (list, tuple)):
         return f"{key} is missing; expected {known[key].text if key in known else 'a mapping'}"
     if kind == "value_error":
@@ -210,8 +258,12 @@ def _line(key: str, details: list[ErrorDetails], known: Mapping[str, Key]) -> st
         hint = f"; that one is {{{written}}}" if keys else ""
         return f"{key}.name is {quoted(tag)}; expected one of {first['ctx']['expected_tags']}{hint}"
     expected = "expected " if first["msg"].startswith("Input") else ""
-    expected += " or ".join(dict.fromkeys(detail["msg"].removeprefix("Input should be ") for detail in details))
-    expected = expected.replace("a valid tuple", "a list").replace("a valid dictionary", "a mapping")
+    expected += " or ".join(
+        dict.fromkeys(detail["msg"].removeprefix("Input should be ") for detail in details)
+    )
+    expected = expected.replace("a valid tuple", "a list").replace(
+        "a valid dictionary", "a mapping"
+    )
     if kind in ("model_type", "model_attributes_type"):
         expected = "expected a mapping of keys"
     if kind == "missing":  # an item of a tuple
@@ -219,19 +271,26 @@ def _line(key: str, details: list[ErrorDetails], known: Mapping[str, Key]) -> st
     return f"{key or 'the recipe'} is {given}; {expected}"
 
 
-def _unknown_key(name: str, algorithm: str, known: Mapping[str, Key], meanings: Sequence[Meaning]) -> str:
+def _unknown_key(
+    name: str, algorithm: str, known: Mapping[str, Key], meanings: Sequence[Meaning]
+) -> str:
     if name in known:
         return f"{name} does not belong to this algorithm: {known[name].text}"
     section = name.rpartition(".")[0]
-    known = {k: key for k, key in known.items() if not algorithm or key.defaults.keys() & {"", algorithm}}
+    known = {
+        k: key for k, key in known.items() if not algorithm or key.defaults.keys() & {"", algorithm}
+    }
     near = nearest(name, known, meanings)
     siblings = [leaf_of(k) for k in known if k.rpartition(".")[0] == section]
     if not section or not siblings:
-        section, siblings = "a recipe", list(dict.fromkeys(k.split(".")[0] for k in known))
+        section = "a recipe"
+        siblings = list(dict.fromkeys(k.split(".")[0] for k in known))
     options = f"{KEYS_OF}{shortened(section)}: {', '.join(siblings)})"
     hint = f"; {near}" if near else ""
     return f"unknown key {shortened(name)}{hint}{options if not near or near.startswith('did you') else ''}"
 
 
 def scalar(value: object) -> str:
-    return "null" if value is None else value if isinstance(value, str) else json.dumps(value)
+    if value is None:
+        return "null"
+    return value if isinstance(value, str) else json.dumps(value)

@@ -41,11 +41,14 @@ class Meaning:
 
     @property
     def copied(self) -> bool:
-        return self.key is not None and (not self.entry.get("note") or not COPIED.isdisjoint(self.entry))
+        return self.key is not None and (
+            not self.entry.get("note") or not COPIED.isdisjoint(self.entry)
+        )
 
     def ours(self, value: Any) -> Any:
         """Raises ValueError."""
-        values, hashable = self.entry.get("values", {}), isinstance(value, str | int | float | None)
+        values = self.entry.get("values", {})
+        hashable = isinstance(value, str | int | float | None)
         if hashable and value in values:
             return values[value]
         if values and not self.entry.get("others"):
@@ -53,7 +56,9 @@ class Meaning:
         return self.entry.get("gives", value)
 
     def says(self) -> str:
-        return f"here {self.key}{f' ({self.text})' if self.text else ''}" if self.key else self.text
+        if not self.key:
+            return self.text
+        return f"here {self.key} ({self.text})" if self.text else f"here {self.key}"
 
     def matches(self, name: str) -> bool:
         return fnmatchcase(name, self.name) if "*" in self.name else name == self.name
@@ -87,11 +92,13 @@ class Table:
 def read_tables(project: str) -> dict[str, Table]:
     """By trainer; "": all."""
     content = read_mapping(FOLDER / f"{project}.yaml")
-    title, tables = content["title"], {}
+    title = content["title"]
+    tables = {}
     for kind, part in {"": {}, **content.get("kinds", {})}.items():
         meanings = [*_meanings(title, part, kind), *_meanings(title, content, "")]
         defaults = {**content.get("defaults", {}), **part.get("defaults", {})}
-        older, same = content.get("older", {}), content.get("same", {})
+        older = content.get("older", {})
+        same = content.get("same", {})
         tables[kind] = Table(title, str(content["version"]), meanings, older, defaults, same)
     return tables
 
@@ -132,7 +139,11 @@ def leaf_of(key: str) -> str:
 
 def meant(typed: str, meanings: Sequence[Meaning]) -> list[Meaning]:
     """Meanings of an unknown key: whole names, then endings, then a unique last part."""
-    whole = [m for m in meanings if m.matches(typed) or m.matches(leaf_of(typed)) or typed.endswith(f".{m.name}")]
+    whole = [
+        m
+        for m in meanings
+        if m.matches(typed) or m.matches(leaf_of(typed)) or typed.endswith(f".{m.name}")
+    ]
     if whole:
         best = max(_rank(m, typed) for m in whole)
         whole = [m for m in whole if _rank(m, typed) == best]
@@ -164,5 +175,7 @@ def hint(typed: str, meanings: Sequence[Meaning]) -> str:
 
 
 def _sentence(typed: str, meaning: Meaning) -> str:
-    whose = f" is {meaning.title}'s{f' ({meaning.kind})' if meaning.kind else ''}" if meaning.title else ""
-    return f"{leaf_of(typed)}{whose}{',' if whose else ':'} {meaning.says()}"
+    if not meaning.title:
+        return f"{leaf_of(typed)}: {meaning.says()}"
+    kind = f" ({meaning.kind})" if meaning.kind else ""
+    return f"{leaf_of(typed)} is {meaning.title}'s{kind}, {meaning.says()}"

@@ -15,10 +15,15 @@ def refuse_name(given: str) -> str:
     name = given.lower().removeprefix("torch.optim.")
     if name not in get_args(RuleName):
         names = ", ".join(get_args(RuleName))
-        raise ValueError(f"{quoted(given)}; expected one of {names}, or a class of yours: {{import: module:Class}}")
+        raise ValueError(
+            f"{quoted(given)}; expected one of {names}, or a class of yours: {{import: "
+            f"module:Class}}"
+        )
     return name
 
 
 def require_torchao() -> None:
     if importlib.util.find_spec("torchao") is None:
-        raise ConfigError("adamw8bit needs torchao, which is not installed: pip install 'dovetail-rl[torchao]'")
+        raise ConfigError(
+            "adamw8bit needs torchao, which is not installed: pip install 'dovetail-rl[torchao]'"
+        )

@@ -16,7 +16,9 @@ class Preferences(Updates):
     def _smoothed(self) -> "Preferences":
         given = dict(self)
         if given.get("label_smoothing") and given.get("loss") in ("hinge", "ipo"):
-            raise ValueError(f"label_smoothing has no meaning for the loss {given['loss']}; leave it out")
+            raise ValueError(
+                f"label_smoothing has no meaning for the loss {given['loss']}; leave it out"
+            )
         return self
 
 
@@ -26,9 +28,13 @@ class DPO(Preferences):
     wants_reference: ClassVar[bool] = True
     name: Literal["dpo"] = "dpo"
     loss: Literal["sigmoid", "hinge", "ipo", "robust"] = key("sigmoid", "of a pair's margin")
-    beta: PositiveFloat = key(0.1, "scale of implicit rewards; ipo: its tau; jsd: 0 is forward_kl and 1 reverse_kl")
+    beta: PositiveFloat = key(
+        0.1, "scale of implicit rewards; ipo: its tau; jsd: 0 is forward_kl and 1 reverse_kl"
+    )
     label_smoothing: Smoothing = key(0.0, "share of pairs with the wrong order; sigmoid: cDPO")
-    precompute_ref_log_probs: bool = key(False, "score the reference once, before training, and free it")
+    precompute_ref_log_probs: bool = key(
+        False, "score the reference once, before training, and free it"
+    )
 
 
 class KTO(Preferences):
@@ -48,7 +54,9 @@ class CPO(Preferences):
     loss: Literal["sigmoid", "hinge", "ipo"] = key("sigmoid", "of a pair's margin")
     beta: PositiveFloat = key(0.1, "scale of implicit rewards")
     label_smoothing: Smoothing = key(0.0, "share of pairs with the wrong order")
-    cpo_alpha: NonNegativeFloat = key(1.0, "weight of the chosen completions' negative log-likelihood")
+    cpo_alpha: NonNegativeFloat = key(
+        1.0, "weight of the chosen completions' negative log-likelihood"
+    )
 
 
 class SimPO(Preferences):
@@ -58,7 +66,9 @@ class SimPO(Preferences):
     beta: PositiveFloat = key(2.0, "scale of implicit rewards")
     label_smoothing: Smoothing = key(0.0, "share of pairs with the wrong order")
     simpo_gamma: NonNegativeFloat = key(1.0, "target margin of rewards")
-    cpo_alpha: NonNegativeFloat = key(0.0, "weight of the chosen completions' negative log-likelihood (CPO-SimPO)")
+    cpo_alpha: NonNegativeFloat = key(
+        0.0, "weight of the chosen completions' negative log-likelihood (CPO-SimPO)"
+    )
 
     @property
     def loss(self) -> Literal["simpo"]:
@@ -76,7 +86,9 @@ class Reward(Preferences):
     """A reward model by Bradley-Terry: a score at the last token, trained on pairs."""
 
     name: Literal["reward"] = "reward"
-    center_rewards_coefficient: NonNegativeFloat = key(0.0, "weight of the squared sum of a pair's scores")
+    center_rewards_coefficient: NonNegativeFloat = key(
+        0.0, "weight of the squared sum of a pair's scores"
+    )
 
 
 AnyPreference = DPO | KTO | CPO | SimPO | ORPO | Reward

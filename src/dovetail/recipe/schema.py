@@ -4,7 +4,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 from pydantic_core import ValidationError
 
 from dovetail.bounds import MAX_LAG, MAX_TOKENS
@@ -39,18 +46,30 @@ UNCUT: Mapping[str, float] = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetitio
 class MoeSection(Section):
     """What keeps the experts of a mixture evenly loaded in training."""
 
-    aux_loss_coef: NonNegativeFloat = key(0.0, "weight of the balance loss of every sequence and layer")
+    aux_loss_coef: NonNegativeFloat = key(
+        0.0, "weight of the balance loss of every sequence and layer"
+    )
     z_loss_coef: NonNegativeFloat = key(0.0, "weight of the squared log-sum-exp of router logits")
-    bias_update_rate: NonNegativeFloat = key(0.0, "step of routing biases towards even loads, if the family has them")
+    bias_update_rate: NonNegativeFloat = key(
+        0.0, "step of routing biases towards even loads, if the family has them"
+    )
 
 
 class ModelSection(Section):
     """The policy."""
 
-    path: PathText = Field(description="HF directory, sharded checkpoint, or hub name at a commit (name@revision)")
-    engine: Literal["auto", "native", "transformers"] = key("auto", "auto: native if it knows family and options")
-    dtype: Literal["float32", "bfloat16"] = key("float32", "compute type; master weights are always float32")
-    save_dtype: Literal["float32", "bfloat16", "float16"] | None = key(None, "of saved tensors; null: as in the source")
+    path: PathText = Field(
+        description="HF directory, sharded checkpoint, or hub name at a commit (name@revision)"
+    )
+    engine: Literal["auto", "native", "transformers"] = key(
+        "auto", "auto: native if it knows family and options"
+    )
+    dtype: Literal["float32", "bfloat16"] = key(
+        "float32", "compute type; master weights are always float32"
+    )
+    save_dtype: Literal["float32", "bfloat16", "float16"] | None = key(
+        None, "of saved tensors; null: as in the source"
+    )
     trust_remote_code: bool = key(False, "run the code of the model's tokenizer or processor")
     moe: MoeSection = key(MoeSection(), "balance of experts")
 
@@ -75,33 +94,63 @@ class TrainerSection(Section):
 
     steps: PositiveInt = key(100, "steps of the run")
     seed: NonNegativeInt = key(0, "of data order, sampling and fresh weights")
-    prompts_per_step: Annotated[int, Field(ge=1, le=1 << 20)] = key(16, "data rows of a step over all ranks")
-    tokens_per_batch: Annotated[int, Field(ge=1, le=MAX_TOKENS)] = key(16384, "tokens of a micro-batch at most, padded")
-    save_every: NonNegativeInt = key(50, "steps between checkpoints; 0: only when the run is stopped")
+    prompts_per_step: Annotated[int, Field(ge=1, le=1 << 20)] = key(
+        16, "data rows of a step over all ranks"
+    )
+    tokens_per_batch: Annotated[int, Field(ge=1, le=MAX_TOKENS)] = key(
+        16384, "tokens of a micro-batch at most, padded"
+    )
+    save_every: NonNegativeInt = key(
+        50, "steps between checkpoints; 0: only when the run is stopped"
+    )
     save_on_stop: bool = key(True, "SIGTERM and Ctrl-C save a checkpoint, whatever save_every is")
     keep_last: PositiveInt = key(2, "latest checkpoints to keep")
-    keep_every: NonNegativeInt = key(0, "keep every checkpoint whose step this divides; 0: none for that")
-    keep_best: NonNegativeInt = key(0, "best checkpoints to keep, by evaluation, else reward, else loss")
-    async_save: bool = key(True, "write checkpoints while training goes on; needs host memory for one")
+    keep_every: NonNegativeInt = key(
+        0, "keep every checkpoint whose step this divides; 0: none for that"
+    )
+    keep_best: NonNegativeInt = key(
+        0, "best checkpoints to keep, by evaluation, else reward, else loss"
+    )
+    async_save: bool = key(
+        True, "write checkpoints while training goes on; needs host memory for one"
+    )
     max_lag: Annotated[int, Field(ge=0, le=MAX_LAG)] | None = key(
         None,
-        "engines sample while the trainer trains, with weights at most this many steps old (async.md); null: in turns",
+        "engines sample while the trainer trains, with weights at most this many steps old "
+        "(async.md); null: in turns",
     )
-    eval_every: NonNegativeInt = key(0, "steps between evaluations; 0: only before and after the run")
+    eval_every: NonNegativeInt = key(
+        0, "steps between evaluations; 0: only before and after the run"
+    )
     stop_at_reward: float | None = key(None, "stop when a step's mean reward reaches this")
-    time_budget_seconds: PositiveFloat | None = key(None, "with evaluations; later steps run only if they fit")
+    time_budget_seconds: PositiveFloat | None = key(
+        None, "with evaluations; later steps run only if they fit"
+    )
     loggers: Loggers = key((), "beyond metrics.jsonl: names, or {name, project, ...}")
     profile: ProfileSection = key(ProfileSection(), "steps to profile")
     max_skipped_steps: PositiveInt = key(3, "skipped (non-finite) steps in a row that stop the run")
-    deterministic: bool = key(True, "deterministic kernels: the same bits in every run on the same devices")
-    check_replicas_every: NonNegativeInt = key(100, "steps between comparisons of replicated weights; 0: none")
-    timeouts: Mapping[Phase, PositiveFloat] = key({}, "seconds that a rank may stay in a phase, by phase")
-    activation_checkpointing: Literal["none", "light", "selective", "full"] = key(
-        "none", "recomputed in backward: light all but products and attention, selective all but attention"
+    deterministic: bool = key(
+        True, "deterministic kernels: the same bits in every run on the same devices"
     )
-    offload_activations: bool = key(False, "keep the inputs of recomputed blocks in host memory, while it has room")
-    offload_optimizer: bool = key(False, "keep adamw's moments in host memory: 8 bytes a parameter over the ranks")
-    mlp_tile_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] = key(0, "tokens of an MLP at a time; 0: all")
+    check_replicas_every: NonNegativeInt = key(
+        100, "steps between comparisons of replicated weights; 0: none"
+    )
+    timeouts: Mapping[Phase, PositiveFloat] = key(
+        {}, "seconds that a rank may stay in a phase, by phase"
+    )
+    activation_checkpointing: Literal["none", "light", "selective", "full"] = key(
+        "none",
+        "recomputed in backward: light all but products and attention, selective all but attention",
+    )
+    offload_activations: bool = key(
+        False, "keep the inputs of recomputed blocks in host memory, while it has room"
+    )
+    offload_optimizer: bool = key(
+        False, "keep adamw's moments in host memory: 8 bytes a parameter over the ranks"
+    )
+    mlp_tile_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] = key(
+        0, "tokens of an MLP at a time; 0: all"
+    )
 
 
 AnyAlgorithm = SFT | AnyRL | AnyPreference | Distillation
@@ -123,13 +172,19 @@ class Recipe(Section):
     optim: OptimSection = OptimSection()
     trainer: TrainerSection = TrainerSection()
     _notes: tuple[str, ...] = ()
-    run_dir: PathText = Field(description="where the run writes: new, or the directory of this run, which then goes on")
+    run_dir: PathText = Field(
+        description="where the run writes: new, or the directory of this run, which then goes on"
+    )
 
     @model_validator(mode="before")
     @classmethod
     def _default_algorithm(cls, given: Any) -> Any:
         algorithm = given.get("algorithm") if isinstance(given, Mapping) else None
-        return {**given, "algorithm": {"name": "grpo", **algorithm}} if isinstance(algorithm, Mapping) else given
+        return (
+            {**given, "algorithm": {"name": "grpo", **algorithm}}
+            if isinstance(algorithm, Mapping)
+            else given
+        )
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -141,33 +196,50 @@ class Recipe(Section):
         longest = self.rollout.max_new_tokens
         buffer = self.algorithm.overlong_buffer if isinstance(self.algorithm, PolicyGradient) else 0
         if buffer > longest:
-            raise ValueError(f"algorithm.overlong_buffer is {buffer}, more than rollout.max_new_tokens={longest}")
-        rows = self.trainer.prompts_per_step * (samples if isinstance(self.algorithm, PolicyGradient) else 1)
+            raise ValueError(
+                f"algorithm.overlong_buffer is {buffer}, more than rollout.max_new_tokens={longest}"
+            )
+        rows = self.trainer.prompts_per_step * (
+            samples if isinstance(self.algorithm, PolicyGradient) else 1
+        )
         if self.algorithm.num_mini_batches > rows:
             most = f"a step has only {rows} rows; lower it, or raise trainer.prompts_per_step"
-            raise ValueError(f"algorithm.num_mini_batches is {self.algorithm.num_mini_batches}, but {most}")
+            raise ValueError(
+                f"algorithm.num_mini_batches is {self.algorithm.num_mini_batches}, but {most}"
+            )
         if isinstance(self.algorithm, KTO) and rows < 2 * self.algorithm.num_mini_batches:
             why = "kto compares the rows of an optimizer step with each other"
             edit = "give 2 or more for each of algorithm.num_mini_batches"
             raise ValueError(f"trainer.prompts_per_step is {rows}; {why}, so {edit}")
         if self.data.eval and any(each.name == "eval" for each in self.eval.sets):
-            raise ValueError("data.eval is the set named eval; give another name to that of eval.sets, or drop one")
+            raise ValueError(
+                "data.eval is the set named eval; give another name to that of eval.sets, or "
+                "drop one"
+            )
         if not isinstance(self.algorithm, PolicyGradient):
             for each in self.eval.sets:
                 if each != EvalSetSection(name=each.name, data=each.data):
                     raise ValueError(
-                        f"eval.sets: the set {each.name} has samples, temperature or metrics, but algorithm "
-                        f"{self.algorithm.name} samples nothing; it evaluates the loss of a set's rows, so leave these keys out"
+                        f"eval.sets: the set {each.name} has samples, temperature or metrics, "
+                        "but algorithm "
+                        f"{self.algorithm.name} samples nothing; it evaluates the loss of a "
+                        "set's rows, so leave these keys out"
                     )
         if isinstance(self.algorithm, Distillation) and self.teacher.path is None:
-            raise ValueError("teacher.path is missing: distillation learns from a teacher; give its path or hub name")
-        rollout, inside = self.rollout, self.rollout.inside
+            raise ValueError(
+                "teacher.path is missing: distillation learns from a teacher; give its path or "
+                "hub name"
+            )
+        inside = self.rollout.inside
+        rollout = self.rollout
         if rollout.router_replay == "rollout" and (
             rollout.backend == "transformers" or (rollout.backend == "native") != inside
         ):
             raise ValueError(
-                f"rollout.router_replay is rollout, but rollout.backend={rollout.backend} returns no routes"
-                f"{'' if inside else ' from engines'}; set vllm or sglang, native without engines, or router_replay=trainer"
+                f"rollout.router_replay is rollout, but rollout.backend={rollout.backend} "
+                "returns no routes"
+                f"{'' if inside else ' from engines'}; set vllm or sglang, native without "
+                "engines, or router_replay=trainer"
             )
         if self.correction is not None:
             check_correction(self.correction, self.rollout)
@@ -179,16 +251,24 @@ class Recipe(Section):
             return self
         name = f"trainer.max_lag is {self.trainer.max_lag}"
         if not isinstance(self.algorithm, PolicyGradient):
-            raise ValueError(f"{name}, which is of RL, not of algorithm {self.algorithm.name}; leave it out")
+            raise ValueError(
+                f"{name}, which is of RL, not of algorithm {self.algorithm.name}; leave it out"
+            )
         if self.rollout.inside:
             inside = f"rollout.backend={self.rollout.backend} samples inside the trainer"
             edit = "give rollout.engines or rollout.start, or leave max_lag out"
-            raise ValueError(f"{name}: engines sample while the trainer trains, but {inside}; {edit}")
+            raise ValueError(
+                f"{name}: engines sample while the trainer trains, but {inside}; {edit}"
+            )
         if self.rollout.sleep:
-            raise ValueError(f"{name}: engines sample while the trainer trains; set rollout.sleep=false")
+            raise ValueError(
+                f"{name}: engines sample while the trainer trains; set rollout.sleep=false"
+            )
         if self.rollout.router_replay == "rollout":
             edit = "set rollout.router_replay=trainer or none"
-            raise ValueError(f"{name}, but an asynchronous run keeps no routes of the sampler; {edit}")
+            raise ValueError(
+                f"{name}, but an asynchronous run keeps no routes of the sampler; {edit}"
+            )
         return self
 
     @model_validator(mode="after")
@@ -197,8 +277,12 @@ class Recipe(Section):
             other = self.optim.name or self.optim.function
             moves = "trainer.offload_optimizer moves the moments of adamw"
             raise ValueError(f"{moves}, but optim has {other}; leave one of them out")
-        if self.data.epochs is None and (late := [n for n in self.trainer.profile.steps if n > self.trainer.steps]):
-            raise ValueError(f"trainer.profile.steps has {late[0]}, but trainer.steps is {self.trainer.steps}")
+        if self.data.epochs is None and (
+            late := [n for n in self.trainer.profile.steps if n > self.trainer.steps]
+        ):
+            raise ValueError(
+                f"trainer.profile.steps has {late[0]}, but trainer.steps is {self.trainer.steps}"
+            )
         return self
 
     @property
@@ -213,12 +297,20 @@ class Recipe(Section):
     @property
     def weighs_in_update(self) -> bool:
         """The correction needs no pass for old log-probs: they are those of the one update, token by token."""
-        own, correction = self.algorithm, self.correction
+        own = self.algorithm
+        correction = self.correction
         if correction is None or not isinstance(own, PolicyGradient):
             return False
-        by_token = (correction.ratio, correction.old) == ("token", "recomputed") and correction.outside != "drop"
-        reads = own.loss.function is not None or (isinstance(own, CriticFree) and own.advantage is not None)
-        return by_token and not (reads or own.needs_old_logprobs or self.rollout.router_replay == "trainer")
+        by_token = (correction.ratio, correction.old) == (
+            "token",
+            "recomputed",
+        ) and correction.outside != "drop"
+        reads = own.loss.function is not None or (
+            isinstance(own, CriticFree) and own.advantage is not None
+        )
+        return by_token and not (
+            reads or own.needs_old_logprobs or self.rollout.router_replay == "trainer"
+        )
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -234,15 +326,23 @@ def check_correction(correction: CorrectionSection, rollout: RolloutSection) -> 
         replay = "rollout.router_replay=trainer takes the routes of the pass for old log-probs"
         edit = "set old: recomputed, or rollout.router_replay=none"
         raise ValueError(f"algorithm.correction.old is sampler, but {replay}; {edit}")
-    cuts = [f"rollout.{name}={value}" for name, value in rollout if name in UNCUT and value != UNCUT[name]]
+    cuts = [
+        f"rollout.{name}={value}"
+        for name, value in rollout
+        if name in UNCUT and value != UNCUT[name]
+    ]
     if rollout.backend not in EMBEDDED and cuts:
         raise ValueError(
-            f"rollout.backend={rollout.backend} samples from the distribution as changed by {', '.join(cuts)}, which the ratios "
-            "of algorithm.correction leave out of account; leave that out, or set algorithm.correction: {ratio: none}"
+            f"rollout.backend={rollout.backend} samples from the distribution as changed by "
+            f"{', '.join(cuts)}, which the ratios "
+            "of algorithm.correction leave out of account; leave that out, or set "
+            "algorithm.correction: {ratio: none}"
         )
 
 
-def load_recipe(path: Path | str, overrides: Sequence[str] = (), flags: Mapping[str, Any] | None = None) -> Recipe:
+def load_recipe(
+    path: Path | str, overrides: Sequence[str] = (), flags: Mapping[str, Any] | None = None
+) -> Recipe:
     """Flags, by dotted key, beat overrides `key.path=value`."""
     given, notes = rename_keys(read_mapping(Path(path)))
     for name, value in [*parse_overrides(overrides), *(flags or {}).items()]:

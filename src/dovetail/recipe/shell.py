@@ -17,11 +17,14 @@ PROGRAM = re.compile(r"\S+\.py|(?:verl|openrlhf|trl|axolotl)\.[\w.]+")
 LAUNCHER = ("num_processes", "nproc_per_node", "num_gpus")  # flags of launchers
 NUMBER = re.compile(r"-\.?\d")  # a value, not a flag
 SUM = r"\$\(\(((?:[^()]|\([^()]*\))*)\)\)"
-INNERMOST = re.compile(r"\$\(\(((?:[^()$]|\([^()$]*\))*)\)\)|\$\{(\w+)(?:\[[@*]\])?(?::?[-=]([^{}]*))?\}|\$(\w+)")
+INNERMOST = re.compile(
+    r"\$\(\(((?:[^()$]|\([^()$]*\))*)\)\)|\$\{(\w+)(?:\[[@*]\])?(?::?[-=]([^{}]*))?\}|\$(\w+)"
+)
 OPERATIONS: Mapping[type, Callable[[Any, Any], Any]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.floordiv, ast.Mod: operator.mod,
 }  # fmt: skip
-MOST_ROUNDS, MOST_TEXT = 100, 1 << 16  # replacements and characters of a word
+MOST_ROUNDS = 100
+MOST_TEXT = 1 << 16  # replacements and characters of a word
 
 
 def read_command(text: str) -> tuple[list[str], dict[str, Any]]:
@@ -45,11 +48,16 @@ def read_command(text: str) -> tuple[list[str], dict[str, Any]]:
 
 
 def _commands(text: str) -> list[list[str]]:
-    text = re.sub(r"^[ \t]*#.*\n?", "", text, flags=re.MULTILINE).replace("\\\r\n", " ").replace("\\\n", " ")
+    text = (
+        re.sub(r"^[ \t]*#.*\n?", "", text, flags=re.MULTILINE)
+        .replace("\\\r\n", " ")
+        .replace("\\\n", " ")
+    )
     text = re.sub(SUM, lambda sum_: re.sub(r"\s", "", sum_[0]), text)  # one word
     text = re.sub(r"\$\((?!\()[^()]*\)", "$COMMAND", text)
     lexer = shlex.shlex(text, posix=True, punctuation_chars=";\n")
-    lexer.whitespace, lexer.whitespace_split = " \t\r", True
+    lexer.whitespace = " \t\r"
+    lexer.whitespace_split = True
     commands: list[list[str]] = [[]]
     depth = 0  # of parentheses: an array may have several lines
     try:
@@ -61,7 +69,9 @@ def _commands(text: str) -> list[list[str]]:
             elif not depth:
                 commands.append([])
     except ValueError as error:
-        raise ConfigError(f"the shell script cannot be read: {error}; give one whose quotes are closed") from None
+        raise ConfigError(
+            f"the shell script cannot be read: {error}; give one whose quotes are closed"
+        ) from None
     return [words for words in commands if words]
 
 
@@ -88,7 +98,11 @@ def _expanded(word: str, variables: Mapping[str, str | list[str]]) -> list[str]:
     if word in ("$@", "$*"):
         return []
     listed = re.fullmatch(r"\$\{?(\w+)\}?", word)  # unquoted, so that the shell would split it
-    if listed and isinstance(text := variables.get(listed[1]), str) and len(parts := _split(text)) > 1:
+    if (
+        listed
+        and isinstance(text := variables.get(listed[1]), str)
+        and len(parts := _split(text)) > 1
+    ):
         if OVERRIDE.fullmatch(parts[0]) or FLAG.fullmatch(parts[0]):
             return parts
 
@@ -97,7 +111,9 @@ def _expanded(word: str, variables: Mapping[str, str | list[str]]) -> list[str]:
         if total is not None:
             return _sum(total, variables)
         value = variables.get(braced or plain, default)
-        return f"\0{braced or plain}" if value is None else value if isinstance(value, str) else " ".join(value)
+        if value is None:
+            return f"\0{braced or plain}"
+        return value if isinstance(value, str) else " ".join(value)
 
     for _ in range(MOST_ROUNDS):
         replaced = INNERMOST.sub(value_of, word, count=1)
@@ -125,19 +141,29 @@ def _sum(text: str, variables: Mapping[str, str | list[str]]) -> str:
 
 def _settings(words: Sequence[str]) -> dict[str, Any]:
     settings: dict[str, Any] = {}
-    flag, program = "", False
+    flag = ""
+    program = False
     for word in words:
         if PROGRAM.fullmatch(word) and not program:  # before it: a launcher's flags
-            settings, flag, program = {name: value for name, value in settings.items() if name in LAUNCHER}, "", True
+            settings = {name: value for name, value in settings.items() if name in LAUNCHER}
+            flag = ""
+            program = True
             continue
-        override, named = OVERRIDE.fullmatch(word), FLAG.fullmatch(word)
+        override = OVERRIDE.fullmatch(word)
+        named = FLAG.fullmatch(word)
         if named:
             flag = named[1].replace("-", "_")
             settings[flag] = True if named[2] is None else parse_value(named[2])
             flag = flag if named[2] is None else ""
         elif flag and not (word.startswith("-") and not NUMBER.match(word)):
-            value, before = parse_value(word), settings[flag]
-            settings[flag] = value if before is True else [*(before if isinstance(before, list) else [before]), value]
+            value = parse_value(word)
+            before = settings[flag]
+            if before is True:
+                settings[flag] = value
+            elif isinstance(before, list):
+                settings[flag] = [*before, value]
+            else:
+                settings[flag] = [before, value]
         elif override:
             settings[override[1]] = parse_value(override[2])
         else:

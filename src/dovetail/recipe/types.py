@@ -14,24 +14,32 @@ from dovetail.parallel.layout import Layout
 
 def _valid_path(path: str) -> str:
     if path == "~" or path.startswith("~/"):
-        raise ValueError(f"{quoted(path)} begins with ~, which only a shell replaces; write the whole path")
+        raise ValueError(
+            f"{quoted(path)} begins with ~, which only a shell replaces; write the whole path"
+        )
     try:
         if b"\0" not in os.fsencode(path):
             return path
     except UnicodeEncodeError:
         pass
-    raise ValueError(f"{quoted(path)} holds a character that no name of a file may have; take it out")
+    raise ValueError(
+        f"{quoted(path)} holds a character that no name of a file may have; take it out"
+    )
 
 
 def _valid_options(options: Mapping[str, Any]) -> Mapping[str, Any]:
     try:
         to_jsonable_python(options)
     except ValueError as error:
-        raise ValueError(f"expected text, numbers, lists and mappings, as JSON has them ({error})") from None
+        raise ValueError(
+            f"expected text, numbers, lists and mappings, as JSON has them ({error})"
+        ) from None
     return options
 
 
-RowFormat = Literal["auto", "verl", "trl", "openai", "sharegpt", "alpaca", "gsm8k", "slime", "openrlhf"]
+RowFormat = Literal[
+    "auto", "verl", "trl", "openai", "sharegpt", "alpaca", "gsm8k", "slime", "openrlhf"
+]
 Listed = pydantic.BeforeValidator(lambda given: (given,) if isinstance(given, str) else given)
 OneOrMore = pydantic.BeforeValidator(lambda given: [given] if isinstance(given, Mapping) else given)
 NotStrict = Field(strict=False)  # YAML has lists, no tuples
@@ -39,7 +47,9 @@ Share = Annotated[float, Field(ge=0, le=1)]
 Momentum = Annotated[float, Field(ge=0, lt=1)]
 Estimator = Literal["k1", "k2", "k3"]
 PathText = Annotated[str, pydantic.AfterValidator(_valid_path)]
-Options = Annotated[Mapping[str, Any], pydantic.AfterValidator(_valid_options)]  # goes into checkpoints
+Options = Annotated[
+    Mapping[str, Any], pydantic.AfterValidator(_valid_options)
+]  # goes into checkpoints
 
 
 def key(default: Any, description: str) -> Any:
@@ -49,7 +59,9 @@ def key(default: Any, description: str) -> Any:
 class Section(BaseModel):
     """Frozen, no unknown keys, no silent conversions."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, populate_by_name=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, populate_by_name=True
+    )
 
 
 class Updates(Section):
@@ -73,13 +85,24 @@ class LayoutSection(Section):
     dp: PositiveInt | Literal["auto"] = key("auto", "replicas; auto: ranks / (tp x pp x cp)")
     ep: PositiveInt = key(1, "expert parallel degree; divides dp x cp and adds no ranks")
     virtual_stages: PositiveInt = key(1, "pipeline chunks per rank")
-    cp_mode: Literal["auto", "ulysses", "gather", "product"] = key("auto", "how context parallel works")
-    pp_split: Annotated[tuple[PositiveInt, ...], NotStrict] | Literal["auto"] = key("auto", "layers of each stage")
-    schedule: Literal["1f1b", "interleaved", "gpipe", "zero_bubble"] = key("1f1b", "pipeline schedule")
+    cp_mode: Literal["auto", "ulysses", "gather", "product"] = key(
+        "auto", "how context parallel works"
+    )
+    pp_split: Annotated[tuple[PositiveInt, ...], NotStrict] | Literal["auto"] = key(
+        "auto", "layers of each stage"
+    )
+    schedule: Literal["1f1b", "interleaved", "gpipe", "zero_bubble"] = key(
+        "1f1b", "pipeline schedule"
+    )
     copy_engines: bool | None = key(None, "no effect; accepted so that older runs resume")
 
     def to_layout(self) -> Layout:
-        return Layout(**self.model_dump(exclude={"copy_engines"}) | {"dp": None if self.dp == "auto" else self.dp})
+        return Layout(
+            **self.model_dump(exclude={"copy_engines"})
+            | {"dp": None if self.dp == "auto" else self.dp}
+        )
 
 
-OwnLayout = Annotated[LayoutSection | None, pydantic.BeforeValidator(lambda given: None if given == {} else given)]
+OwnLayout = Annotated[
+    LayoutSection | None, pydantic.BeforeValidator(lambda given: None if given == {} else given)
+]

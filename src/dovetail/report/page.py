@@ -20,8 +20,10 @@ from dovetail.report.samples import choose, script_json
 from dovetail.report.trace import read_profiles
 
 MOST_POINTS = 600  # of a curve
-MOST_SAMPLES, SAMPLE_BYTES = 800, 2_500_000  # of all runs
-MOST_SERIES, MOST_EVENTS = 200, 500  # of a run
+MOST_SAMPLES = 800
+SAMPLE_BYTES = 2_500_000  # of all runs
+MOST_SERIES = 200
+MOST_EVENTS = 500  # of a run
 GROUPS = (  # title, pattern of names; the first match counts
     ("Evaluation", r"^eval"),
     ("Reward", r"^rewards?\b|^reward_|^equal_groups|^score"),
@@ -77,13 +79,18 @@ def write_report(paths: Sequence[Path], out: Path, reload: float = 0) -> bool:
         with suppress(OSError):  # of a read-only disk
             fresh.unlink()
         raise_disk_problem(error, out)
-        raise ConfigError(f"--out {out} cannot be written: {error.strerror}; give the path of a file") from error
+        raise ConfigError(
+            f"--out {out} cannot be written: {error.strerror}; give the path of a file"
+        ) from error
     return finished
 
 
 def render(data: Mapping[str, Any]) -> bytes:
     """Loads nothing from outside; only our script may run."""
-    style, script = ((Path(__file__).with_name(f"report.{kind}")).read_text(encoding="utf-8") for kind in ("css", "js"))
+    style, script = (
+        (Path(__file__).with_name(f"report.{kind}")).read_text(encoding="utf-8")
+        for kind in ("css", "js")
+    )
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
     title = escape(", ".join(run["name"] for run in data["runs"])).encode(errors="backslashreplace")
@@ -91,7 +98,11 @@ def render(data: Mapping[str, Any]) -> bytes:
         b'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n',
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'.encode(),
         b'<meta name="viewport" content="width=device-width, initial-scale=1">\n<link rel="icon" href="data:,">\n',
-        b"<title>" + title + b" - dovetail report</title>\n<style>\n" + style.encode() + b"</style>\n</head>\n<body>\n",
+        b"<title>"
+        + title
+        + b" - dovetail report</title>\n<style>\n"
+        + style.encode()
+        + b"</style>\n</head>\n<body>\n",
         b'<main id="page"><noscript>This report draws its curves by a script; please allow it.</noscript></main>\n',
         b'<script type="application/json" id="data">' + script_json(data) + b"</script>\n",
         b"<script>" + script.encode() + b"</script>\n</body>\n</html>\n",
@@ -118,7 +129,11 @@ def page_data(runs: Sequence[Run], reload: float = 0) -> dict[str, Any]:
         "help": {name: text for name, text in HELP.items() if name in names},
         "samples": samples,
         "config": [
-            [key, *([_config(source, key) for source in (run.config, run.defaults)] for run in runs)] for key in keys
+            [
+                key,
+                *([_config(source, key) for source in (run.config, run.defaults)] for run in runs),
+            ]
+            for key in keys
         ],
     }
 
@@ -131,8 +146,15 @@ def _run_data(run: Run) -> dict[str, Any]:
     columns = _columns(run.rows)
     steps = [row["step"] for row in run.rows]
     known = {n: columns.pop(n) for n in list(columns) if n.endswith("_before")}
-    before = {n.removesuffix("_before"): next(v for v in values if v is not None) for n, values in known.items()}
-    phases = {name.removeprefix("seconds/"): columns.pop(name) for name in list(columns) if name.startswith("seconds/")}
+    before = {
+        n.removesuffix("_before"): next(v for v in values if v is not None)
+        for n, values in known.items()
+    }
+    phases = {
+        name.removeprefix("seconds/"): columns.pop(name)
+        for name in list(columns)
+        if name.startswith("seconds/")
+    }
     if before:  # the evaluation before training, at step 0
         steps = [0, *steps]
         columns |= {name: [None] * len(run.rows) for name in before if name not in columns}
@@ -162,15 +184,23 @@ def _run_data(run: Run) -> dict[str, Any]:
         "phases": {name: _thin(values, values, values)["v"] for name, values in phases.items()},
         "step_seconds": _thin(seconds, seconds, seconds)["v"] if phases else [],
         "profiles": read_profiles(run.path),
-        "events": [{key: text_of(value)[:500] for key, value in event.items()} for event in _events(run)],
+        "events": [
+            {key: text_of(value)[:500] for key, value in event.items()} for event in _events(run)
+        ],
         "log": run.log,
     }
 
 
 def _columns(rows: Sequence[Row]) -> dict[str, list[float | None]]:
-    names = dict.fromkeys(name for row in rows for name in row if name not in ("step", "timestamp", "time"))
+    names = dict.fromkeys(
+        name for row in rows for name in row if name not in ("step", "timestamp", "time")
+    )
     columns = {name: [number(row.get(name)) for row in rows] for name in names}
-    return {name: values for name, values in columns.items() if any(value is not None for value in values)}
+    return {
+        name: values
+        for name, values in columns.items()
+        if any(value is not None for value in values)
+    }
 
 
 def _bands(columns: Mapping[str, object]) -> tuple[dict[str, tuple[str, str, str]], set[str]]:
@@ -192,7 +222,9 @@ def _bucket(count: int) -> int:
     return max(1, -(-count // MOST_POINTS))
 
 
-def _thin(values: Sequence[float | None], low: Sequence[float | None], high: Sequence[float | None]) -> dict[str, Any]:
+def _thin(
+    values: Sequence[float | None], low: Sequence[float | None], high: Sequence[float | None]
+) -> dict[str, Any]:
     each = _bucket(len(values))
 
     def points(of: Sequence[float | None], how: Any) -> list[float | None]:
@@ -223,20 +255,27 @@ def _state(run: Run) -> str:
 
 
 def _facts(run: Run, columns: Mapping[str, Sequence[float | None]]) -> dict[str, str]:
-    config, last = run.config, run.rows[-1]["step"] if run.rows else 0
+    config = run.config
+    last = run.rows[-1]["step"] if run.rows else 0
     facts = {"algorithm": config.get("algorithm.name"), "model": config.get("model.path")}
     degrees = {axis: config.get(f"layout.{axis}", 1) for axis in ("tp", "pp", "cp", "dp", "ep")}
     if degrees["dp"] == "auto" and run.ranks is not None:
         degrees["dp"] = run.ranks // (degrees["tp"] * degrees["pp"] * degrees["cp"])
     layout = ",".join(f"{axis}={degree}" for axis, degree in degrees.items() if degree != 1)
-    facts |= {"layout": layout or "one rank", "steps": f"{last} of {config.get('trainer.steps', '?')}"}
+    facts |= {
+        "layout": layout or "one rank",
+        "steps": f"{last} of {config.get('trainer.steps', '?')}",
+    }
     facts["ended early"] = _ended_early(run, last)
     names = ["reward_mean", "eval_reward_mean", "eval_solved", "eval_loss"]
     for name in names if "reward_mean" in columns else [*names, "loss"]:
         known = [value for value in columns.get(name, ()) if value is not None]
         if known:
             facts[name] = f"{known[0]:.4g}" + (f" \u2192 {known[-1]:.4g}" if len(known) > 1 else "")
-    medians = (("step_seconds", "median step", "{:.3g} s"), ("tokens_per_second", "median tokens/s", "{:,.0f}"))
+    medians = (
+        ("step_seconds", "median step", "{:.3g} s"),
+        ("tokens_per_second", "median tokens/s", "{:,.0f}"),
+    )
     for name, text, how in medians:
         if known := [value for value in columns.get(name, ()) if value is not None]:
             facts[text] = how.format(statistics.median(known))
@@ -244,7 +283,9 @@ def _facts(run: Run, columns: Mapping[str, Sequence[float | None]]) -> dict[str,
         facts["peak memory"] = f"{max(known):.3g} GiB"
     counts = {"updates skipped": sum(bool(row.get("skipped")) for row in run.rows)}
     counts["rewards failed"] = int(sum(value or 0 for value in columns.get("reward_errors", ())))
-    counts["samples without a reward"] = int(sum(value or 0 for value in columns.get("rewards_none", ())))
+    counts["samples without a reward"] = int(
+        sum(value or 0 for value in columns.get("rewards_none", ()))
+    )
     counts["steps with equal rewards only"] = sum(row.get("equal_groups") == 1 for row in run.rows)
     facts |= {name: str(count) for name, count in counts.items() if count}
     return {name: str(value) for name, value in facts.items() if value is not None}

@@ -15,13 +15,21 @@ from dovetail.recipe.schema import make_recipe
 from dovetail.recipe.yaml import flat, read_mapping
 
 Row = dict[str, Any]
-CONFIG, METRICS, EVENTS, LOG = "config.yaml", "metrics.jsonl", "events.jsonl", "console.log"
+CONFIG = "config.yaml"
+METRICS = "metrics.jsonl"
+EVENTS = "events.jsonl"
+LOG = "console.log"
 RANK_LOG = "logs/rank-0.log"
 STARTED = re.compile(r"^\S+: rank 0 of (\d+) on ", re.MULTILINE)
 STEP = re.compile(r"step_(\d+)")
-REQUIRED: Mapping[str, Any] = {"model": {"path": "M"}, "data": {"train": "D"}, "run_dir": "R"}  # keys without default
+REQUIRED: Mapping[str, Any] = {
+    "model": {"path": "M"},
+    "data": {"train": "D"},
+    "run_dir": "R",
+}  # keys without default
 ROLLOUT = "rollout"  # kind of training samples
-MAX_HEAD, MAX_TAIL = 3000, 1000  # characters of a text that are kept
+MAX_HEAD = 3000
+MAX_TAIL = 1000  # characters of a text that are kept
 LOG_BYTES = 16_000
 
 
@@ -54,9 +62,21 @@ class SampleFile:
 def check_runs(paths: Sequence[Path]) -> None:
     for path in paths:
         if not _is_run(path):
-            inside = sorted(str(child) for child in path.iterdir() if _is_run(child)) if path.is_dir() else []
-            why = f"it has neither {CONFIG} nor {METRICS}" if path.is_dir() else "there is no such directory"
-            hint = f"the runs in it: {' '.join(inside[:10])}" if inside else "give the run_dir of a recipe"
+            inside = (
+                sorted(str(child) for child in path.iterdir() if _is_run(child))
+                if path.is_dir()
+                else []
+            )
+            why = (
+                f"it has neither {CONFIG} nor {METRICS}"
+                if path.is_dir()
+                else "there is no such directory"
+            )
+            hint = (
+                f"the runs in it: {' '.join(inside[:10])}"
+                if inside
+                else "give the run_dir of a recipe"
+            )
             raise ConfigError(f"{path} is not the directory of a run: {why}; {hint}")
 
 
@@ -67,7 +87,10 @@ def _is_run(path: Path) -> bool:
 def read_runs(paths: Sequence[Path]) -> list[Run]:
     check_runs(paths)
     counts = Counter(path.resolve().name for path in paths)
-    return [_read_run(path, str(path) if counts[path.resolve().name] > 1 else path.resolve().name) for path in paths]
+    return [
+        _read_run(path, str(path) if counts[path.resolve().name] > 1 else path.resolve().name)
+        for path in paths
+    ]
 
 
 def _read_run(path: Path, name: str) -> Run:
@@ -136,7 +159,11 @@ def read_samples(file: SampleFile, most_bytes: float = math.inf) -> Iterator[Row
             continue
         inner = row.get("rewards")
         parts = inner if isinstance(inner, dict) else {}
-        parts |= {key.removeprefix("reward/"): value for key, value in row.items() if key.startswith("reward/")}
+        parts |= {
+            key.removeprefix("reward/"): value
+            for key, value in row.items()
+            if key.startswith("reward/")
+        }
         tokens = row.get("token_ids")
         yield {
             "step": file.step,
@@ -170,7 +197,11 @@ def text_of(value: object) -> str:
     """Messages by role; other values as JSON."""
     if isinstance(value, str):
         return value
-    if isinstance(value, list) and value and all(isinstance(item, dict) and "content" in item for item in value):
+    if (
+        isinstance(value, list)
+        and value
+        and all(isinstance(item, dict) and "content" in item for item in value)
+    ):
         return "\n".join(f"[{item.get('role', '?')}] {_content(item['content'])}" for item in value)
     return json.dumps(value, ensure_ascii=False)
 
@@ -178,7 +209,9 @@ def text_of(value: object) -> str:
 def _content(content: object) -> str:
     parts = content if isinstance(content, list) else [content]
     return " ".join(
-        str(part.get("text", f"<{part.get('type', 'part')}>")) if isinstance(part, dict) else text_of(part)
+        str(part.get("text", f"<{part.get('type', 'part')}>"))
+        if isinstance(part, dict)
+        else text_of(part)
         for part in parts
     )
 

@@ -18,7 +18,10 @@ def choose(run: Path, most: int, most_bytes: int) -> list[Row]:
     """From many steps; first the most frequent prompts, best and worst reward."""
     files = sample_files(run)
     if sum(file.path.stat().st_size for file in files) > READ_BYTES:
-        kinds = [[file for file in files if file.kind == kind] for kind in dict.fromkeys(file.kind for file in files)]
+        kinds = [
+            [file for file in files if file.kind == kind]
+            for kind in dict.fromkeys(file.kind for file in files)
+        ]
         files = [file for of_kind in kinds for file in spread(of_kind, MOST_FILES)]
     read = [list(read_samples(file, READ_BYTES / len(files))) for file in files]
     seen = Counter(key for rows in read for key in dict.fromkeys(map(_prompt, rows)))
@@ -41,7 +44,12 @@ def choose(run: Path, most: int, most_bytes: int) -> list[Row]:
 def script_json(value: object) -> bytes:
     """JSON that cannot end an HTML `script` element."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return text.translate(ESCAPES).encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode()
+    return (
+        text.translate(ESCAPES)
+        .encode("utf-16", "surrogatepass")
+        .decode("utf-16", "replace")
+        .encode()
+    )
 
 
 def spread(items: Sequence[SampleFile], most: int) -> list[SampleFile]:
@@ -65,7 +73,10 @@ def _ranked(rows: Sequence[Row], order: Mapping[tuple[str, str], int]) -> list[R
     keyed = []
     for key, group in groups.items():
         best, *rest = sorted(group, key=_reward, reverse=True)
-        keyed += [((rank > 1, order[key], rank), row) for rank, row in enumerate([best, *rest[-1:], *rest[:-1]])]
+        keyed += [
+            ((rank > 1, order[key], rank), row)
+            for rank, row in enumerate([best, *rest[-1:], *rest[:-1]])
+        ]
     return [row for _, row in sorted(keyed, key=lambda pair: pair[0])]
 
 
@@ -77,13 +88,19 @@ def select(run: Path, step: int | None, prompt: str | None, search: str | None) 
     """step None: the last, or all with a prompt or search."""
     files = sample_files(run)
     if step is None and not (prompt or search):
-        step = max((file.step for file in files if file.kind == ROLLOUT), default=files[-1].step if files else 0)
+        step = max(
+            (file.step for file in files if file.kind == ROLLOUT),
+            default=files[-1].step if files else 0,
+        )
     words = (search or "").lower()
     for file in files:
         if step in (None, file.step):
             for row in read_samples(file):
                 wanted = prompt is None or row["id"] == prompt
-                if wanted and words in f"{row['prompt']}\n{row['completion']}\n{row['answer']}".lower():
+                if (
+                    wanted
+                    and words in f"{row['prompt']}\n{row['completion']}\n{row['answer']}".lower()
+                ):
                     yield row
 
 
@@ -99,10 +116,17 @@ def describe(row: Row) -> str:
     """Escapes control characters."""
     kind = row["kind"] if row["kind"] != ROLLOUT else ""
     facts = [f"step {row['step']}", kind, f"prompt {row['id']}" * bool(row["id"])]
-    facts += [f"sample {row['sample']}" if row["sample"] is not None else "", f"reward {_shown(row['reward'])}"]
+    facts += [
+        f"sample {row['sample']}" if row["sample"] is not None else "",
+        f"reward {_shown(row['reward'])}",
+    ]
     facts += [f"{name} {_shown(value)}" for name, value in row["parts"].items()]
     facts += [f"{row['tokens']} tokens" if row["tokens"] is not None else "", row["finish"]]
-    texts = [f"  {name:<11}{_indented(row[name])}" for name in ("prompt", "answer", "completion") if row[name]]
+    texts = [
+        f"  {name:<11}{_indented(row[name])}"
+        for name in ("prompt", "answer", "completion")
+        if row[name]
+    ]
     return "\n".join([_indented("  ".join(filter(None, facts))), *texts]) + "\n\n"
 
 
@@ -111,5 +135,7 @@ def _shown(value: float | None) -> str:
 
 
 def _indented(text: str) -> str:
-    escaped = (c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+    escaped = (
+        c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text
+    )
     return "".join(escaped).replace("\n", "\n" + " " * 13)

@@ -15,11 +15,14 @@ from pydantic import BaseModel, ValidationError
 from dovetail.launch.progress import PHASES
 from dovetail.report.read import Row, number
 
-FOLDER, MOST_SHOWN = "profile", 8  # steps
+FOLDER = "profile"
+MOST_SHOWN = 8  # steps
 Longest = list[tuple[str, float, int]]  # name, seconds of its own, calls
 PARTS = ("forward", "backward")  # of an update
-SHOWN, NAME_LENGTH = 10, 160  # operators and kernels of a phase; characters of a name
-ON_GPU, LAUNCHES = ("kernel", "gpu_memcpy", "gpu_memset"), ("cuda_runtime", "cuda_driver")
+SHOWN = 10
+NAME_LENGTH = 160  # operators and kernels of a phase; characters of a name
+ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
+LAUNCHES = ("cuda_runtime", "cuda_driver")
 CPU = 0  # type of a device
 
 
@@ -73,22 +76,32 @@ class _Trace:
     """collectives: on a GPU, or gloo's."""
 
     def __init__(self) -> None:
-        self.phases, self.parts = list[Event](), list[Event]()
-        self.operators, self.kernels, self.collectives = list[Event](), list[Event](), list[Event]()
+        self.phases = list[Event]()
+        self.parts = list[Event]()
+        self.operators = list[Event]()
+        self.kernels = list[Event]()
+        self.collectives = list[Event]()
         self.launched: dict[int, float] = {}
         self.allocated: list[tuple[float, int, int]] = []  # when, type of the device, bytes
         self.starts: list[float] = []  # of phases
         self.events = 0
 
     def add(self, event: Row) -> None:
-        kind, name, arguments = event.get("cat"), str(event.get("name", "")), event.get("args") or {}
+        kind = event.get("cat")
+        name = str(event.get("name", ""))
+        arguments = event.get("args") or {}
         self.events += 1
         if name == "[memory]":
-            self.allocated.append((event["ts"], arguments["Device Type"], arguments["Total Allocated"]))
+            self.allocated.append(
+                (event["ts"], arguments["Device Type"], arguments["Total Allocated"])
+            )
         if event.get("ph") != "X":
             return
-        start, launch = float(event["ts"]), arguments.get("correlation")
-        spent = Event(start, start + float(event["dur"]), name[:NAME_LENGTH], event.get("tid", 0), launch)
+        start = float(event["ts"])
+        launch = arguments.get("correlation")
+        spent = Event(
+            start, start + float(event["dur"]), name[:NAME_LENGTH], event.get("tid", 0), launch
+        )
         if kind == "cpu_op":
             self.operators.append(spent)
         elif kind in LAUNCHES and launch is not None:
@@ -108,10 +121,17 @@ class _Trace:
         own = _by(self._phase_of, _own_times(self.operators))
         on_gpu = [event for event in (*self.kernels, *self.collectives) if event.launch is not None]
         kernels = _by(self._phase_of, ((event, event.stop - event.start) for event in on_gpu))
-        computing = self.kernels or [event for event in self.operators if event.name.startswith("aten::")]
-        spans = {"computing": computing, "collectives": self.collectives, "any": chain(computing, self.collectives)}
+        computing = self.kernels or [
+            event for event in self.operators if event.name.startswith("aten::")
+        ]
+        spans = {
+            "computing": computing,
+            "collectives": self.collectives,
+            "any": chain(computing, self.collectives),
+        }
         merged = {name: _merged(events) for name, events in spans.items()}
-        peaks, phases = self._peaks(), dict[str, PhaseSummary]()
+        peaks = self._peaks()
+        phases = dict[str, PhaseSummary]()
         for name in dict.fromkeys(phase.name for phase in self.phases):
             windows = [(phase.start, phase.stop) for phase in self.phases if phase.name == name]
             spent = {kind: _overlap(windows, spans) / 1e6 for kind, spans in merged.items()}
@@ -128,7 +148,9 @@ class _Trace:
 
     def _phase_of(self, event: Event) -> str:
         """GPU work counts where it was launched."""
-        return self._phase_at(event.start if event.launch is None else self.launched.get(event.launch, event.start))
+        return self._phase_at(
+            event.start if event.launch is None else self.launched.get(event.launch, event.start)
+        )
 
     def _phase_at(self, time: float) -> str:
         before = bisect_right(self.starts, time)
@@ -164,7 +186,9 @@ def _longest(names: Mapping[str, tuple[float, int]]) -> list[tuple[str, float, i
 
 def _own_times(events: Iterable[Event]) -> Iterator[tuple[Event, float]]:
     """Without events inside."""
-    for _, thread in groupby(sorted(events, key=lambda e: (str(e.thread), e.start, -e.stop)), lambda e: e.thread):
+    for _, thread in groupby(
+        sorted(events, key=lambda e: (str(e.thread), e.start, -e.stop)), lambda e: e.thread
+    ):
         open_events: list[tuple[Event, float]] = []  # and their own time so far
         for event in chain(thread, [Event(math.inf, math.inf, "", 0, None)]):
             while open_events and open_events[-1][0].stop <= event.start:
@@ -186,7 +210,8 @@ def _merged(events: Iterable[Event]) -> list[tuple[float, float]]:
 
 
 def _overlap(windows: Sequence[tuple[float, float]], spans: Sequence[tuple[float, float]]) -> float:
-    total, at = 0.0, 0
+    total = 0.0
+    at = 0
     for start, stop in windows:
         while at < len(spans) and spans[at][1] <= start:
             at += 1
@@ -203,19 +228,38 @@ def read_profiles(run: Path) -> list[Row]:
         with suppress(OSError, ValidationError):
             summary = Summary.model_validate_json(path.read_bytes())
             steps.setdefault(summary.step, []).append(summary)
-    return [_shown(sorted(steps[step], key=lambda each: each.rank)) for step in sorted(steps)[-MOST_SHOWN:]]
+    return [
+        _shown(sorted(steps[step], key=lambda each: each.rank))
+        for step in sorted(steps)[-MOST_SHOWN:]
+    ]
 
 
 def _shown(ranks: list[Summary]) -> Row:
     """Times of all ranks; longest operators of the first."""
-    first, phases = ranks[0], list[Row]()
+    first = ranks[0]
+    phases = list[Row]()
     for name, phase in first.phases.items():
         all_ranks = [each.phases[name] for each in ranks if name in each.phases]
         longest = {"kernels": phase.kernels, "operators": phase.operators}
-        row: Row = {"name": name, "peak_gib": number(max(each.peak_bytes or 0 for each in all_ranks) / 2**30)}
-        row |= {time: [number(vars(each)[time]) for each in all_ranks] for time in ("seconds", "computing", "waiting")}
+        row: Row = {
+            "name": name,
+            "peak_gib": number(max(each.peak_bytes or 0 for each in all_ranks) / 2**30),
+        }
+        row |= {
+            time: [number(vars(each)[time]) for each in all_ranks]
+            for time in ("seconds", "computing", "waiting")
+        }
         row["parts"] = {part: number(seconds) for part, seconds in phase.parts.items()}
-        shown = {kind: [[own, number(s), calls] for own, s, calls in rows] for kind, rows in longest.items()}
+        shown = {
+            kind: [[own, number(s), calls] for own, s, calls in rows]
+            for kind, rows in longest.items()
+        }
         row["longest"] = {kind: rows for kind, rows in shown.items() if rows}
         phases.append(row)
-    return {"step": first.step, "device": first.device, "rank": first.rank, "ranks": len(ranks), "phases": phases}
+    return {
+        "step": first.step,
+        "device": first.device,
+        "rank": first.rank,
+        "ranks": len(ranks),
+        "phases": phases,
+    }

@@ -29,12 +29,19 @@ def exact_match(completion: str, answer: Any, _finish: str) -> float:
 
 def numeric_match(completion: str, answer: Any, _finish: str, *, tolerance: float = 1e-6) -> float:
     """1 if the `final_number` of the completion is that of the answer, up to a relative `tolerance`."""
-    number, expected = final_number(completion), expected_number(answer)
-    return float(number is not None and abs(number - expected) <= Fraction(tolerance) * abs(expected))
+    number = final_number(completion)
+    expected = expected_number(answer)
+    return float(
+        number is not None and abs(number - expected) <= Fraction(tolerance) * abs(expected)
+    )
 
 
 def format_match(
-    completion: str, _answer: Any, _finish: str, *, pattern: str = r"\s*<think>.*</think>\s*<answer>.*</answer>\s*"
+    completion: str,
+    _answer: Any,
+    _finish: str,
+    *,
+    pattern: str = r"\s*<think>.*</think>\s*<answer>.*</answer>\s*",
 ) -> float:
     """1 if the whole completion matches the regular expression `pattern`; a dot matches line ends too."""
     return float(re.fullmatch(pattern, completion, re.DOTALL) is not None)
@@ -51,7 +58,8 @@ def compiled(pattern: Any, key: str) -> re.Pattern[str]:
 def number_only(completion: str, answer: Any, finish: str) -> float:
     """1 for exactly the number, optionally with a full stop, and then the stop token; 0.3 if the last number is right and
     the model stopped; 0.1 if the number occurs at all; else 0."""
-    expected, given = expected_number(answer), numbers(completion)
+    expected = expected_number(answer)
+    given = numbers(completion)
     if expected not in given:
         return 0.0
     if finish != "stop" or given[-1] != expected:
@@ -79,7 +87,9 @@ def numbers(text: str) -> list[Fraction]:
     plain = _LATEX_COMMA.sub(",", text.replace("\u2212", "-"))
     plain = _LATEX_FRACTION.sub(r"\1\2/\3", _BEFORE_FRACTION.sub(" ", plain))
     plain = _EXPONENT.sub("_", plain)  # a minus after a letter is no sign
-    return [_fraction(match) for match in _NUMBER.finditer(plain) if len(match.group()) <= _MOST_DIGITS]
+    return [
+        _fraction(match) for match in _NUMBER.finditer(plain) if len(match.group()) <= _MOST_DIGITS
+    ]
 
 
 def _fraction(match: re.Match[str]) -> Fraction:

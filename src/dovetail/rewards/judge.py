@@ -19,7 +19,8 @@ from typing import Any
 from dovetail.rewards.built_in import compiled, numbers
 
 RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
-FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0  # seconds between attempts
+FIRST_WAIT = 0.5
+LONGEST_WAIT = 30.0  # seconds between attempts
 MOST_THREADS = 256
 
 
@@ -38,10 +39,13 @@ class Address:
         self._key = os.environ.get(self.key_env, "") if self.key_env else ""
         self._threads = ThreadPoolExecutor(MOST_THREADS)
         if self.key_env and not self._key:
-            raise LookupError(f"the environment variable {self.key_env}, which key_env names, is not set")
+            raise LookupError(
+                f"the environment variable {self.key_env}, which key_env names, is not set"
+            )
 
     async def post(self, path: str, body: bytes) -> Any:
-        loop, wait = asyncio.get_running_loop(), FIRST_WAIT
+        loop = asyncio.get_running_loop()
+        wait = FIRST_WAIT
         for attempt in range(self.retries + 1):
             answer, error, again = await loop.run_in_executor(self._threads, self._post, path, body)
             if answer is not None:
@@ -65,7 +69,10 @@ class Address:
         except urllib.error.HTTPError as error:
             text = error.read(300).decode(errors="replace")
             return None, self.without_key(f"HTTP {error.code}: {text}"), error.code in RETRIED
-        except (OSError, http.client.HTTPException) as error:  # refused, reset, timed out, cut short
+        except (
+            OSError,
+            http.client.HTTPException,
+        ) as error:  # refused, reset, timed out, cut short
             return None, f"{error}", True
         try:
             return json.loads(answer), "", False
@@ -91,7 +98,9 @@ class Judge:
         request: Mapping[str, Any],
         **address: Any,
     ) -> None:
-        self._prompt, self._scale, self._request = prompt, scale, dict(request)
+        self._prompt = prompt
+        self._scale = scale
+        self._request = dict(request)
         self.pattern = None if pattern is None else compiled(pattern, "reward.judge.pattern")
         self._address = Address(**address)
         self._replies = None if cache is None else _Cache(Path(cache))
@@ -105,7 +114,9 @@ class Judge:
             try:
                 reply = str(answer["choices"][0]["message"]["content"] or "")
             except (LookupError, TypeError):
-                raise ValueError(self._address.without_key(f"the judge gave no completion: {answer!r:.200}")) from None
+                raise ValueError(
+                    self._address.without_key(f"the judge gave no completion: {answer!r:.200}")
+                ) from None
             if self._replies:
                 self._replies.put(request, reply)
         return self._number(reply) / self._scale
@@ -117,7 +128,10 @@ class Judge:
                 return float(values[-1])
         elif match := self.pattern.search(reply):
             return float(match.group(1))
-        raise ValueError(f"the judge's reply holds no number{' that matches' * bool(self.pattern)}: {reply!r:.200}")
+        raise ValueError(
+            f"the judge's reply holds no number{' that matches' * bool(self.pattern)}: "
+            f"{reply!r:.200}"
+        )
 
 
 class RemoteModel:
@@ -128,13 +142,22 @@ class RemoteModel:
 
     async def score(self, samples: Sequence[Mapping[str, Any]]) -> list[float]:
         prompts = [as_text(sample["prompt"]) for sample in samples]
-        query = [prompt + sample["completion"] for prompt, sample in zip(prompts, samples, strict=True)]
-        body = {"query": query, "prompts": prompts, "labels": [sample["answer"] for sample in samples]}
+        query = [
+            prompt + sample["completion"] for prompt, sample in zip(prompts, samples, strict=True)
+        ]
+        body = {
+            "query": query,
+            "prompts": prompts,
+            "labels": [sample["answer"] for sample in samples],
+        }
         answer = await self._address.post("", json.dumps(body).encode())
         rewards = answer.get("rewards") if isinstance(answer, dict) else None
         if not isinstance(rewards, list):
             raise ValueError(f"the reward model answered without a list `rewards`: {answer!r:.200}")
-        return [reward[0] if isinstance(reward, list) and len(reward) == 1 else reward for reward in rewards]
+        return [
+            reward[0] if isinstance(reward, list) and len(reward) == 1 else reward
+            for reward in rewards
+        ]
 
 
 def as_text(prompt: Any) -> str:
@@ -145,9 +168,15 @@ def as_text(prompt: Any) -> str:
 
 def fill(template: str, sample: Mapping[str, Any]) -> str:
     """`template` with {prompt}, {completion}, {answer} and {COLUMN} replaced; other braces stay."""
-    own = {"prompt": as_text(sample["prompt"]), "completion": sample["completion"], "answer": sample["answer"]}
+    own = {
+        "prompt": as_text(sample["prompt"]),
+        "completion": sample["completion"],
+        "answer": sample["answer"],
+    }
     values = {**sample["columns"], **own}
-    return re.sub(r"\{(\w+)\}", lambda match: str(values.get(match.group(1), match.group())), template)
+    return re.sub(
+        r"\{(\w+)\}", lambda match: str(values.get(match.group(1), match.group())), template
+    )
 
 
 class _Cache:
@@ -160,7 +189,10 @@ class _Cache:
     def _db(self) -> sqlite3.Connection:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         db = sqlite3.connect(self._path, timeout=60.0, isolation_level=None)
-        db.execute("CREATE TABLE IF NOT EXISTS replies (request BLOB PRIMARY KEY, reply TEXT) WITHOUT ROWID")
+        db.execute(
+            "CREATE TABLE IF NOT EXISTS replies (request BLOB PRIMARY KEY, reply TEXT) WITHOUT "
+            "ROWID"
+        )
         return db
 
     def get(self, request: bytes) -> str | None:
@@ -169,4 +201,7 @@ class _Cache:
         return None if row is None else str(row[0])
 
     def put(self, request: bytes, reply: str) -> None:
-        self._db.execute("INSERT OR REPLACE INTO replies VALUES (?, ?)", (hashlib.sha256(request).digest(), reply))
+        self._db.execute(
+            "INSERT OR REPLACE INTO replies VALUES (?, ?)",
+            (hashlib.sha256(request).digest(), reply),
+        )

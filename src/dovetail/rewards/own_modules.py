@@ -23,7 +23,8 @@ def look_in(folder: Path | str, module: str) -> None:
 
 def search_path(folder: Path | str) -> list[str]:
     """`sys.path` with Python's own modules first, then `folder`, then the working directory and all else."""
-    entry, standard = str(Path(folder).resolve()), sysconfig.get_path("stdlib")
+    entry = str(Path(folder).resolve())
+    standard = sysconfig.get_path("stdlib")
     paths = [path for path in sys.path if path != entry]
     own = [path for path in paths if path.startswith(standard) and "site-packages" not in path]
     return [*own, entry, *(path for path in paths if path not in own)]
@@ -31,11 +32,15 @@ def search_path(folder: Path | str) -> list[str]:
 
 def refuse_names(folder: Path | str, module: str) -> None:
     """ConfigError where `folder` would replace a package that ours needs, or one of Python's by `module`."""
-    top, entry = module.partition(".")[0], str(Path(folder).resolve())
+    top = module.partition(".")[0]
+    entry = str(Path(folder).resolve())
     others = [path for path in sys.path if path != entry]
     for name in {*OURS, top} & {*OURS, *sys.stdlib_module_names}:
-        here, other = PathFinder.find_spec(name, [entry]), PathFinder.find_spec(name, others)
+        here = PathFinder.find_spec(name, [entry])
+        other = PathFinder.find_spec(name, others)
         loaded = sys.modules[name].__spec__ if name in sys.modules else None
         known = {spec.origin for spec in (other, loaded) if spec is not None}
         if here is not None and here.origin is not None and here.origin not in known:
-            raise ConfigError(f"{here.origin} has the name of a module that dovetail or Python needs; rename it")
+            raise ConfigError(
+                f"{here.origin} has the name of a module that dovetail or Python needs; rename it"
+            )

@@ -23,7 +23,8 @@ from dovetail.rewards.built_in import BUILT_IN
 from dovetail.rewards.worker import END_SECONDS, KILLED, LONGER
 
 _START_SECONDS = 120.0
-_MOST_BYTES, _MOST_BYTES_EACH = 1 << 20, 1 << 12  # of an answer, and for each sample
+_MOST_BYTES = 1 << 20
+_MOST_BYTES_EACH = 1 << 12  # of an answer, and for each sample
 _ASYNC_GRACE = 5.0  # seconds to report async calls that took too long
 LONGEST = 1e6  # seconds, for system calls
 FIRST_SAMPLES = 8
@@ -48,7 +49,9 @@ class RewardResult:
     value: float | None  # None: dropped
     error: str | None = None
     scored: bool = True  # False if `score` gave up before
-    parts: Mapping[str, float | None] = field(default_factory=dict)  # terms of a sum, without weights
+    parts: Mapping[str, float | None] = field(
+        default_factory=dict
+    )  # terms of a sum, without weights
     killed: bool = False  # the system ended its process
 
 
@@ -67,7 +70,9 @@ def refuse_unknown(name: str | None, key: str) -> None:
         hint = f"; did you mean {near[0]!r}?" if near else ""
         if ":" in str(name):
             hint = f"; for a function of yours, write import: {quoted(name)} instead of name"
-        raise ConfigError(f"{key}{quoted(name)} is no built-in reward ({', '.join(BUILT_IN)}){hint}")
+        raise ConfigError(
+            f"{key}{quoted(name)} is no built-in reward ({', '.join(BUILT_IN)}){hint}"
+        )
 
 
 class RewardRunner:
@@ -120,7 +125,10 @@ class RewardRunner:
         self.close()
 
     def score(
-        self, samples: Seq[RewardInput], most_errors: float | None = None, groups: Seq[int] | None = None
+        self,
+        samples: Seq[RewardInput],
+        most_errors: float | None = None,
+        groups: Seq[int] | None = None,
     ) -> list[RewardResult]:
         """In order. most_errors: close after a larger share, or if all of the first `FIRST_SAMPLES` failed.
 
@@ -133,10 +141,14 @@ class RewardRunner:
         with selectors.DefaultSelector() as selector:
             while waiting or running:
                 while waiting and idle:
-                    worker, calls = idle.pop(), [waiting.pop() for _ in range(min(self._calls_at_a_time, len(waiting)))]
+                    worker = idle.pop()
+                    calls = [waiting.pop() for _ in range(min(self._calls_at_a_time, len(waiting)))]
                     worker.send({"calls": [[vars(samples[i]) for i in call] for call in calls]})
                     longest = self._timeout + (_ASYNC_GRACE if self._calls_at_a_time > 1 else 0.0)
-                    running[worker] = ([i for call in calls for i in call], time.monotonic() + longest)
+                    running[worker] = (
+                        [i for call in calls for i in call],
+                        time.monotonic() + longest,
+                    )
                     selector.register(worker.answers, selectors.EVENT_READ, worker)
                 nearest = min(deadline for _, deadline in running.values())
                 selector.select(max(nearest - time.monotonic(), 0.0))
@@ -146,20 +158,26 @@ class RewardRunner:
                         continue
                     selector.unregister(worker.answers)
                     del running[worker]
-                    for index, result in zip(indices, self._results(worker, answer, len(indices)), strict=True):
+                    for index, result in zip(
+                        indices, self._results(worker, answer, len(indices)), strict=True
+                    ):
                         results[index] = result
                     if self.watch is not None:
                         self.watch(sum(result is not None for result in results), len(results))
                     if most_errors is not None and _hopeless(results, most_errors):
                         self.close()
                         return [result or RewardResult(None, scored=False) for result in results]
-                    idle.append(worker if answer is not None and worker.alive else self._replace(worker))
+                    idle.append(
+                        worker if answer is not None and worker.alive else self._replace(worker)
+                    )
         return [result for result in results if result is not None]
 
     def _calls(self, count: int, groups: Seq[int] | None) -> list[list[int]]:
         by_group: dict[int, list[int]] = {}
         for index in range(count):
-            key = {"sample": index, "step": 0, "group": groups[index] if groups is not None else 0}[self._limits.batch]
+            key = {"sample": index, "step": 0, "group": groups[index] if groups is not None else 0}[
+                self._limits.batch
+            ]
             by_group.setdefault(key, []).append(index)
         return random.Random(0).sample(list(by_group.values()), len(by_group))
 
@@ -176,7 +194,9 @@ class RewardRunner:
             worker.kill()
         self._workers.clear()
 
-    def _results(self, worker: "_Worker", answer: "list[RewardResult] | None", count: int) -> "list[RewardResult]":
+    def _results(
+        self, worker: "_Worker", answer: "list[RewardResult] | None", count: int
+    ) -> "list[RewardResult]":
         if answer is not None:
             return answer if len(answer) == count else [RewardResult(None, answer[0].error)] * count
         if worker.alive:
@@ -201,9 +221,13 @@ class RewardRunner:
         deadline = time.monotonic() + _START_SECONDS
         with selectors.DefaultSelector() as selector:
             selector.register(worker.answers, selectors.EVENT_READ)
-            while (answer := worker.answer()) is None and worker.alive and time.monotonic() < deadline:
+            while (
+                (answer := worker.answer()) is None and worker.alive and time.monotonic() < deadline
+            ):
                 selector.select(max(deadline - time.monotonic(), 0.0))
-        cause = "it did not load in time or ended its process" if answer is None else answer[0].error
+        cause = (
+            "it did not load in time or ended its process" if answer is None else answer[0].error
+        )
         death = None if answer is not None or worker.alive else self._death(worker)
         if answer is not None and answer[0].value:
             self._calls_at_a_time = self._limits.concurrency
@@ -213,7 +237,9 @@ class RewardRunner:
             name = self._setup["function"] or self._setup["name"] or "at an address"
             where = f"looked up from {self._setup['directory']}"
             if death is not None and death.killed:
-                raise MachineError(f"reward {quoted(name)} ({where}) cannot be loaded: {death.error}")
+                raise MachineError(
+                    f"reward {quoted(name)} ({where}) cannot be loaded: {death.error}"
+                )
             raise ConfigError(f"reward {quoted(name)} ({where}) cannot be loaded: {cause}")
 
 
@@ -230,9 +256,11 @@ class _Worker:
         files = [] if output is None else [output.fileno()]
         self._process = start_worker("dovetail.rewards.worker", *map(str, files), files=files)
         assert self._process.stdin is not None and self._process.stdout is not None
-        self._requests, self.answers = self._process.stdin, self._process.stdout
+        self._requests = self._process.stdin
+        self.answers = self._process.stdout
         os.set_blocking(self.answers.fileno(), False)
-        self._buffer, self._request_id = b"", ""
+        self._buffer = b""
+        self._request_id = ""
         self.alive = True
         self.send(setup)
 
@@ -262,7 +290,11 @@ class _Worker:
         if answer is not None:
             return answer
         self.alive = False
-        return [RewardResult(None, f"the reward wrote into the pipe that its answers go through: {line!r:.100}")]
+        return [
+            RewardResult(
+                None, f"the reward wrote into the pipe that its answers go through: {line!r:.100}"
+            )
+        ]
 
     def ask_to_end(self) -> None:
         self._requests.close()
@@ -289,7 +321,11 @@ def _parsed(line: bytes, request_id: str) -> list[RewardResult] | None:
     try:
         answer = json.loads(line)
         known = answer["results"] if answer["id"] == request_id else None
-        return None if known is None else [RewardResult(each["value"], each["error"]) for each in known]
+        return (
+            None
+            if known is None
+            else [RewardResult(each["value"], each["error"]) for each in known]
+        )
     except (ValueError, RecursionError, LookupError, TypeError):
         return None
 
@@ -300,7 +336,9 @@ class RecentFailures:
     def __init__(self) -> None:
         self._last: deque[bool] = deque(maxlen=WINDOW)
 
-    def count(self, results: Seq[RewardResult], ids: Seq[Any], where: str) -> tuple[int, str | None]:
+    def count(
+        self, results: Seq[RewardResult], ids: Seq[Any], where: str
+    ) -> tuple[int, str | None]:
         """Returns the failed samples of a step and the first cause.
 
         Raises if too many failed: MachineError if the first one's process was killed, else DataError.

@@ -28,8 +28,15 @@ from dovetail.system import adopt_orphans, die_with_parent, end_children
 Sample = Mapping[str, Any]
 Result = dict[str, Any]  # value and error
 Scorer = Callable[[Seq[Sample]], Any]  # a value for each sample of a call, or an awaitable of these
-OURS = (str(Path(__file__).parents[1]) + os.sep, "<frozen ", "<string>", importlib.__file__)  # frames of no user
-POSITIONAL = frozenset({"completion", "answer", "_answer", "finish", "_finish"})  # of every built-in
+OURS = (
+    str(Path(__file__).parents[1]) + os.sep,
+    "<frozen ",
+    "<string>",
+    importlib.__file__,
+)  # frames of no user
+POSITIONAL = frozenset(
+    {"completion", "answer", "_answer", "finish", "_finish"}
+)  # of every built-in
 VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 VERL_BATCH = tuple(f"{name}s" for name in VERL)
 OF_TRL = ("prompts", "completions", "answer", "finish")  # what the form of TRL gets
@@ -72,7 +79,8 @@ def main() -> NoReturn:
         _keep(child)
     die_with_parent()
     os.setsid()  # signals to its group do not reach the keeper
-    requests, answers = os.fdopen(os.dup(0), encoding="utf-8"), os.fdopen(os.dup(1), "w", buffering=1)
+    requests = os.fdopen(os.dup(0), encoding="utf-8")
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)  # user code must not read requests or write answers
     if len(sys.argv) > OUTPUT:
@@ -115,7 +123,9 @@ def _print_to(log: str) -> None:
 
 def _keep(child: int) -> NoReturn:
     """Ends with `child`, or when the request pipe closes."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # a reward may signal its parent
+    signal.pthread_sigmask(
+        signal.SIG_BLOCK, signal.valid_signals()
+    )  # a reward may signal its parent
     threading.Thread(target=_end_when_closed, args=(child,), daemon=True).start()
     ended, status = os.wait()
     while ended != child:
@@ -125,7 +135,8 @@ def _keep(child: int) -> NoReturn:
 
 
 def _end_when_closed(child: int) -> NoReturn:
-    runner, requests = os.getppid(), select.poll()
+    runner = os.getppid()
+    requests = select.poll()
     requests.register(0, 0)  # only for the end of the pipe
     while not requests.poll(POLL_MILLISECONDS) and os.getppid() == runner:
         pass  # forks of the runner may hold the pipe open
@@ -139,7 +150,9 @@ def _end(child: int, code: int = 0) -> NoReturn:
     os._exit(code)
 
 
-def run_calls(scorer: Scorer, asynchronous: bool, calls: Seq[Seq[Sample]], timeout: float) -> list[Result]:
+def run_calls(
+    scorer: Scorer, asynchronous: bool, calls: Seq[Seq[Sample]], timeout: float
+) -> list[Result]:
     """In order. Asynchronous calls run at the same time, each with its own `timeout`."""
 
     async def gathered() -> list[list[Result]]:
@@ -167,7 +180,11 @@ def _run_call(scorer: Scorer, call: Seq[Sample]) -> list[Result]:
 
 
 def _results(call: Seq[Sample], values: Seq[Any], error: str | None) -> list[Result]:
-    return [{"value": None, "error": error}] * len(call) if error is not None else [_result(value) for value in values]
+    return (
+        [{"value": None, "error": error}] * len(call)
+        if error is not None
+        else [_result(value) for value in values]
+    )
 
 
 def _result(value: Any) -> Result:
@@ -177,20 +194,28 @@ def _result(value: Any) -> Result:
     with CapturedOutput() as caught:
         if isinstance(value, Mapping):  # verl allows more metrics
             if "score" not in value:
-                return {"value": None, "error": f"the reward returned {value!r:.100}, a mapping without 'score'"}
+                return {
+                    "value": None,
+                    "error": f"the reward returned {value!r:.100}, a mapping without 'score'",
+                }
             value = value["score"]
         if value is not None and not isinstance(value, (str, bytes)):
             number = float(value)
     if caught.error is not None or value is None:
         return {"value": None, "error": caught.error}
     if not math.isfinite(number):
-        return {"value": None, "error": f"the reward returned {value!r:.100}, which is not a finite number"}
+        return {
+            "value": None,
+            "error": f"the reward returned {value!r:.100}, which is not a finite number",
+        }
     return {"value": number, "error": None}
 
 
 def load(setup: Mapping[str, Any]) -> tuple[Scorer, bool]:
     """The scorer, and whether it is asynchronous."""
-    name, function, options = setup["name"], setup["function"], setup["options"]
+    name = setup["name"]
+    function = setup["function"]
+    options = setup["options"]
     if (address := setup["address"]) is not None:
         servers = importlib.import_module("dovetail.rewards.judge")  # other rewards need no HTTP
         if "prompt" in address:
@@ -211,24 +236,33 @@ def load(setup: Mapping[str, Any]) -> tuple[Scorer, bool]:
     def call(arguments: dict[str, Any]) -> Any:
         given = {**arguments, **options}
         _refuse_lacking(function, needed, [*arguments, *options])
-        value = reward(**{key: value for key, value in given.items() if takes_all or key in parameters})
+        value = reward(
+            **{key: value for key, value in given.items() if takes_all or key in parameters}
+        )
         if not asynchronous and inspect.iscoroutine(value):
             value.close()
             raise TypeError(f"{function} returned a coroutine; make the wrapper `async def`")
         return value
 
     if "solution_str" in parameters:
-        return (_each_awaited if asynchronous else _each)(lambda sample: call(_verl_arguments(sample))), asynchronous
+        return (_each_awaited if asynchronous else _each)(
+            lambda sample: call(_verl_arguments(sample))
+        ), asynchronous
     arguments = {"completions": _trl_arguments, "solution_strs": _verl_batch_arguments}
     make = next((make for parameter, make in arguments.items() if parameter in parameters), None)
     if make is None:
         raise TypeError(
             f"{function}({', '.join(parameters)}) has neither signature of a reward: "
-            "f(data_source, solution_str, ground_truth, extra_info) or f(prompts, completions, **columns)"
+            "f(data_source, solution_str, ground_truth, extra_info) or f(prompts, completions, "
+            "**columns)"
         )
     if asynchronous:
-        return partial(_awaited_list, lambda samples: call(make(samples)), spread=setup["metric"]), True
-    return lambda samples: _as_list(call(make(samples)), len(samples), spread=setup["metric"]), False
+        return partial(
+            _awaited_list, lambda samples: call(make(samples)), spread=setup["metric"]
+        ), True
+    return lambda samples: _as_list(
+        call(make(samples)), len(samples), spread=setup["metric"]
+    ), False
 
 
 def _built_in(name: str, options: Mapping[str, Any]) -> Scorer:
@@ -252,17 +286,23 @@ def _imported(function: str, directory: str | None) -> Callable[..., Any]:
     return reward
 
 
-def _needed(function: str, parameters: Mapping[str, inspect.Parameter], options: Mapping[str, Any]) -> list[str]:
+def _needed(
+    function: str, parameters: Mapping[str, inspect.Parameter], options: Mapping[str, Any]
+) -> list[str]:
     """What each call has to give. TypeError for what none gives."""
     if unnamed := [p.name for p in parameters.values() if p.kind is p.POSITIONAL_ONLY]:
-        raise TypeError(f"{function} takes {', '.join(unnamed)} by position only, but is called by names; drop the /")
+        raise TypeError(
+            f"{function} takes {', '.join(unnamed)} by position only, but is called by names; "
+            "drop the /"
+        )
     required = [p for p in parameters.values() if p.default is p.empty and p.name not in options]
     needed = [p.name for p in required if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     verl = next((names for names in (VERL, VERL_BATCH) if names[1] in parameters), None)
     if never := [name for name in needed if (name not in verl if verl else name in ONLY_IN_TRL)]:
         given = ", ".join(verl or (*OF_TRL, "the columns of the rows"))
         raise TypeError(
-            f"{function} needs {', '.join(never)}, which no reward is given; it gets {given}, and reward.options"
+            f"{function} needs {', '.join(never)}, which no reward is given; it gets {given}, "
+            "and reward.options"
         )
     return needed
 
@@ -277,7 +317,9 @@ def _check_options(options: Mapping[str, Any], accepted: frozenset[str]) -> None
     unknown = sorted(options.keys() - accepted)
     if unknown:
         known = ", ".join(sorted(accepted)) or "none"
-        raise TypeError(f"reward.options has {', '.join(unknown)}, which it does not take (it takes: {known})")
+        raise TypeError(
+            f"reward.options has {', '.join(unknown)}, which it does not take (it takes: {known})"
+        )
 
 
 def _each(call_one: Callable[[Sample], Any]) -> Scorer:
@@ -307,7 +349,8 @@ def _each_awaited(call_one: Callable[[Sample], Awaitable[Any]]) -> Scorer:
 
 def _verl_arguments(sample: Sample) -> dict[str, Any]:
     columns = dict(sample["columns"])
-    source, extra = columns.pop("data_source", None), columns.pop("extra_info", None)
+    source = columns.pop("data_source", None)
+    extra = columns.pop("extra_info", None)
     extra = {**columns, **extra} if isinstance(extra, dict) else columns
     return {
         "data_source": source,
@@ -319,20 +362,29 @@ def _verl_arguments(sample: Sample) -> dict[str, Any]:
 
 def _verl_batch_arguments(samples: Seq[Sample]) -> dict[str, list[Any]]:
     each = [_verl_arguments(sample) for sample in samples]
-    return {names: [row[name] for row in each] for name, names in zip(VERL, VERL_BATCH, strict=True)}
+    return {
+        names: [row[name] for row in each] for name, names in zip(VERL, VERL_BATCH, strict=True)
+    }
 
 
 def _trl_arguments(samples: Seq[Sample]) -> dict[str, list[Any]]:
     rows = []
     for sample in samples:
         text = sample["completion"]
-        completion = [{"role": "assistant", "content": text}] if isinstance(sample["prompt"], list) else text
+        completion = (
+            [{"role": "assistant", "content": text}] if isinstance(sample["prompt"], list) else text
+        )
         row = {**sample["columns"], "answer": sample["answer"], "finish": sample["finish"]}
         rows.append({**row, "prompts": sample["prompt"], "completions": completion})
-    return {key: [row.get(key) for row in rows] for key in dict.fromkeys(key for row in rows for key in row)}
+    return {
+        key: [row.get(key) for row in rows]
+        for key in dict.fromkeys(key for row in rows for key in row)
+    }
 
 
-async def _awaited_list(call: Callable[[Seq[Sample]], Any], samples: Seq[Sample], *, spread: bool = False) -> list[Any]:
+async def _awaited_list(
+    call: Callable[[Seq[Sample]], Any], samples: Seq[Sample], *, spread: bool = False
+) -> list[Any]:
     return _as_list(await call(samples), len(samples), spread=spread)
 
 

@@ -19,13 +19,20 @@ def terminal_rewards(scores: Tensor, mask: Tensor, sequence_ids: Tensor) -> Tens
 
 
 def gae(
-    rewards: Tensor, values: Tensor, mask: Tensor, sequence_ids: Tensor, *, gamma: float = 1.0, lam: float = 1.0
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    sequence_ids: Tensor,
+    *,
+    gamma: float = 1.0,
+    lam: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """Advantages [T] and returns [T] of masked tokens, 0 elsewhere: Schulman et al. 2016, eqs. 12 and 16.
 
     delta_t = r_t + gamma V(s_{t+1}) - V(s_t)        A_t = delta_t + gamma lam A_{t+1}
     """
-    rewards, values = widened(rewards.detach()), widened(values.detach())
+    rewards = widened(rewards.detach())
+    values = widened(values.detach())
     where = mask.nonzero().flatten()
     owner = sequence_ids[where]
     num_sequences = int(sequence_ids[-1]) + 1 if len(sequence_ids) else 0
@@ -51,14 +58,18 @@ def gae(
     return packed, torch.where(mask, packed + values, 0.0)
 
 
-def group_relative(rewards: Tensor, groups: Tensor, *, divide_by_std: bool = True, eps: float = 1e-6) -> Tensor:
+def group_relative(
+    rewards: Tensor, groups: Tensor, *, divide_by_std: bool = True, eps: float = 1e-6
+) -> Tensor:
     """(r - mean) / (std + eps) [S] within groups, std of n - 1; exactly 0 where rewards are equal.
 
     Shao et al. 2024, section 4.1.2; without the division: Liu et al. 2025, section 3.2.
     """
     rewards = widened(rewards)
     member, size, differs = _group(rewards, groups)
-    centered = torch.where(differs, rewards - sum_rows(rewards, member, len(size))[member] / size[member], 0.0)
+    centered = torch.where(
+        differs, rewards - sum_rows(rewards, member, len(size))[member] / size[member], 0.0
+    )
     if not divide_by_std:
         return centered
     variance = sum_rows(centered * centered, member, len(size)) / (size - 1).clamp(min=1)
@@ -69,7 +80,9 @@ def leave_one_out(rewards: Tensor, groups: Tensor) -> Tensor:
     """r - mean of the group's others [S], 0 where rewards are equal. RLOO: Ahmadian et al. 2024, section 4."""
     rewards = widened(rewards)
     member, size, differs = _group(rewards, groups)
-    others = (sum_rows(rewards, member, len(size))[member] - rewards) / (size - 1).clamp(min=1)[member]
+    others = (sum_rows(rewards, member, len(size))[member] - rewards) / (size - 1).clamp(min=1)[
+        member
+    ]
     return torch.where(differs, rewards - others, 0.0)
 
 
@@ -78,7 +91,11 @@ def whiten(x: Tensor, mask: Tensor, *, eps: float = 1e-8) -> Tensor:
     x = widened(x)
     chosen = x[mask]
     mean = chosen.sum() / max(len(chosen), 1)
-    variance = ((chosen - mean) ** 2).sum() / (len(chosen) - 1) if len(chosen) > 1 else torch.ones_like(mean)
+    variance = (
+        ((chosen - mean) ** 2).sum() / (len(chosen) - 1)
+        if len(chosen) > 1
+        else torch.ones_like(mean)
+    )
     return torch.where(mask, (x - mean) * torch.rsqrt(variance + eps), 0.0)
 
 
@@ -86,6 +103,10 @@ def _group(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Group index [S], group sizes, whether a group's rewards differ [S]."""
     _, member = torch.unique(groups, return_inverse=True)
     size = torch.bincount(member)
-    least = rewards.new_zeros(len(size)).scatter_reduce(0, member, rewards, "amin", include_self=False)
-    most = rewards.new_zeros(len(size)).scatter_reduce(0, member, rewards, "amax", include_self=False)
+    least = rewards.new_zeros(len(size)).scatter_reduce(
+        0, member, rewards, "amin", include_self=False
+    )
+    most = rewards.new_zeros(len(size)).scatter_reduce(
+        0, member, rewards, "amax", include_self=False
+    )
     return member, size, (least != most)[member]

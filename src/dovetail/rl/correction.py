@@ -41,14 +41,24 @@ def importance_weights(
         _, unit = owner.unique(return_inverse=True)
     sizes = torch.bincount(unit)
     total = sum_rows(logs, unit, len(sizes))
-    r = (total / sizes if ratio == "geometric" else total).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    r = (
+        (total / sizes if ratio == "geometric" else total)
+        .clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+        .exp()
+    )
     weight, inside = bounded(r, bounds, outside)
     token = torch.ones_like(batch.mask, dtype=weight.dtype)
     token[where] = weight[unit]
     dropped = frozenset(owner[~inside[unit]].tolist()) if outside == "drop" else frozenset[int]()
-    metrics = {"correction_dropped": len(dropped) / max(batch.num_sequences, 1)} if outside == "drop" else {}
+    metrics = (
+        {"correction_dropped": len(dropped) / max(batch.num_sequences, 1)}
+        if outside == "drop"
+        else {}
+    )
     if len(r):
-        effective = weight.sum() ** 2 / (weight * weight).sum().clamp(min=torch.finfo(weight.dtype).tiny)
+        effective = weight.sum() ** 2 / (weight * weight).sum().clamp(
+            min=torch.finfo(weight.dtype).tiny
+        )
         metrics |= {
             "correction_outside": float((~inside).to(weight.dtype).mean()),
             "correction_weight": float(weight.mean()),
@@ -64,9 +74,11 @@ def lag_metrics(batch: PackedBatch) -> dict[str, float]:
 
 def mismatch(batch: PackedBatch, logprob: Tensor, prefix: str = "") -> dict[str, float]:
     """|log-prob difference| of policy and sampler, and k3 of KL(sampler || policy); `stale_`: of tokens with a lag."""
-    lag, metrics = batch.fields.get("lag", torch.zeros_like(logprob)), dict[str, Any]()
+    lag = batch.fields.get("lag", torch.zeros_like(logprob))
+    metrics = dict[str, Any]()
     for age, chosen in (("", batch.mask & (lag <= 0)), ("stale_", batch.mask & (lag > 0))):
-        sampled, scored = batch.fields["rollout_logprob"][chosen], logprob[chosen]
+        sampled = batch.fields["rollout_logprob"][chosen]
+        scored = logprob[chosen]
         if not len(scored):
             continue
         distance = (scored - sampled).abs()

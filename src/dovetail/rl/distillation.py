@@ -45,7 +45,9 @@ class DistillationLoss:
         return Divergence(self.divergence, self.beta)
 
     def __call__(self, stats: Any, batch: PackedBatch, /) -> Loss:
-        if not isinstance(stats, DistillStats):  # asked for the count alone (`engine/expert_routing.py`)
+        if not isinstance(
+            stats, DistillStats
+        ):  # asked for the count alone (`engine/expert_routing.py`)
             stats = DistillStats(*stats, *[torch.zeros_like(stats.logprob)] * 3)
         metrics = {
             "divergence": stats.divergence,
@@ -59,7 +61,9 @@ class DistillationLoss:
     def in_head(self, x: Tensor, shard: VocabShard, batch: PackedBatch, loss: LossFn) -> Loss:
         k = min(self.top_k, self.teacher.vocab_size)
         top = TopK(k, self.tail) if k else None
-        return distilled_loss(x, shard, batch, loss, teacher=self.teacher, divergence=self.measure, top_k=top)
+        return distilled_loss(
+            x, shard, batch, loss, teacher=self.teacher, divergence=self.measure, top_k=top
+        )
 
 
 @dataclass(frozen=True)

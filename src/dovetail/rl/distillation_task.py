@@ -40,7 +40,8 @@ class DistillationTask(RowsTask):
 
     def step(self, step: int, stopping: Callable[[], bool] = bool) -> Row | None:
         rows = [self.rows[i] for i in self.rows_of(step, len(self.rows))]
-        self.samples, on_policy = [], self.is_on_policy(step)
+        on_policy = self.is_on_policy(step)
+        self.samples = []
         if on_policy:
             self.progress.phase("push", step + 1)
             self.samples = self._sampled(rows, replace(self.sampling, step=step))
@@ -51,14 +52,25 @@ class DistillationTask(RowsTask):
         self.progress.phase("score", step + 1)
         taught, loss = self._taught(batch)
         self.progress.phase("update", step + 1)
-        reports = [self.policy.train_step(part, loss) for part in inner_batches(taught, self.recipe, step)]
-        lengths, work = lengths_of(batch), {}
+        reports = [
+            self.policy.train_step(part, loss) for part in inner_batches(taught, self.recipe, step)
+        ]
+        lengths = lengths_of(batch)
+        work = {}
         if self.samples:
             metrics = sample_metrics(self.samples, compared=False)
-            lengths = {name: value for name, value in metrics.items() if not name.startswith("reward")}
-            work["rollout"] = sum(len(sample.completion.ids) for sample in self.samples), len(self.samples)
+            lengths = {
+                name: value for name, value in metrics.items() if not name.startswith("reward")
+            }
+            work["rollout"] = (
+                sum(len(sample.completion.ids) for sample in self.samples),
+                len(self.samples),
+            )
         work["score"] = len(batch), batch.num_sequences
-        work["update"] = len(batch) * self.algorithm.epochs, batch.num_sequences * self.algorithm.epochs
+        work["update"] = (
+            len(batch) * self.algorithm.epochs,
+            batch.num_sequences * self.algorithm.epochs,
+        )
         row = {"tokens": len(batch), "on_policy": float(on_policy), **lengths, "work": work}
         return {**update_metrics(reports), **row}
 
@@ -72,14 +84,19 @@ class DistillationTask(RowsTask):
         return {"loss": report.loss, **report.metrics}
 
     def is_on_policy(self, step: int) -> bool:
-        return random.Random(f"{self.recipe.trainer.seed}/{step}/on_policy").random() < self.algorithm.lmbda
+        return (
+            random.Random(f"{self.recipe.trainer.seed}/{step}/on_policy").random()
+            < self.algorithm.lmbda
+        )
 
     def _sampled(self, rows: Rows, params: SamplingParams, phase: Any = "rollout") -> list[Sample]:
         assert self.sampler is not None
         self.sampler.refill(self.policy.weights(self.sampler.dtype))
         self.progress.phase(phase)
         prompts = [prompt_of(number, row) for number, row in enumerate(rows)]
-        asked = [SamplerPrompt(number, prompt.ids, prompt.media) for number, prompt in enumerate(prompts)]
+        asked = [
+            SamplerPrompt(number, prompt.ids, prompt.media) for number, prompt in enumerate(prompts)
+        ]
         completions = self.sampler.sample(asked, params)
         return [Sample(prompts[c.row], c.row, c, self.decode(c.ids), 0.0) for c in completions]
 

@@ -43,7 +43,8 @@ def with_rewards(
     asked = [prompts[c.row] for c in completions]
     results = rewards(asked, completions, texts)
     errors, cause = rewards.failures.count(results, [prompt.id for prompt in asked], where)
-    samples, dropped = list[Sample](), list[Sample]()
+    samples = list[Sample]()
+    dropped = list[Sample]()
     for prompt, c, text, result in zip(asked, completions, texts, results, strict=True):
         if result.value is not None:
             samples.append(Sample(prompt, c.row, c, text, result.value, result.parts))
@@ -77,7 +78,11 @@ def vote(text: str) -> Fraction | str:
     return text.strip() if number is None else number
 
 
-BUILT_IN: Mapping[str, Callable[[Seq[Sample], int], float]] = {"avg": average, "pass": pass_at, "maj": majority}
+BUILT_IN: Mapping[str, Callable[[Seq[Sample], int], float]] = {
+    "avg": average,
+    "pass": pass_at,
+    "maj": majority,
+}
 
 
 @dataclass
@@ -91,7 +96,8 @@ class OwnMetric:
     broken: str | None = None  # why it cannot be started
 
     def __call__(self, samples: Seq[Sample]) -> float:
-        value, error = None, None
+        value = None
+        error = None
         with agreed(self.mesh):
             if self.runner is not None and samples:
                 value, error = self._score(self.runner, samples)
@@ -103,7 +109,12 @@ class OwnMetric:
     def _score(self, runner: RewardRunner, samples: Seq[Sample]) -> tuple[float | None, str | None]:
         inputs = []
         for s in samples:
-            columns = {**s.prompt.columns, "id": s.prompt.id, "sample": s.completion.sample, "reward": s.reward}
+            columns = {
+                **s.prompt.columns,
+                "id": s.prompt.id,
+                "sample": s.completion.sample,
+                "reward": s.reward,
+            }
             inputs.append(reward_input(replace(s.prompt, columns=columns), s.completion, s.text))
         if self.broken is None:
             try:
@@ -112,7 +123,9 @@ class OwnMetric:
                 self.broken = str(error)
             else:
                 values = [result.value for result in results if result.value is not None]
-                return mean(values) if values else None, next(filter(None, (r.error for r in results)), None)
+                return mean(values) if values else None, next(
+                    filter(None, (r.error for r in results)), None
+                )
         return None, self.broken
 
     def close(self) -> None:
@@ -142,5 +155,7 @@ class EvalSet:
             if metric in self.own:
                 row[self.own[metric].name] = self.own[metric](samples)
             else:
-                row[metric] = mean([BUILT_IN[kind](g, int(k)) for g in groups.values() if len(g) >= int(k)])
+                row[metric] = mean(
+                    [BUILT_IN[kind](g, int(k)) for g in groups.values() if len(g) >= int(k)]
+                )
         return row

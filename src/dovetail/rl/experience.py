@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from dovetail.recipe.algorithms import AnyRL
 
 
-OwnAdvantage = Callable[[Tensor, Tensor, PackedBatch], Any]  # of rewards [S] and groups [S]; returns [S] or [T]
+OwnAdvantage = Callable[
+    [Tensor, Tensor, PackedBatch], Any
+]  # of rewards [S] and groups [S]; returns [S] or [T]
 # Routes of the update: new ones, those of the scoring pass (R2), those of the sampler (R3).
 Replay = Literal["none", "trainer", "rollout"]
 
@@ -36,12 +38,15 @@ class Sample:
     completion: Completion
     text: str
     reward: float
-    rewards: Mapping[str, float | None] = field(default_factory=dict)  # terms of the sum, if several, by label
+    rewards: Mapping[str, float | None] = field(
+        default_factory=dict
+    )  # terms of the sum, if several, by label
 
 
 def sample_row(sample: Sample) -> dict[str, Any]:
     """Of `run_dir/rollouts`; `routing` is written apart."""
-    prompt, completion = sample.prompt, sample.completion
+    prompt = sample.prompt
+    completion = sample.completion
     return {
         "id": prompt.id,
         "sample": completion.sample,
@@ -54,24 +59,33 @@ def sample_row(sample: Sample) -> dict[str, Any]:
         "token_ids": list(completion.ids),
         "log_probs": list(completion.log_probs),
         "routing": completion.routing,
-        **({"versions": [list(span) for span in completion.versions]} if completion.versions else {}),
+        **(
+            {"versions": [list(span) for span in completion.versions]}
+            if completion.versions
+            else {}
+        ),
     }
 
 
-def pack_samples(samples: Seq[Sample], temperature: float, version: int | None = None) -> PackedBatch:
+def pack_samples(
+    samples: Seq[Sample], temperature: float, version: int | None = None
+) -> PackedBatch:
     """With the field `rollout_logprob`, and `lag` behind `version` (None: the newest) if completions name versions."""
     named = [own for sample in samples for own, _, _ in sample.completion.versions]
     newest = max(named, default=0) if version is None else version
     shared: Mapping[str, float] = {} if temperature in (0.0, 1.0) else {"temperature": temperature}
     rows = []
     for sample in samples:
-        prompt, response = sample.prompt.ids, sample.completion
+        prompt = sample.prompt.ids
+        response = sample.completion
         log_probs: Seq[float] = [0.0] * len(prompt) + list(response.log_probs)
         fields: Mapping[str, float | Seq[float]] = {**shared, "rollout_logprob": log_probs}
         if named:
             fields = {**fields, "lag": [0.0] * len(prompt) + lags(response, newest)}
         mask = [False] * len(prompt) + [True] * len(response.ids)
-        rows.append(Sequence([*prompt, *response.ids], mask, fields, sample.prompt.media, response.routing))
+        rows.append(
+            Sequence([*prompt, *response.ids], mask, fields, sample.prompt.media, response.routing)
+        )
     return PackedBatch.pack(rows)
 
 
@@ -98,7 +112,9 @@ def drop_equal_groups(samples: Seq[Sample]) -> list[Sample]:
     return [sample for sample in samples if not equal[sample.group]]
 
 
-def punish_overlong(samples: Seq[Sample], longest: int, buffer: int, penalty: float) -> list[Sample]:
+def punish_overlong(
+    samples: Seq[Sample], longest: int, buffer: int, penalty: float
+) -> list[Sample]:
     """A penalty that grows over the last `buffer` of `longest` tokens (Yu et al. 2025, eq. 13)."""
     punished = []
     for sample in samples:
@@ -126,21 +142,29 @@ def with_advantages(
         advantage = own_advantages(own, totals, groups, batch)
     elif algorithm.name == "ppo":
         values = batch.fields["old_value"]
-        advantage, target = gae(rewards, values, batch.mask, owner, gamma=algorithm.gamma, lam=algorithm.lam)
+        advantage, target = gae(
+            rewards, values, batch.mask, owner, gamma=algorithm.gamma, lam=algorithm.lam
+        )
         returns["return"] = target.to(torch.float32)
     elif algorithm.name == "reinforce_plus_plus" and not algorithm.group_baseline:
-        advantage, _ = gae(rewards, torch.zeros_like(rewards), batch.mask, owner, gamma=algorithm.gamma)
+        advantage, _ = gae(
+            rewards, torch.zeros_like(rewards), batch.mask, owner, gamma=algorithm.gamma
+        )
     elif algorithm.name == "rloo":
         advantage = torch.where(batch.mask, leave_one_out(totals, groups)[owner], 0.0)
     else:
         scale = algorithm.name == "grpo" and algorithm.scale_by_std
-        advantage = torch.where(batch.mask, group_relative(totals, groups, divide_by_std=scale)[owner], 0.0)
+        advantage = torch.where(
+            batch.mask, group_relative(totals, groups, divide_by_std=scale)[owner], 0.0
+        )
     if algorithm.normalize_advantage:
         advantage = whiten(advantage, batch.mask)
     return batch.with_fields(advantage=advantage.to(torch.float32), **returns)
 
 
-def own_advantages(own: OwnAdvantage, rewards: Tensor, groups: Tensor, batch: PackedBatch) -> Tensor:
+def own_advantages(
+    own: OwnAdvantage, rewards: Tensor, groups: Tensor, batch: PackedBatch
+) -> Tensor:
     result = own(rewards, groups, batch)
     if isinstance(result, Tensor) and result.shape == rewards.shape:
         result = result[batch.sequence_ids]
@@ -175,7 +199,10 @@ def routed(batch: PackedBatch, replay: Replay) -> PackedBatch:
     if replay != "rollout":
         return batch.with_routing(None)
     if batch.routing is None:
-        raise DataError("rollout.router_replay=rollout, but the sampler returns no routes; set rollout.backend=native")
+        raise DataError(
+            "rollout.router_replay=rollout, but the sampler returns no routes; set "
+            "rollout.backend=native"
+        )
     return batch
 
 
@@ -185,7 +212,10 @@ def mismatch_metrics(policy: Engine, batch: PackedBatch, replay: Replay) -> dict
         metrics = mismatch(batch, policy.score(batch).logprob)
     else:
         stats, own = policy.score_and_trace(batch.with_routing(None))
-        metrics = {**mismatch(batch, stats.logprob), "route_agreement": own.agreement(batch.routing)}
+        metrics = {
+            **mismatch(batch, stats.logprob),
+            "route_agreement": own.agreement(batch.routing),
+        }
     if replay == "rollout":
         metrics |= mismatch(batch, policy.score(batch).logprob, "replayed_")
     return metrics

@@ -20,17 +20,22 @@ KLEstimator = Literal["k1", "k2", "k3"]
 Term = Literal["ppo", "cispo", "gmpo", "sapo"]
 
 LOG_RATIO_LIMIT = 20.0  # nats
-OwnLoss = Callable[[TokenStats, PackedBatch], Any]  # -> token losses [T], or (losses, {metric: [T]})
+OwnLoss = Callable[
+    [TokenStats, PackedBatch], Any
+]  # -> token losses [T], or (losses, {metric: [T]})
 
 
-def weight_fields(batch: PackedBatch, aggregation: Aggregation, constant: float = 1.0) -> dict[str, Tensor]:
+def weight_fields(
+    batch: PackedBatch, aggregation: Aggregation, constant: float = 1.0
+) -> dict[str, Tensor]:
     """Fields `weight` and `count` [T]; loss = sum(weight x token loss) / sum(count).
 
     token         mean over tokens: DAPO (Yu et al. 2025, eq. 8)
     sequence      mean of sequences' means: GRPO (Shao et al. 2024, eq. 3)
     sequence_sum  mean of sequences' sums / `constant`: Dr. GRPO (Liu et al. 2025, section 3.2)
     """
-    mask, owner = batch.mask, batch.sequence_ids
+    mask = batch.mask
+    owner = batch.sequence_ids
     dtype = reduce(torch.promote_types, (x.dtype for x in batch.fields.values()), torch.float32)
     ones = mask.to(dtype)
     if aggregation == "token":
@@ -38,7 +43,9 @@ def weight_fields(batch: PackedBatch, aggregation: Aggregation, constant: float 
     rank = ones.to(torch.int64).cumsum(0) - 1  # among counted tokens
     sizes = torch.bincount(owner[mask], minlength=batch.num_sequences)
     first = mask & (rank == (sizes.cumsum(0) - sizes)[owner])
-    share = 1.0 / sizes.clamp(min=1).to(dtype)[owner] if aggregation == "sequence" else 1.0 / constant
+    share = (
+        1.0 / sizes.clamp(min=1).to(dtype)[owner] if aggregation == "sequence" else 1.0 / constant
+    )
     return {"weight": ones * share, "count": first.to(dtype)}
 
 
@@ -53,7 +60,11 @@ class SFTLoss:
         return self.own is None or is_separable(self.own)
 
     def __call__(self, stats: TokenStats, batch: PackedBatch, /) -> Loss:
-        loss, metrics = (-widened(stats.logprob), {}) if self.own is None else token_losses(self.own, stats, batch)
+        loss, metrics = (
+            (-widened(stats.logprob), {})
+            if self.own is None
+            else token_losses(self.own, stats, batch)
+        )
         return Loss(*aggregate(loss, batch), {**metrics, "entropy_mean": Sum.of(stats.entropy)})
 
 
@@ -88,9 +99,13 @@ class PolicyLoss:
     def __post_init__(self) -> None:
         if not (0 <= self.clip_low <= 1 and self.clip_high >= 0):
             clips = f"clip_low={self.clip_low}, clip_high={self.clip_high}"
-            raise ConfigError(f"{clips}: expected 0 <= clip_low <= 1 and clip_high >= 0, as in clip_low: 0.2")
+            raise ConfigError(
+                f"{clips}: expected 0 <= clip_low <= 1 and clip_high >= 0, as in clip_low: 0.2"
+            )
         if self.dual_clip is not None and self.dual_clip <= 1:
-            raise ConfigError(f"dual_clip={self.dual_clip} must be above 1; 3.0 is usual, null turns it off")
+            raise ConfigError(
+                f"dual_clip={self.dual_clip} must be above 1; 3.0 is usual, null turns it off"
+            )
 
     @property
     def separable(self) -> bool:
@@ -100,10 +115,13 @@ class PolicyLoss:
 
     def __call__(self, stats: TokenStats, batch: PackedBatch, /) -> Loss:
         logprob = widened(stats.logprob)
-        loss, metrics = token_losses(self.own, stats, batch) if self.own else self._term(logprob, batch)
+        loss, metrics = (
+            token_losses(self.own, stats, batch) if self.own else self._term(logprob, batch)
+        )
         if self.sampler_bounds is not None:
             weight, more = self._weight(logprob.detach(), batch, self.sampler_bounds)
-            loss, metrics = weight * loss, {**metrics, **more}
+            loss = weight * loss
+            metrics = {**metrics, **more}
         elif "rollout_weight" in batch.fields:
             loss = batch.fields["rollout_weight"] * loss
         metrics["entropy_mean"] = Sum.of(stats.entropy)
@@ -113,7 +131,10 @@ class PolicyLoss:
             if self.kl_coef:
                 loss = loss + self.kl_coef * divergence
         elif self.kl_coef:
-            raise ConfigError(f"kl_coef={self.kl_coef} needs the field reference_logprob: score a reference or set 0")
+            raise ConfigError(
+                f"kl_coef={self.kl_coef} needs the field reference_logprob: score a reference or "
+                "set 0"
+            )
         if self.entropy_coef:
             loss = loss - self.entropy_coef * widened(stats.entropy)
         return Loss(*aggregate(loss, batch), metrics)
@@ -135,30 +156,41 @@ class PolicyLoss:
     def _term(self, logprob: Tensor, batch: PackedBatch) -> tuple[Tensor, dict[str, Sum]]:
         advantage = batch.fields["advantage"]
         token_log_ratio = _limited(logprob - batch.fields.get("old_logprob", logprob.detach()))
-        log_ratio = token_log_ratio if self.ratio == "token" else _sequence_mean(token_log_ratio, batch)
+        log_ratio = (
+            token_log_ratio if self.ratio == "token" else _sequence_mean(token_log_ratio, batch)
+        )
         if self.term == "gmpo":
             near = log_ratio.clamp(-self.clip_low, self.clip_high)
-            worse = torch.where(advantage > 0, torch.minimum(log_ratio, near), torch.maximum(log_ratio, near))
-            clipped, log_ratio = worse != log_ratio, _sequence_mean(worse, batch)
+            worse = torch.where(
+                advantage > 0, torch.minimum(log_ratio, near), torch.maximum(log_ratio, near)
+            )
+            clipped = worse != log_ratio
+            log_ratio = _sequence_mean(worse, batch)
             advantage = _sequence_mean(advantage, batch)
         ratio = log_ratio.exp()
         near = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
         extra: dict[str, Sum] = {}
         if self.term == "ppo":
-            unclipped, bounded = -advantage * ratio, -advantage * near
-            loss, clipped = torch.maximum(unclipped, bounded), bounded > unclipped
+            unclipped = -advantage * ratio
+            bounded = -advantage * near
+            loss = torch.maximum(unclipped, bounded)
+            clipped = bounded > unclipped
             if self.dual_clip is not None:
                 bound = -advantage * self.dual_clip
                 capped = (advantage < 0) & (loss > bound)
-                loss, extra = torch.where(capped, bound, loss), {"dual_clip_fraction": Sum.of(capped)}
+                loss = torch.where(capped, bound, loss)
+                extra = {"dual_clip_fraction": Sum.of(capped)}
         elif self.term == "cispo":
-            loss, clipped = -near.detach() * advantage * logprob, near != ratio
+            loss = -near.detach() * advantage * logprob
+            clipped = near != ratio
         elif self.term == "gmpo":
             loss = -advantage * ratio
         else:
-            positive, negative = torch.full_like(ratio, self.tau_positive), torch.full_like(ratio, self.tau_negative)
+            positive = torch.full_like(ratio, self.tau_positive)
+            negative = torch.full_like(ratio, self.tau_negative)
             tau = torch.where(advantage > 0, positive, negative)
-            loss, clipped = -advantage * (4 / tau) * torch.sigmoid(tau * (ratio - 1)), torch.zeros_like(ratio)
+            loss = -advantage * (4 / tau) * torch.sigmoid(tau * (ratio - 1))
+            clipped = torch.zeros_like(ratio)
         return loss, {
             "clip_fraction": Sum.of(clipped),
             "approx_kl": Sum.of(_k3(-token_log_ratio)),
@@ -180,21 +212,30 @@ class ValueLoss:
     separable: ClassVar[bool] = True
 
     def __call__(self, values: Tensor, batch: PackedBatch, /) -> Loss:
-        values, target = widened(values), batch.fields["return"]
+        values = widened(values)
+        target = batch.fields["return"]
         loss = (values - target) ** 2
-        metrics = {"value_error": Sum.of(loss), "value_mean": Sum.of(values), "return_mean": Sum.of(target)}
+        metrics = {
+            "value_error": Sum.of(loss),
+            "value_mean": Sum.of(values),
+            "return_mean": Sum.of(target),
+        }
         if self.clip is not None:
             old = batch.fields["old_value"]
             moved = values - old
             # `old + moved` of small moves would count as clipped by its rounding
-            near = torch.where(moved.abs() > self.clip, old + moved.clamp(-self.clip, self.clip), values)
+            near = torch.where(
+                moved.abs() > self.clip, old + moved.clamp(-self.clip, self.clip), values
+            )
             clipped = (near - target) ** 2
             metrics["value_clip_fraction"] = Sum.of(clipped > loss)
             loss = torch.maximum(loss, clipped)
         return Loss(*aggregate(loss * (self.coef / 2), batch), metrics)
 
 
-def token_losses(function: OwnLoss, stats: TokenStats, batch: PackedBatch) -> tuple[Tensor, dict[str, Sum]]:
+def token_losses(
+    function: OwnLoss, stats: TokenStats, batch: PackedBatch
+) -> tuple[Tensor, dict[str, Sum]]:
     """Losses [T] and metrics."""
     result = function(stats, batch)
     losses, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
@@ -247,5 +288,6 @@ def _sequence_mean(x: Tensor, batch: PackedBatch) -> Tensor:
 def aggregate(token_loss: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor]:
     """The sum and the count of a loss [T], by the fields of `weight_fields`."""
     ones = torch.ones_like(token_loss.detach())
-    weight, count = batch.fields.get("weight", ones), batch.fields.get("count", ones)
+    weight = batch.fields.get("weight", ones)
+    count = batch.fields.get("count", ones)
     return (weight * token_loss).sum(), count.sum()

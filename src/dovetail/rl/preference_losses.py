@@ -40,14 +40,21 @@ class DPOLoss:
         _check_smoothing(self.kind, self.label_smoothing)
 
     def __call__(self, stats: TokenStats, batch: PackedBatch, /) -> Loss:
-        logprob, pairs = widened(stats.logprob), _Pairs(batch)
+        logprob = widened(stats.logprob)
+        pairs = _Pairs(batch)
         ratio = logprob - reference_of(batch)
         own = pairs.means if self.kind == "ipo" else pairs.sums
         chosen, rejected = own(ratio)
         losses = margin_losses(self.kind, chosen - rejected, self.beta, self.label_smoothing)
         chosen, rejected = pairs.sums(ratio)
-        metrics = reward_metrics(self.beta * chosen, self.beta * rejected, logps=pairs.sums(logprob))
-        return Loss(losses.sum(), pairs.count, {**metrics, "entropy_mean": _mean_over(stats.entropy, pairs.response)})
+        metrics = reward_metrics(
+            self.beta * chosen, self.beta * rejected, logps=pairs.sums(logprob)
+        )
+        return Loss(
+            losses.sum(),
+            pairs.count,
+            {**metrics, "entropy_mean": _mean_over(stats.entropy, pairs.response)},
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +75,8 @@ class CPOLoss:
         _check_smoothing(self.kind, self.label_smoothing)
 
     def __call__(self, stats: TokenStats, batch: PackedBatch, /) -> Loss:
-        logprob, pairs = widened(stats.logprob), _Pairs(batch)
+        logprob = widened(stats.logprob)
+        pairs = _Pairs(batch)
         chosen, rejected = (pairs.means if self.kind in ("ipo", "simpo") else pairs.sums)(logprob)
         kind: Margin = "sigmoid" if self.kind == "simpo" else self.kind
         margin = chosen - rejected - (self.gamma / self.beta if self.kind == "simpo" else 0.0)
@@ -87,7 +95,8 @@ class ORPOLoss:
     separable: ClassVar[bool] = False
 
     def __call__(self, stats: TokenStats, batch: PackedBatch, /) -> Loss:
-        logprob, pairs = widened(stats.logprob), _Pairs(batch)
+        logprob = widened(stats.logprob)
+        pairs = _Pairs(batch)
         chosen, rejected = pairs.means(logprob)
         log_odds = (chosen - rejected) - (_log1mexp(chosen) - _log1mexp(rejected))
         nll, nll_metrics = _nll(logprob, batch)
@@ -114,17 +123,21 @@ class KTOLoss:
     separable: ClassVar[bool] = False
 
     def __call__(self, stats: TokenStats, batch: PackedBatch, /) -> Loss:
-        logprob, owner, kl = widened(stats.logprob), batch.sequence_ids, batch.fields["kl"]
+        logprob = widened(stats.logprob)
+        owner = batch.sequence_ids
+        kl = batch.fields["kl"]
         sizes = count_rows(owner, batch.num_sequences)
         there = (sizes > 0).to(logprob.dtype)  # not of padding
 
         def mean(x: Tensor) -> Tensor:
             return sum_rows(x, owner, len(sizes)) / sizes.clamp(min=1)
 
-        good, logps = mean(batch.fields["label"]), sum_rows(logprob, owner, len(sizes))
+        good = mean(batch.fields["label"])
+        logps = sum_rows(logprob, owner, len(sizes))
         bad = there - good
         ratio = logps - sum_rows(reference_of(batch), owner, len(sizes))
-        sign, weight = good - bad, self.desirable_weight * good + self.undesirable_weight * bad
+        sign = good - bad
+        weight = self.desirable_weight * good + self.undesirable_weight * bad
         losses = weight * (1 - torch.sigmoid(self.beta * sign * (ratio - mean(kl))))
         rewards = self.beta * ratio
         metrics = {
@@ -161,8 +174,11 @@ class _Pairs:
     def __init__(self, batch: PackedBatch) -> None:
         numbers = torch.tensor(pair_numbers(batch.groups), dtype=torch.int64).view(-1, 2).T
         self.chosen, self.rejected = to_device(numbers, batch.tokens.device)
-        self.response = batch.fields.get("completion", torch.ones(len(batch), device=batch.tokens.device))
-        self.owner, self.num_sequences = batch.sequence_ids, batch.num_sequences
+        self.response = batch.fields.get(
+            "completion", torch.ones(len(batch), device=batch.tokens.device)
+        )
+        self.owner = batch.sequence_ids
+        self.num_sequences = batch.num_sequences
 
     @property
     def count(self) -> Tensor:
@@ -174,7 +190,9 @@ class _Pairs:
         return whole[self.chosen], whole[self.rejected]
 
     def means(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self.sums(x, sum_rows(self.response.to(x.dtype), self.owner, self.num_sequences).clamp(min=1))
+        return self.sums(
+            x, sum_rows(self.response.to(x.dtype), self.owner, self.num_sequences).clamp(min=1)
+        )
 
 
 def pair_numbers(groups: Seq[int | None]) -> list[tuple[int, int]]:
@@ -186,7 +204,8 @@ def pair_numbers(groups: Seq[int | None]) -> list[tuple[int, int]]:
     for group, numbers in members.items():
         if len(numbers) != 2:
             raise DataError(
-                f"group {group} has {len(numbers)} sequences; a pair has two: dt.Sequence(chosen, group={group}), then "
+                f"group {group} has {len(numbers)} sequences; a pair has two: "
+                f"dt.Sequence(chosen, group={group}), then "
                 f"dt.Sequence(rejected, group={group})"
             )
     return [(first, second) for first, second in members.values()]
@@ -198,7 +217,8 @@ def margin_losses(kind: Margin, difference: Tensor, beta: float, smoothing: floa
         return torch.relu(1 - beta * difference)
     if kind == "ipo":
         return (difference - 1 / (2 * beta)) ** 2
-    right, wrong = F.logsigmoid(beta * difference), F.logsigmoid(-beta * difference)
+    right = F.logsigmoid(beta * difference)
+    wrong = F.logsigmoid(-beta * difference)
     if kind == "robust":
         return (-(1 - smoothing) * right + smoothing * wrong) / (1 - 2 * smoothing)
     return -(1 - smoothing) * right - smoothing * wrong
@@ -211,7 +231,11 @@ def nll_fields(batch: PackedBatch, coef: float) -> dict[str, Tensor]:
     chosen[[first for first, _ in pairs]] = True
     counted = batch.mask & chosen.to(batch.tokens.device)[batch.sequence_ids]
     share = coef * len(pairs) / max(int(counted.sum()), 1)
-    dtype = max((x.dtype for x in batch.fields.values()), default=torch.float32, key=lambda dtype: dtype.itemsize)
+    dtype = max(
+        (x.dtype for x in batch.fields.values()),
+        default=torch.float32,
+        key=lambda dtype: dtype.itemsize,
+    )
     return {"nll_weight": counted.to(dtype) * share}
 
 
@@ -222,7 +246,9 @@ def last_tokens(batch: PackedBatch) -> Tensor:
     return ends
 
 
-def reward_metrics(chosen: Tensor, rejected: Tensor, logps: tuple[Tensor, Tensor] | None = None) -> dict[str, Sum]:
+def reward_metrics(
+    chosen: Tensor, rejected: Tensor, logps: tuple[Tensor, Tensor] | None = None
+) -> dict[str, Sum]:
     metrics = {
         "rewards/chosen": chosen,
         "rewards/rejected": rejected,
@@ -243,9 +269,13 @@ def reference_of(batch: PackedBatch) -> Tensor:
 
 def _check_smoothing(kind: str, smoothing: float) -> None:
     if kind in ("hinge", "ipo") and smoothing:
-        raise ConfigError(f"label_smoothing={smoothing} has no meaning for the loss {kind}; leave it 0")
+        raise ConfigError(
+            f"label_smoothing={smoothing} has no meaning for the loss {kind}; leave it 0"
+        )
     if not 0 <= smoothing < 0.5:
-        raise ConfigError(f"label_smoothing={smoothing} is a share of wrong labels; expected 0 or more, below 0.5")
+        raise ConfigError(
+            f"label_smoothing={smoothing} is a share of wrong labels; expected 0 or more, below 0.5"
+        )
 
 
 def _nll(logprob: Tensor, batch: PackedBatch) -> tuple[Tensor, dict[str, Sum]]:
@@ -253,7 +283,9 @@ def _nll(logprob: Tensor, batch: PackedBatch) -> tuple[Tensor, dict[str, Sum]]:
         return logprob.new_zeros(()), {}
     weight = batch.fields["nll_weight"]
     counted = (weight > 0).to(logprob.dtype)
-    return -(weight * logprob).sum(), {"nll_loss": Sum(-(counted * logprob.detach()).sum(), counted.sum())}
+    return -(weight * logprob).sum(), {
+        "nll_loss": Sum(-(counted * logprob.detach()).sum(), counted.sum())
+    }
 
 
 def _log1mexp(x: Tensor) -> Tensor:

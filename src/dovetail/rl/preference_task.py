@@ -55,15 +55,20 @@ class PreferenceTask(RowsTask):
         counted = batch.compact(batch.mask.nonzero().flatten())
         with torch.no_grad():
             total, count, sums = self.loss(self._stats(batch), counted)
-        metrics = {name: float(s.total) / float(s.count) for name, s in sums.items() if float(s.count)}
+        metrics = {
+            name: float(s.total) / float(s.count) for name, s in sums.items() if float(s.count)
+        }
         return with_margins({"loss": float(total) / float(count), **metrics})
 
     def _precompute(self, step: int) -> None:
         if self.reference is None or not self.precompute:
             return
         self.progress.phase("score", step)
-        add = partial(with_reference, reference=self.reference, count=self.recipe.trainer.prompts_per_step)
-        self.rows, self.held_out = add(self.rows), add(self.held_out)
+        add = partial(
+            with_reference, reference=self.reference, count=self.recipe.trainer.prompts_per_step
+        )
+        self.rows = add(self.rows)
+        self.held_out = add(self.held_out)
         self.eval_sets = {name: add(rows) for name, rows in self.eval_sets.items()}
         self.reference = None
 
@@ -113,7 +118,9 @@ def pack_preferences(rows: Rows, algorithm: str) -> PackedBatch:
             if algorithm == "orpo":
                 assert each.mask is not None
                 fields = {**each.fields, "completion": [float(kept) for kept in each.mask]}
-                each = replace(each, mask=[True] * len(each.ids) if label else each.mask, fields=fields)
+                each = replace(
+                    each, mask=[True] * len(each.ids) if label else each.mask, fields=fields
+                )
             sequences.append(each)
     batch = PackedBatch.pack(sequences)
     return batch.with_mask(last_tokens(batch)) if algorithm == "reward" else batch
@@ -121,7 +128,9 @@ def pack_preferences(rows: Rows, algorithm: str) -> PackedBatch:
 
 def mismatched(batch: PackedBatch, longest: int) -> PackedBatch:
     """Each prompt with the previous sequence's completion, of at most `longest` tokens."""
-    tokens, masks = ([x.tolist() for x in column.split(batch.lengths)] for column in (batch.tokens, batch.mask))
+    tokens, masks = (
+        [x.tolist() for x in column.split(batch.lengths)] for column in (batch.tokens, batch.mask)
+    )
     starts = [mask.index(True) + 1 for mask in masks]
     rows = []
     for i, (ids, start) in enumerate(zip(tokens, starts, strict=True)):
@@ -137,7 +146,10 @@ def with_reference(rows: Rows, reference: Engine, count: int) -> list[Preference
     for start in range(0, len(rows), count):
         some = rows[start : start + count]
         batch = pack_preferences(some, "dpo")
-        scored = [array("d", x.tolist()) for x in batch.unpack(reference.score(batch).logprob, by_token=True)]
+        scored = [
+            array("d", x.tolist())
+            for x in batch.unpack(reference.score(batch).logprob, by_token=True)
+        ]
         for row, chosen, rejected in zip(some, scored[::2], scored[1::2], strict=True):
             assert row.chosen is not None and row.rejected is not None
             first = replace(row.chosen, fields={"reference_logprob": chosen})
@@ -147,7 +159,9 @@ def with_reference(rows: Rows, reference: Engine, count: int) -> list[Preference
 
 
 def without_nan(report: StepReport) -> StepReport:
-    return replace(report, metrics={name: x for name, x in report.metrics.items() if not math.isnan(x)})
+    return replace(
+        report, metrics={name: x for name, x in report.metrics.items() if not math.isnan(x)}
+    )
 
 
 def with_margins(row: Row) -> Row:

@@ -24,9 +24,13 @@ def update_metrics(reports: Seq[StepReport]) -> Row:
     """Of optimizer steps."""
     if not reports:
         return {}
-    columns = [{"loss": report.loss, "grad_norm": report.grad_norm, **report.metrics} for report in reports]
+    columns = [
+        {"loss": report.loss, "grad_norm": report.grad_norm, **report.metrics} for report in reports
+    ]
     names = dict.fromkeys(name for column in columns for name in column)
-    row: Row = {name: mean([column[name] for column in columns if name in column]) for name in names}
+    row: Row = {
+        name: mean([column[name] for column in columns if name in column]) for name in names
+    }
     row |= {"lr": reports[-1].lr, "flops": sum(report.flops for report in reports)}
     skipped = [report for report in reports if report.skipped]
     return {**row, "skipped": True, "fault": skipped[0].describe_faults()} if skipped else row
@@ -36,7 +40,10 @@ def sample_metrics(samples: Seq[Sample], *, compared: bool) -> Row:
     """compared: also the share of groups with equal rewards."""
     rewards = [sample.reward for sample in samples]
     labels = samples[0].rewards if samples else {}
-    parts = {label: [v for sample in samples if (v := sample.rewards[label]) is not None] for label in labels}
+    parts = {
+        label: [v for sample in samples if (v := sample.rewards[label]) is not None]
+        for label in labels
+    }
     row = {
         "reward_mean": mean(rewards),
         "reward_std": statistics.pstdev(rewards) if rewards else math.nan,
@@ -44,13 +51,19 @@ def sample_metrics(samples: Seq[Sample], *, compared: bool) -> Row:
         "reward_max": max(rewards, default=math.nan),
         "reward_p25": _percentile(rewards, 25),
         "reward_p75": _percentile(rewards, 75),
-        "truncated_fraction": mean([float(sample.completion.finish == "length") for sample in samples]),
+        "truncated_fraction": mean(
+            [float(sample.completion.finish == "length") for sample in samples]
+        ),
         **length_metrics("prompt_length", [len(sample.prompt.ids) for sample in samples]),
         **length_metrics("response_length", [len(sample.completion.ids) for sample in samples]),
         "stop_fraction": mean([float(sample.completion.finish == "stop") for sample in samples]),
         **{f"reward/{label}": mean(values) for label, values in parts.items()},
     }
-    return {**row, "equal_groups": mean([*map(float, equal_groups(samples).values())])} if compared else row
+    return (
+        {**row, "equal_groups": mean([*map(float, equal_groups(samples).values())])}
+        if compared
+        else row
+    )
 
 
 def _percentile(values: Seq[float], percent: int) -> float:

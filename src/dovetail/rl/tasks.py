@@ -30,7 +30,15 @@ from dovetail.rl.experience import (
 )
 from dovetail.rl.losses import weight_fields
 from dovetail.rl.reward_manager import RewardManager
-from dovetail.rl.step_metrics import EMPTY_UPDATE, Row, Work, length_metrics, mean, sample_metrics, update_metrics
+from dovetail.rl.step_metrics import (
+    EMPTY_UPDATE,
+    Row,
+    Work,
+    length_metrics,
+    mean,
+    sample_metrics,
+    update_metrics,
+)
 from dovetail.rollout.base import Prompt as SamplerPrompt, Sampler, SamplingParams
 
 if TYPE_CHECKING:
@@ -41,11 +49,16 @@ MAX_UNREWARDED_STEPS = 3  # in a row
 
 
 def step_rows(
-    recipe: "Recipe", num_rows: int, step: int, first_row: int = 0, parts: Seq[tuple[int, float]] = ()
+    recipe: "Recipe",
+    num_rows: int,
+    step: int,
+    first_row: int = 0,
+    parts: Seq[tuple[int, float]] = (),
 ) -> list[int]:
     """first_row: stream position at step 0. parts: of a mixture, see `mixed_rows`."""
     trainer = recipe.trainer
-    cursor, seed = first_row + step * trainer.prompts_per_step, trainer.seed if recipe.data.shuffle else None
+    cursor = first_row + step * trainer.prompts_per_step
+    seed = trainer.seed if recipe.data.shuffle else None
     if parts:
         return mixed_rows(parts, trainer.prompts_per_step, seed, cursor)
     return batch_rows(num_rows, trainer.prompts_per_step, seed, cursor)
@@ -55,7 +68,9 @@ def inner_batches(batch: PackedBatch, recipe: "Recipe", step: int) -> Iterator[P
     """Of each optimizer step."""
     algorithm = recipe.algorithm
     for epoch in range(algorithm.epochs):
-        yield from minibatches(batch, algorithm.num_mini_batches, f"{recipe.trainer.seed}/{step}/{epoch}")
+        yield from minibatches(
+            batch, algorithm.num_mini_batches, f"{recipe.trainer.seed}/{step}/{epoch}"
+        )
 
 
 def weighted(batch: PackedBatch, recipe: "Recipe") -> PackedBatch:
@@ -91,7 +106,10 @@ def lengths_of(batch: PackedBatch) -> Row:
     """Metrics of rows with completions."""
     trained = [int(mask.sum()) for mask in batch.mask.split(batch.lengths)]
     prompts = [n - own for n, own in zip(batch.lengths, trained, strict=True)]
-    return {**length_metrics("prompt_length", prompts), **length_metrics("response_length", trained)}
+    return {
+        **length_metrics("prompt_length", prompts),
+        **length_metrics("response_length", trained),
+    }
 
 
 @dataclass(kw_only=True)
@@ -112,7 +130,9 @@ class RowsTask(Task):
             if rows:
                 self.progress.phase("eval", step)
                 prefix = f"eval/{name}/" if name else "eval_"
-                row |= {f"{prefix}{metric}": value for metric, value in self.measure(name, rows).items()}
+                row |= {
+                    f"{prefix}{metric}": value for metric, value in self.measure(name, rows).items()
+                }
         return row
 
 
@@ -124,13 +144,23 @@ class SupervisedTask(RowsTask):
         self.progress.phase("update", step + 1)
         chosen = self.rows_of(step, len(self.rows))
         batch = weighted(PackedBatch.pack([self.rows[i] for i in chosen]), self.recipe)
-        reports = [self.policy.train_step(part, self.loss) for part in inner_batches(batch, self.recipe, step)]
-        work = {"update": (len(batch) * self.recipe.algorithm.epochs, len(chosen) * self.recipe.algorithm.epochs)}
+        reports = [
+            self.policy.train_step(part, self.loss)
+            for part in inner_batches(batch, self.recipe, step)
+        ]
+        work = {
+            "update": (
+                len(batch) * self.recipe.algorithm.epochs,
+                len(chosen) * self.recipe.algorithm.epochs,
+            )
+        }
         return {**update_metrics(reports), "tokens": len(batch), **lengths_of(batch), "work": work}
 
     def measure(self, name: str, rows: Seq[Sequence]) -> Row:
         batch = PackedBatch.pack(rows)
-        return {"loss": -float(self.policy.score(batch).logprob.sum()) / max(int(batch.mask.sum()), 1)}
+        return {
+            "loss": -float(self.policy.score(batch).logprob.sum()) / max(int(batch.mask.sum()), 1)
+        }
 
 
 def _later(samples: Seq[Sample], first: int) -> list[Sample]:
@@ -164,8 +194,12 @@ class RLTask(Task):
     reference: Engine | None = None
     advantage: OwnAdvantage | None = None  # in place of the algorithm's
     eval_sets: Seq[EvalSet] = ()
-    write_eval: Callable[[str, int, Seq[Row]], None] = lambda *_: None  # set ("": data.eval), step, rows. Collective
-    rollout_end: Callable[[list[Sample]], list[Sample]] = list  # the samples to train on. Collective
+    write_eval: Callable[[str, int, Seq[Row]], None] = lambda *_: (
+        None
+    )  # set ("": data.eval), step, rows. Collective
+    rollout_end: Callable[[list[Sample]], list[Sample]] = (
+        list  # the samples to train on. Collective
+    )
     sampler_metrics: Callable[[], Mapping[str, float]] = dict
     unrewarded: int = field(init=False, default=0)  # steps in a row
     dropped: list[Sample] = field(init=False, default_factory=list)  # of the last step
@@ -205,24 +239,35 @@ class RLTask(Task):
         update = self._update(batch, step) if batch.num_sequences else {}
         return {**row, **EMPTY_UPDATE, **update, **distances, "work": work}
 
-    def _rollout(self, step: int, stopping: Callable[[], bool] = bool) -> tuple[list[Sample], Row] | None:
+    def _rollout(
+        self, step: int, stopping: Callable[[], bool] = bool
+    ) -> tuple[list[Sample], Row] | None:
         """Samples to train on, and metrics. Resampling (DAPO) takes rows of steps after the run's last."""
-        recipe, wanted = self.recipe, self.recipe.trainer.prompts_per_step
+        wanted = self.recipe.trainer.prompts_per_step
+        recipe = self.recipe
         algorithm = cast("AnyRL", recipe.algorithm)
         drops = algorithm.name == "grpo" and algorithm.drop_zero_std_groups
-        drawn, kept, failed, rewarded = list[Sample](), list[Sample](), dict[str, Any](), False
+        drawn = list[Sample]()
+        kept = list[Sample]()
+        failed = dict[str, Any]()
+        rewarded = False
         self.dropped = []
-        for batch in range(algorithm.max_num_gen_batches if algorithm.name == "grpo" and drops else 1):
+        for batch in range(
+            algorithm.max_num_gen_batches if algorithm.name == "grpo" and drops else 1
+        ):
             if batch:
                 self.progress.phase("wait")
                 if stopping():
                     return None
             rows = self.rows_of(step + batch * recipe.trainer.steps, len(self.prompts))
-            prompts, params = [self.prompts[i] for i in rows], replace(self.sampling, step=step)
-            where, first = f"step {step + 1}", batch * wanted
+            prompts = [self.prompts[i] for i in rows]
+            params = replace(self.sampling, step=step)
+            where = f"step {step + 1}"
+            first = batch * wanted
             samples, dropped, more = self._sample(prompts, params, where, first=first)
             self.dropped += dropped
-            failed, rewarded = _added(failed, more), rewarded or bool(samples)
+            failed = _added(failed, more)
+            rewarded = rewarded or bool(samples)
             samples = self.rollout_end(samples)
             drawn += samples
             kept += drop_equal_groups(samples) if drops else samples
@@ -232,15 +277,25 @@ class RLTask(Task):
                 kept = [sample for sample in kept if sample.group in chosen]
                 break
         if algorithm.overlong_buffer:
-            limits = recipe.rollout.max_new_tokens, algorithm.overlong_buffer, algorithm.overlong_penalty
-            drawn, kept = punish_overlong(drawn, *limits), punish_overlong(kept, *limits)
+            limits = (
+                recipe.rollout.max_new_tokens,
+                algorithm.overlong_buffer,
+                algorithm.overlong_penalty,
+            )
+            drawn = punish_overlong(drawn, *limits)
+            kept = punish_overlong(kept, *limits)
         self.samples = drawn
         self._count_unrewarded(step, rewarded=rewarded)
-        metrics = {**sample_metrics(drawn, compared=algorithm.name != "ppo"), **self.sampler_metrics()}
+        metrics = {
+            **sample_metrics(drawn, compared=algorithm.name != "ppo"),
+            **self.sampler_metrics(),
+        }
         return kept, {**metrics, **failed}
 
     def _work(self, batch: PackedBatch) -> Work:
-        tokens, samples, epochs = len(batch), batch.num_sequences, self.recipe.algorithm.epochs
+        tokens = len(batch)
+        samples = batch.num_sequences
+        epochs = self.recipe.algorithm.epochs
         scored = {"old_logprob", "reference_logprob", "old_value"} & set(batch.fields)
         if not self.needs_old_logprobs and self.recipe.rollout.router_replay != "trainer":
             scored -= {"old_logprob"}
@@ -250,15 +305,23 @@ class RLTask(Task):
     def _update(self, batch: PackedBatch, step: int) -> Row:
         algorithm = self.recipe.algorithm
         warmup = algorithm.critic_warmup if algorithm.name == "ppo" else 0
-        policy_reports, critic_reports = [], []
+        policy_reports = []
+        critic_reports = []
         for part in inner_batches(batch, self.recipe, step):
             if step >= warmup:
                 policy_reports.append(self.policy.train_step(part, self.policy_loss))
             if self.critic is not None and self.value_loss is not None:
-                critic_reports.append(self.critic.train_step(part.with_routing(None), self.value_loss))
+                critic_reports.append(
+                    self.critic.train_step(part.with_routing(None), self.value_loss)
+                )
         found = update_metrics(policy_reports)
-        absent = [name for name, value in found.items() if "mismatch" in name and math.isnan(value)]  # no such tokens
-        row = {**{name: value for name, value in found.items() if name not in absent}, "tokens": len(batch)}
+        absent = [
+            name for name, value in found.items() if "mismatch" in name and math.isnan(value)
+        ]  # no such tokens
+        row = {
+            **{name: value for name, value in found.items() if name not in absent},
+            "tokens": len(batch),
+        }
         if "approx_kl" in row:
             row.setdefault("kl_mean", row["approx_kl"])  # without a reference
         if critic_reports:
@@ -272,7 +335,10 @@ class RLTask(Task):
     def evaluate(self, step: int) -> Row:
         """Metrics of data.eval (greedy) and of other sets; noise is the same at every step."""
         row: Row = {}
-        sets = [*([EvalSet(name="", prompts=self.held_out)] if self.held_out else []), *self.eval_sets]
+        sets = [
+            *([EvalSet(name="", prompts=self.held_out)] if self.held_out else []),
+            *self.eval_sets,
+        ]
         if sets:
             self.progress.phase("eval", step)
             self.sampler.refill(self.policy.weights(self.sampler.dtype))
@@ -293,17 +359,28 @@ class RLTask(Task):
             metrics = each.measure(samples)
             if not each.name:
                 solved = [float(sample.reward >= SOLVED_REWARD) for sample in samples]
-                metrics = {"reward_mean": mean([sample.reward for sample in samples]), "solved": mean(solved)}
+                metrics = {
+                    "reward_mean": mean([sample.reward for sample in samples]),
+                    "solved": mean(solved),
+                }
             counts = {name: failed[name] for name in ("reward_errors", "rewards_none")}
             metrics |= {name: count for name, count in counts.items() if count}
             row |= {f"{prefix}{metric}": value for metric, value in metrics.items()}
         return row
 
     def _sample(
-        self, prompts: Seq[Prompt], params: SamplingParams, where: str, phase: Phase | None = None, first: int = 0
+        self,
+        prompts: Seq[Prompt],
+        params: SamplingParams,
+        where: str,
+        phase: Phase | None = None,
+        first: int = 0,
     ) -> Rewarded:
         """first: group of the first prompt."""
-        requests = [SamplerPrompt(first + row, prompt.ids, prompt.media) for row, prompt in enumerate(prompts)]
+        requests = [
+            SamplerPrompt(first + row, prompt.ids, prompt.media)
+            for row, prompt in enumerate(prompts)
+        ]
         self.progress.phase(phase or "rollout")
         completions = [replace(c, row=c.row - first) for c in self.sampler.sample(requests, params)]
         texts = [self.decode(c.ids) for c in completions]
@@ -319,15 +396,21 @@ class RLTask(Task):
         self.unrewarded = 0 if rewarded else self.unrewarded + 1
         if self.unrewarded == MAX_UNREWARDED_STEPS:
             raise DataError(
-                f"step {step + 1}: {self.unrewarded} steps in a row have no sample with a reward, so that nothing is "
-                f"trained: {self.rewards.name} returned None for all of them, which drops a sample; return a number"
+                f"step {step + 1}: {self.unrewarded} steps in a row have no sample with a "
+                "reward, so that nothing is "
+                f"trained: {self.rewards.name} returned None for all of them, which drops a "
+                "sample; return a number"
             )
 
     def _prepare(self, samples: Seq[Sample], step: int) -> tuple[PackedBatch, Row]:
         """The batch to train on, and metrics of the mismatch."""
-        algorithm, rollout = cast("AnyRL", self.recipe.algorithm), self.recipe.rollout
-        correction, dropped = self.recipe.correction, frozenset[int]()
-        version = None if self.recipe.trainer.max_lag is None else step  # asynchronous: versions are steps
+        algorithm = cast("AnyRL", self.recipe.algorithm)
+        rollout = self.recipe.rollout
+        correction = self.recipe.correction
+        dropped = frozenset[int]()
+        version = (
+            None if self.recipe.trainer.max_lag is None else step
+        )  # asynchronous: versions are steps
         batch = pack_samples(samples, rollout.temperature, version)
         metrics: Row = lag_metrics(batch)
         if rollout.mismatch_metrics:
@@ -346,9 +429,13 @@ class RLTask(Task):
             metrics = mismatch(batch, batch.fields["old_logprob"]) | metrics | shares
             batch = batch.with_fields(rollout_weight=weights)
         if self.reference is not None:
-            batch = batch.with_fields(reference_logprob=self.reference.score(batch.with_routing(None)).logprob)
+            batch = batch.with_fields(
+                reference_logprob=self.reference.score(batch.with_routing(None)).logprob
+            )
         if self.critic is not None:
             batch = batch.with_fields(old_value=self.critic.values(batch.with_routing(None)))
-        batch = with_advantages(batch, samples, algorithm, self.advantage)  # of dropped samples, too
+        batch = with_advantages(
+            batch, samples, algorithm, self.advantage
+        )  # of dropped samples, too
         kept = [i for i in range(batch.num_sequences) if i not in dropped]
         return weighted(batch.select(kept) if dropped else batch, self.recipe), metrics

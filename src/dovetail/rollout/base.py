@@ -50,7 +50,9 @@ class Sampler(Protocol):
 
     def refill(self, weights: Iterable[tuple[str, Tensor]]) -> None: ...  # (HF name, whole tensor)
 
-    def sample(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Completion]: ...  # by prompt, sample
+    def sample(
+        self, prompts: Sequence[Prompt], params: SamplingParams
+    ) -> list[Completion]: ...  # by prompt, sample
 
 
 class SampleBuffer:
@@ -64,24 +66,40 @@ class SampleBuffer:
         device: torch.device,
         moe: MoeSpec | None = None,
     ) -> None:
-        self.prompts, self.params, self.mesh, self.moe = prompts, params, mesh, moe
-        rows, new = len(prompts) * params.samples, params.max_new_tokens
+        self.prompts = prompts
+        self.params = params
+        self.mesh = mesh
+        self.moe = moe
+        rows = len(prompts) * params.samples
+        new = params.max_new_tokens
         self.ids = torch.zeros(rows, new, dtype=torch.int64, device=device)
         self.log_probs = torch.zeros(rows, new, dtype=torch.float64, device=device)
         self.counts = torch.zeros(rows, dtype=torch.int64, device=device)
         if moe is not None:
             longest = max((len(prompt.ids) for prompt in prompts), default=0) + new
             shape = (rows, longest, len(moe.numbers), moe.top_k)
-            self.experts = torch.zeros(shape, dtype=narrow_dtype(moe.num_experts), device=mesh.device)
+            self.experts = torch.zeros(
+                shape, dtype=narrow_dtype(moe.num_experts), device=mesh.device
+            )
 
     def local_prompts(self, width: int = 1 << 20) -> dict[int, int]:
         """Index -> length."""
-        costs = [len(prompt.ids) + self.params.samples * self.params.max_new_tokens for prompt in self.prompts]
+        costs = [
+            len(prompt.ids) + self.params.samples * self.params.max_new_tokens
+            for prompt in self.prompts
+        ]
         replicas = self.mesh["fsdp"]
         plan = plan_microbatches(costs, replicas.size, None, width=width)[replicas.rank]
         return {i: len(self.prompts[i].ids) for batch in plan for i in batch}
 
-    def store(self, slots: Numbers, drawn: Numbers, taken: Numbers, outputs: NDArray[np.float64], _: object) -> None:
+    def store(
+        self,
+        slots: Numbers,
+        drawn: Numbers,
+        taken: Numbers,
+        outputs: NDArray[np.float64],
+        _: object,
+    ) -> None:
         """Append `taken` [n] of ids and log-probs [steps, 2, n] to those drawn [n], on the host."""
         step, row = np.nonzero(np.arange(len(outputs))[:, None] < taken)
         self.ids.numpy()[slots[row], drawn[row] + step] = outputs[step, 0, row]
@@ -89,7 +107,8 @@ class SampleBuffer:
         self.counts.numpy()[slots] += taken
 
     def completions(self) -> list[Completion]:
-        replicas, device = self.mesh["fsdp"], self.mesh.device
+        replicas = self.mesh["fsdp"]
+        device = self.mesh.device
         counts: list[int] = sum_over(self.counts.to(device), replicas).tolist()
         longest = max(counts, default=0)
         ids = sum_over(self.ids[:, :longest].to(device), replicas).tolist()
@@ -98,21 +117,26 @@ class SampleBuffer:
         out = []
         for slot, count in enumerate(counts):
             index, sample = divmod(slot, self.params.samples)
-            prompt, drawn, trace = self.prompts[index], tuple(ids[slot][:count]), None
+            prompt = self.prompts[index]
+            drawn = tuple(ids[slot][:count])
+            trace = None
             if experts is not None and self.moe is not None:
                 length = len(prompt.ids) + count
                 valid = torch.arange(length) < length - 1  # the last token was not routed
                 routed = experts[slot, :length].to(torch.int32) * valid[:, None, None]
                 trace = RoutingTrace(self.moe.numbers, routed, valid)
             finish: Finish = "stop" if drawn[-1] in self.params.stop_ids else "length"
-            out.append(Completion(prompt.row, sample, drawn, tuple(log_probs[slot][:count]), finish, trace))
+            out.append(
+                Completion(prompt.row, sample, drawn, tuple(log_probs[slot][:count]), finish, trace)
+            )
         return out
 
 
 def check_weights(problems: list[str]) -> None:
     if problems:
         raise CheckpointError(
-            "the weights given to the sampler are not those of its model; refill it from an engine of the same "
+            "the weights given to the sampler are not those of its model; refill it from an "
+            "engine of the same "
             f"config.json:\n{listing(problems)}"
         )
 
@@ -127,17 +151,26 @@ def check_request(
 ) -> None:
     """rope_limit: a rope_type, and the length at which it changes earlier keys."""
     if not filled:
-        raise CheckpointError("the sampler holds no weights; call refill(engine.weights()) before sample()")
+        raise CheckpointError(
+            "the sampler holds no weights; call refill(engine.weights()) before sample()"
+        )
     for prompt in prompts:
         if not len(prompt.ids):
-            raise DataError(f"prompt of row {prompt.row} has no tokens; a prompt needs at least one")
+            raise DataError(
+                f"prompt of row {prompt.row} has no tokens; a prompt needs at least one"
+            )
         if min(prompt.ids) < 0 or max(prompt.ids) >= vocab_size:
             bad = next(token for token in prompt.ids if not 0 <= token < vocab_size)
-            raise DataError(f"prompt of row {prompt.row} has the id {bad}; this model has ids 0 to {vocab_size - 1}")
+            raise DataError(
+                f"prompt of row {prompt.row} has the id {bad}; this model has ids 0 to "
+                f"{vocab_size - 1}"
+            )
         total = len(prompt.ids) + params.max_new_tokens
         if rope_limit is not None and total > rope_limit[1]:
             raise ModelError(
-                f"prompt of row {prompt.row} has {len(prompt.ids)} tokens, {total} with max_new_tokens="
-                f"{params.max_new_tokens}; beyond {rope_limit[1]} positions rope_type {rope_limit[0]!r} changes the "
+                f"prompt of row {prompt.row} has {len(prompt.ids)} tokens, {total} with "
+                "max_new_tokens="
+                f"{params.max_new_tokens}; beyond {rope_limit[1]} positions rope_type "
+                f"{rope_limit[0]!r} changes the "
                 "keys that are cached; shorten the prompt or lower max_new_tokens"
             )

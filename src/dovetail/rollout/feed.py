@@ -19,7 +19,10 @@ class Feed:
     """submit: begin samples (group, number). keeps: trained groups until `forget`. A thread saves them."""
 
     def __init__(self, pool: Pool, journal: Journal, submit: Submit, *, keeps: bool = True) -> None:
-        self.pool, self.journal, self.submit, self.keeps = pool, journal, submit, keeps
+        self.pool = pool
+        self.journal = journal
+        self.submit = submit
+        self.keeps = keeps
         self._changed = threading.Condition()  # guards the pool and what follows
         self._running: dict[int, list[Completion]] = {}
         self._finished: dict[int, FinishedGroup] = {}
@@ -41,7 +44,10 @@ class Feed:
         self._finished = {number: saved[number] for number in kept}
         self.journal.drop(first, kept)  # a later start must not meet them
         if lost := len(saved) - len(kept):
-            problems.append(f"{lost} groups of {self.journal.path} have tokens of policies that this run does not have")
+            problems.append(
+                f"{lost} groups of {self.journal.path} have tokens of policies that this run "
+                "does not have"
+            )
         return problems
 
     def pushed(self, version: int) -> None:
@@ -57,7 +63,8 @@ class Feed:
     def take(self) -> list[FinishedGroup]:
         """Begin a step: its groups, once finished. Raises what an engine raised; MachineError for wrong versions."""
         with self._changed:
-            step, first = self.pool.step, self.pool.first
+            step = self.pool.step
+            first = self.pool.first
             while (chosen := self.pool.take()) is None:
                 if self._error is not None:
                     raise self._error
@@ -68,8 +75,10 @@ class Feed:
             oldest, newest = group.ages
             if not step - self.pool.max_lag <= oldest <= newest <= step:
                 raise MachineError(
-                    f"step {step + 1}: group {group.id} has tokens of versions {oldest} to {newest}; expected "
-                    f"{max(0, step - self.pool.max_lag)} to {step}: an engine sampled with weights that it should not hold"
+                    f"step {step + 1}: group {group.id} has tokens of versions {oldest} to "
+                    f"{newest}; expected "
+                    f"{max(0, step - self.pool.max_lag)} to {step}: an engine sampled with "
+                    "weights that it should not hold"
                 )
         if not self.keeps:
             self.journal.forget(first)

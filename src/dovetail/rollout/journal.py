@@ -39,7 +39,8 @@ class Journal:
     """key: of first weights, data and sampling; groups of another key are not loaded."""
 
     def __init__(self, path: Path, key: str) -> None:
-        self.path, self.key = path, key
+        self.path = path
+        self.key = key
         make_directory(path)
 
     def save(self, group: FinishedGroup) -> None:
@@ -50,9 +51,13 @@ class Journal:
             "sample": np.array([answer.sample for answer in answers], np.int64),
             "length": np.array([len(answer.ids) for answer in answers], np.int64),
             "ids": np.array([token for answer in answers for token in answer.ids], np.int64),
-            "log_probs": np.array([value for answer in answers for value in answer.log_probs], np.float64),
+            "log_probs": np.array(
+                [value for answer in answers for value in answer.log_probs], np.float64
+            ),
             "spans": np.array([len(answer.versions) for answer in answers], np.int64),
-            "versions": np.array([span for answer in answers for span in answer.versions], np.int64).reshape(-1, 3),
+            "versions": np.array(
+                [span for answer in answers for span in answer.versions], np.int64
+            ).reshape(-1, 3),
         }
         facts = json.dumps({"finish": [answer.finish for answer in answers]})
         metadata = {"key": self.key, "facts": facts, "crc32": str(_checksum(arrays, facts))}
@@ -62,7 +67,8 @@ class Journal:
         """Groups from `first` on, and problems of unusable files."""
         for debris in (path for pattern in LEFTOVERS for path in self.path.glob(pattern)):
             debris.unlink()
-        groups, problems = dict[int, FinishedGroup](), list[str]()
+        groups = dict[int, FinishedGroup]()
+        problems = list[str]()
         for number, file in self._files():
             if number >= first:
                 try:
@@ -99,14 +105,20 @@ class Journal:
         if int(metadata["crc32"]) != _checksum(arrays, metadata["facts"]):
             raise ValueError("its checksum does not fit: it has changed since it was written")
         facts: Mapping[str, Any] = json.loads(metadata["facts"])
-        token, span, answers = 0, 0, list[Completion]()
+        token = 0
+        span = 0
+        answers = list[Completion]()
         for i, sample in enumerate(arrays["sample"].tolist()):
             tokens = slice(token, token + int(arrays["length"][i]))
             spans = slice(span, span + int(arrays["spans"][i]))
-            token, span = tokens.stop, spans.stop
+            token = tokens.stop
+            span = spans.stop
             ids, log_probs = (tuple(arrays[name][tokens].tolist()) for name in ("ids", "log_probs"))
-            versions = tuple((version, start, end) for version, start, end in arrays["versions"][spans].tolist())
-            row, finish = int(arrays["row"][i]), facts["finish"][i]
+            versions = tuple(
+                (version, start, end) for version, start, end in arrays["versions"][spans].tolist()
+            )
+            row = int(arrays["row"][i])
+            finish = facts["finish"][i]
             answers.append(Completion(row, sample, ids, log_probs, finish, versions=versions))
         return FinishedGroup(number, tuple(answers))
 

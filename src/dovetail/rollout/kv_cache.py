@@ -23,9 +23,14 @@ def cache_shape(spec: ArchSpec, mesh: Mesh, pages: int, page_size: int) -> tuple
 class PagedCache:
     """Entries beyond a length are masked, not always unread, so they must be finite."""
 
-    def __init__(self, spec: ArchSpec, mesh: Mesh, dtype: torch.dtype, pages: int, page_size: int) -> None:
-        self.pages, self.page_size = pages, page_size
-        self.entries = torch.zeros(cache_shape(spec, mesh, pages, page_size), dtype=dtype, device=mesh.device)
+    def __init__(
+        self, spec: ArchSpec, mesh: Mesh, dtype: torch.dtype, pages: int, page_size: int
+    ) -> None:
+        self.pages = pages
+        self.page_size = page_size
+        self.entries = torch.zeros(
+            cache_shape(spec, mesh, pages, page_size), dtype=dtype, device=mesh.device
+        )
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
         return self.entries[layer, 0], self.entries[layer, 1]
@@ -80,17 +85,25 @@ class PageBudget:
 
     def pages_for_sample(self, length: int) -> int:
         """The last token gets no entry."""
-        return max(self.pages_for_prompt(length), -(-(length + self.new_tokens - 1) // self.page_size))
+        return max(
+            self.pages_for_prompt(length), -(-(length + self.new_tokens - 1) // self.page_size)
+        )
 
     def pages_beyond_prompt(self, length: int, *, last: bool) -> int:
         """The last sample takes over the prompt's partly filled page; others copy it."""
-        return self.pages_for_sample(length) - (self.pages_for_prompt(length) if last else length // self.page_size)
+        return self.pages_for_sample(length) - (
+            self.pages_for_prompt(length) if last else length // self.page_size
+        )
 
     def pages_for_first(self, length: int) -> int:
-        return self.pages_for_prompt(length) + self.pages_beyond_prompt(length, last=self.samples == 1)
+        return self.pages_for_prompt(length) + self.pages_beyond_prompt(
+            length, last=self.samples == 1
+        )
 
     def pages_for_all(self, length: int) -> int:
-        return self.pages_for_sample(length) + (self.samples - 1) * self.pages_beyond_prompt(length, last=False)
+        return self.pages_for_sample(length) + (self.samples - 1) * self.pages_beyond_prompt(
+            length, last=False
+        )
 
 
 @dataclass(frozen=True)
@@ -125,7 +138,8 @@ class DecodeContext(_CacheContext):
     lengths: Tensor
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-        n, entries = len(self.lengths), self.cache.layer(layer)
+        n = len(self.lengths)
+        entries = self.cache.layer(layer)
         self.kernels.write_entries(*entries, self.pages, self.offsets, k[:n], v[:n])
         out = self.kernels.decode_attention(q[:n], *entries, self.page_table, self.lengths, window)
         out = out[..., : v.shape[-1]]

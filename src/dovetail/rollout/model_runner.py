@@ -26,15 +26,20 @@ from dovetail.rollout.sampling import banned_of, bits_at, draw, mask_of
 Step = Callable[[], Any]
 Capture = Callable[[Step], Step]
 STATE = ("token", "length", "drawn", "stream", "active")  # active: 0 in padding
-SMALLEST_BUCKET, NEXT_BUCKET = 8, 32
-PREFILL_STEP, LARGEST_PREFILL, MOST_PROMPTS = 128, 2048, 64  # of graphs: tokens, and prompts with the padding
+SMALLEST_BUCKET = 8
+NEXT_BUCKET = 32
+PREFILL_STEP = 128
+LARGEST_PREFILL = 2048
+MOST_PROMPTS = 64  # of graphs: tokens, and prompts with the padding
 
 
 def pad_to_bucket(n: int, *, fine: bool = False) -> int:
     """Rows of the graph for n; a capture costs ten to twenty steps. fine: multiples of NEXT_BUCKET, for graphs that are kept."""
     if n <= SMALLEST_BUCKET:
         return SMALLEST_BUCKET
-    return -(-n // NEXT_BUCKET) * NEXT_BUCKET if fine else max(NEXT_BUCKET, 1 << (n - 1).bit_length())
+    return (
+        -(-n // NEXT_BUCKET) * NEXT_BUCKET if fine else max(NEXT_BUCKET, 1 << (n - 1).bit_length())
+    )
 
 
 class ModelRunner:
@@ -56,9 +61,15 @@ class ModelRunner:
         capture_prefill: bool = False,
     ) -> None:
         assert isinstance(model.spec, ArchSpec)
-        self.model, self.cache, self.capture = model, cache, capture
-        self.rows, self.table_width, self.decode_steps = rows, table_width, decode_steps
-        self.spec, self.mesh, self.kernels = model.spec, model.mesh, model.kernels
+        self.model = model
+        self.cache = cache
+        self.capture = capture
+        self.rows = rows
+        self.table_width = table_width
+        self.decode_steps = decode_steps
+        self.spec = model.spec
+        self.mesh = model.mesh
+        self.kernels = model.kernels
         device = model.mesh.device
         positions = torch.arange(table_width * cache.page_size, device=device)
         self.cos, self.sin = rope_tables(self.spec.rope, positions, (), cache.entries.dtype)
@@ -68,7 +79,8 @@ class ModelRunner:
         self.outputs = torch.zeros(decode_steps, 2, rows, dtype=torch.float64, device=device)
         self.experts: Tensor | None = None
         self.params: SamplingParams | None = None
-        self.capture_prefill, self.joining = capture_prefill, False
+        self.capture_prefill = capture_prefill
+        self.joining = False
         self._steps: dict[int, Step] = {}
         self._prefills: dict[int, tuple[Tensor, Tensor, Step]] = {}  # inputs, cu_seqlens, step
 
@@ -77,9 +89,13 @@ class ModelRunner:
         params = replace(params, samples=1, max_new_tokens=1, seed=0, step=0, stop_ids=())
         if params == self.params:
             return
-        self.params, self._steps, self.experts = params, {}, None
+        self.params = params
+        self._steps = {}
+        self.experts = None
         self.banned = banned_of(params, self.mesh.device)
-        self.banned_mask = None if not params.banned_ids else mask_of(self.banned, self.spec.vocab_size)
+        self.banned_mask = (
+            None if not params.banned_ids else mask_of(self.banned, self.spec.vocab_size)
+        )
         moe = self.spec.moe if params.trace else None
         if moe is not None:
             shape = (self.decode_steps, self.rows, len(moe.numbers), moe.top_k)
@@ -87,27 +103,37 @@ class ModelRunner:
 
     def drop_graphs(self) -> None:
         """Graphs and runner refer to each other; without this their memory stays."""
-        self._steps, self._prefills = {}, {}
+        self._steps = {}
+        self._prefills = {}
 
-    def prefill(self, prompts: Sequence[tuple[Sequence[int], list[int]]]) -> tuple[Tensor, Tensor | None]:
+    def prefill(
+        self, prompts: Sequence[tuple[Sequence[int], list[int]]]
+    ) -> tuple[Tensor, Tensor | None]:
         """Prompts (ids, pages) into the cache: last hidden states [n, D], and all tokens' experts [T, M, K]."""
-        page_size, lengths = self.cache.page_size, [len(ids) for ids, _ in prompts]
-        bucket, tokens = self._prefill_bucket(lengths), sum(lengths)
+        page_size = self.cache.page_size
+        lengths = [len(ids) for ids, _ in prompts]
+        bucket = self._prefill_bucket(lengths)
+        tokens = sum(lengths)
         missing = bucket - tokens if bucket else -tokens % self.mesh.token_multiple
         packed = (*lengths, missing) if missing else tuple(lengths)
-        inputs = np.zeros((4, sum(packed)), np.int64)  # tokens, positions, pages, offsets; padding goes to page 0
+        inputs = np.zeros(
+            (4, sum(packed)), np.int64
+        )  # tokens, positions, pages, offsets; padding goes to page 0
         start = 0
         for ids, pages in prompts:
             positions = np.arange(len(ids))
             entries = np.array(pages)[positions // page_size], positions % page_size
             inputs[:, start : start + len(ids)] = ids, positions, *entries
             start += len(ids)
-        ends, routes = cumulative(packed), Routes()
+        ends = cumulative(packed)
+        routes = Routes()
         if bucket:
             hidden = self._captured_prefill(bucket, torch.from_numpy(inputs), ends)
         else:
             device = self.mesh.device
-            hidden = self._prefill(torch.from_numpy(inputs).to(device), Spans(ends.to(device), packed), routes)
+            hidden = self._prefill(
+                torch.from_numpy(inputs).to(device), Spans(ends.to(device), packed), routes
+            )
         last = ends[1 : len(lengths) + 1].to(hidden.device).long() - 1
         return hidden[last], None if self.experts is None else self._experts(routes)
 
@@ -115,7 +141,11 @@ class ModelRunner:
         """Tokens of a captured prefill; 0: none."""
         total = sum(lengths)
         fits = total <= LARGEST_PREFILL and len(lengths) < MOST_PROMPTS
-        if self.capture is None or not (self.capture_prefill and self.joining and fits) or self.experts is not None:
+        if (
+            self.capture is None
+            or not (self.capture_prefill and self.joining and fits)
+            or self.experts is not None
+        ):
             return 0
         step = PREFILL_STEP if total <= 2 * PREFILL_STEP else 2 * PREFILL_STEP
         return -(-total // step) * step
@@ -127,7 +157,11 @@ class ModelRunner:
             own = torch.zeros(4, bucket, dtype=torch.int64, device=self.mesh.device)
             cu_seqlens = torch.zeros(MOST_PROMPTS + 1, dtype=torch.int32, device=self.mesh.device)
             spans = Spans(cu_seqlens, (bucket, 0))  # the longest, and no form for equal lengths
-            self._prefills[bucket] = own, cu_seqlens, self.capture(partial(self._prefill, own, spans, Routes()))
+            self._prefills[bucket] = (
+                own,
+                cu_seqlens,
+                self.capture(partial(self._prefill, own, spans, Routes())),
+            )
         own, cu_seqlens, step = self._prefills[bucket]
         own.copy_(inputs)
         cu_seqlens.copy_(F.pad(ends, (0, len(cu_seqlens) - len(ends)), value=bucket))
@@ -136,10 +170,16 @@ class ModelRunner:
 
     def _prefill(self, inputs: Tensor, spans: Spans, routes: Routes) -> Tensor:
         tokens, at, pages, offsets = inputs
-        cos, sin = self.cos[at], self.sin[at]
-        return self._hidden(tokens, PrefillContext(cos, sin, self.kernels, self.cache, pages, offsets, routes, spans))
+        cos = self.cos[at]
+        sin = self.sin[at]
+        return self._hidden(
+            tokens,
+            PrefillContext(cos, sin, self.kernels, self.cache, pages, offsets, routes, spans),
+        )
 
-    def sample_first(self, hidden: Tensor, owners: Sequence[int], noise: Numbers) -> NDArray[np.float64]:
+    def sample_first(
+        self, hidden: Tensor, owners: Sequence[int], noise: Numbers
+    ) -> NDArray[np.float64]:
         """Row i continues the hidden state of `owners[i]`: ids, log-probs [1, 2, rows]. noise [2, rows]: streams, positions."""
         z = self.logits(hidden)[torch.tensor(owners, device=hidden.device)]
         streams, positions = torch.from_numpy(noise).to(hidden.device)
@@ -167,7 +207,8 @@ class ModelRunner:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, V] on every tp rank, without the vocabulary's padding."""
-        tp, head = self.mesh["tp"], self.model.lm_head
+        tp = self.mesh["tp"]
+        head = self.model.lm_head
         z = head.logits(hidden)
         if tp.size == 1:
             return z
@@ -199,17 +240,21 @@ class ModelRunner:
 
     def _forward(self, n: int) -> Tensor:
         tokens, lengths = self.state[:2, :n]
-        page_size, page_table = self.cache.page_size, self.page_table[:n]
+        page_size = self.cache.page_size
+        page_table = self.page_table[:n]
         pages = page_table.gather(1, (lengths // page_size)[:, None])[:, 0]
         missing = -n % self.mesh.token_multiple
         positions, tokens = (F.pad(x, (0, missing)) if missing else x for x in (lengths, tokens))
-        cos, sin = self.cos[positions], self.sin[positions]
+        cos = self.cos[positions]
+        sin = self.sin[positions]
         entries = (pages, lengths % page_size, Routes(), page_table, lengths + 1)
         context = DecodeContext(cos, sin, self.kernels, self.cache, *entries)
         hidden = self._hidden(tokens, context)[:n]
         if self.experts is not None:
             experts = self._experts(context.routes)[:n]
-            self.experts[:, :n].index_copy_(0, self.step_index, experts[None].to(self.experts.dtype))
+            self.experts[:, :n].index_copy_(
+                0, self.step_index, experts[None].to(self.experts.dtype)
+            )
         return self.logits(hidden)
 
     def _decode_step(self, forward: Step, n: int) -> None:
@@ -226,7 +271,9 @@ class ModelRunner:
         """Ids and log-probs [2, n], tp rank 0's on every rank: devices may round apart."""
         assert self.params is not None
         if self.kernels.draw is not None and not self.params.cuts and z.dtype != torch.float64:
-            drawn = self.kernels.draw(z, streams, positions, self.params.temperature, self.banned_mask)
+            drawn = self.kernels.draw(
+                z, streams, positions, self.params.temperature, self.banned_mask
+            )
         else:
             uniforms = bits_at(streams, positions).to(torch.float64) * 2.0**-53
             ids, log_probs = draw(z, uniforms, self.params, self.banned)
@@ -238,7 +285,8 @@ class GraphPool:
     """A memory pool of graphs. Torch captures into no pool whose graphs are all gone."""
 
     def __init__(self, new_handle: Callable[[], Any]) -> None:
-        self._new_handle, self._handle = new_handle, None
+        self._new_handle = new_handle
+        self._handle = None
         self._graphs: WeakSet[Any] = WeakSet()
 
     def acquire(self, graph: object) -> Any:
@@ -253,7 +301,8 @@ class CapturedStep:
     """Run once (which compiles kernels), then captured and replayed; results hold until a function of the pool runs again."""
 
     def __init__(self, fn: Step, pool: GraphPool) -> None:
-        self._fn, self._pool = fn, pool
+        self._fn = fn
+        self._pool = pool
         self._warm = False
         self._captured: tuple[torch.cuda.CUDAGraph, Any] | None = None
 
@@ -264,7 +313,9 @@ class CapturedStep:
         if self._captured is None:
             graph = torch.cuda.CUDAGraph()
             # thread_local: a checkpoint's writer may use the device meanwhile
-            with torch.cuda.graph(graph, pool=self._pool.acquire(self), capture_error_mode="thread_local"):
+            with torch.cuda.graph(
+                graph, pool=self._pool.acquire(self), capture_error_mode="thread_local"
+            ):
                 result = self._fn()
             self._captured = graph, result
         graph, result = self._captured

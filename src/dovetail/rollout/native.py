@@ -16,7 +16,15 @@ from dovetail.nn.decoder import Decoder
 from dovetail.parallel.collectives import stack_over
 from dovetail.parallel.mesh import Mesh
 from dovetail.parallel.placement import as_index, checkpoint_shapes
-from dovetail.rollout.base import Completion, Prompt, SampleBuffer, SamplingParams, Watch, check_request, check_weights
+from dovetail.rollout.base import (
+    Completion,
+    Prompt,
+    SampleBuffer,
+    SamplingParams,
+    Watch,
+    check_request,
+    check_weights,
+)
 from dovetail.rollout.kv_cache import PageBudget, PagedCache, PagePool, cache_shape
 from dovetail.rollout.model_runner import Capture, ModelRunner, cuda_capture, pad_to_bucket
 from dovetail.rollout.sampling import streams
@@ -57,11 +65,17 @@ class NativeSampler:
     ) -> None:
         """max_tokens: of a replica's cache; default 2^16, on a GPU half of the free memory."""
         assert mesh["pp"].size == 1, "factory.sampler makes pipeline ranks tensor-parallel ones"
-        self.spec, self.mesh, self.kernels, self.dtype, self.max_tokens = spec, mesh, kernels, dtype, max_tokens
+        self.spec = spec
+        self.mesh = mesh
+        self.kernels = kernels
+        self.dtype = dtype
+        self.max_tokens = max_tokens
         self.options = options or SamplerOptions()
         self.decode_steps = self.options.decode_steps or (1 if mesh.device.type == "cpu" else 8)
         self.capture = capture or capture_for(spec, mesh, kernels, dtype)
-        plain = kernels.attention is reference.attention or not cuda.takes_flash(dtype, spec.attention.head_dim)
+        plain = kernels.attention is reference.attention or not cuda.takes_flash(
+            dtype, spec.attention.head_dim
+        )
         self.capture_prefill = self.capture is not None and not plain
         self.model = _empty_decoder(spec, mesh, kernels, dtype)
         self._runner: ModelRunner | None = None
@@ -93,22 +107,27 @@ class NativeSampler:
         rope = self.spec.rope
         limit = (rope.kind, rope.max_positions) if rope.kind in BY_LENGTH else None
         check_request(prompts, params, self.spec.vocab_size, limit, filled=self.filled)
-        buffer = SampleBuffer(prompts, params, self.mesh, torch.device("cpu"), self.spec.moe if params.trace else None)
+        buffer = SampleBuffer(
+            prompts, params, self.mesh, torch.device("cpu"), self.spec.moe if params.trace else None
+        )
         lengths = buffer.local_prompts(self.spec.width)
         if lengths:
             self._run(lengths, buffer)
         return buffer.completions()
 
     def _run(self, lengths: dict[int, int], buffer: SampleBuffer) -> None:
-        options, params = self.options, buffer.params
+        options = self.options
+        params = buffer.params
         budget = PageBudget(params.samples, params.max_new_tokens, options.page_size)
-        runner, self._runner = self._runner_for(lengths, budget), None
+        runner = self._runner_for(lengths, budget)
+        self._runner = None
         runner.set_params(params)
         pool = PagePool(runner.cache.pages - 1)
         scheduler = Scheduler(pool, options.max_num_seqs, options.max_prefill_tokens)
         experts = buffer.experts if runner.experts is not None else None
         loop = GenerationLoop(runner, scheduler, params.stop_ids, buffer.store, experts)
-        order, samples = sorted(lengths, key=lambda i: (-lengths[i], i)), np.arange(params.samples)
+        order = sorted(lengths, key=lambda i: (-lengths[i], i))
+        samples = np.arange(params.samples)
         rows = np.array([buffer.prompts[i].row for i in order]).repeat(params.samples)
         noise = streams(params.seed, params.step, rows, np.tile(samples, len(order)))
         for i, own in zip(order, noise.reshape(len(order), -1), strict=True):
@@ -117,7 +136,9 @@ class NativeSampler:
             while loop.turn():
                 if self.watch is not None:
                     self.watch(loop.finished, len(noise), loop.tokens)
-            assert scheduler.all_admitted, "prompts wait, but nothing runs that could free pages for them"
+            assert scheduler.all_admitted, (
+                "prompts wait, but nothing runs that could free pages for them"
+            )
         finally:
             if not options.keep_cache:
                 runner.drop_graphs()
@@ -125,13 +146,19 @@ class NativeSampler:
 
     def _runner_for(self, lengths: dict[int, int], budget: PageBudget) -> ModelRunner:
         """The kept one if it is large enough."""
-        page_size, values = self.options.page_size, lengths.values()
+        page_size = self.options.page_size
+        values = lengths.values()
         rows = min(self.options.max_num_seqs, len(lengths) * budget.samples)
-        longest, least = max(map(budget.pages_for_sample, values)), max(map(budget.pages_for_first, values))
+        longest = max(map(budget.pages_for_sample, values))
+        least = max(map(budget.pages_for_first, values))
         width = longest + -(-self.decode_steps // page_size)  # finished rows run on
         wanted = min(sum(map(budget.pages_for_all, values)), (rows + 1) * longest)
         if self._runner is not None:
-            fits = self._runner.table_width >= width and self._runner.rows >= rows and self._runner.cache.pages > least
+            fits = (
+                self._runner.table_width >= width
+                and self._runner.rows >= rows
+                and self._runner.cache.pages > least
+            )
             if fits and self._wanted_pages >= wanted:
                 return self._runner
             self._runner.drop_graphs()
@@ -139,7 +166,9 @@ class NativeSampler:
         self._wanted_pages = wanted
         pages = 1 + min(wanted, max(least, self.max_entries() // page_size))
         return self.make_runner(
-            PagedCache(self.spec, self.mesh, self.dtype, pages, page_size), pad_to_bucket(rows), width
+            PagedCache(self.spec, self.mesh, self.dtype, pages, page_size),
+            pad_to_bucket(rows),
+            width,
         )
 
     def make_runner(self, cache: PagedCache, rows: int, width: int) -> ModelRunner:
@@ -162,13 +191,18 @@ class NativeSampler:
         if self.max_tokens is not None or device.type != "cuda":
             return MAX_TOKENS if self.max_tokens is None else self.max_tokens
         memory = torch.cuda.mem_get_info(device)
-        held, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+        held = torch.cuda.memory_allocated(device)
+        reserved = torch.cuda.memory_reserved(device)
         room = int(cache_bytes(share, *memory, held, reserved, of_all=of_all))
         least = int(stack_over(torch.tensor([room], device=device), self.mesh["tp"]).min())
-        return max(0, least) // (math.prod(cache_shape(self.spec, self.mesh, 1, 1)) * self.dtype.itemsize)
+        return max(0, least) // (
+            math.prod(cache_shape(self.spec, self.mesh, 1, 1)) * self.dtype.itemsize
+        )
 
 
-def cache_bytes(share: float, free: int, total: int, held: int, reserved: int, *, of_all: bool) -> float:
+def cache_bytes(
+    share: float, free: int, total: int, held: int, reserved: int, *, of_all: bool
+) -> float:
     """`NativeSampler.max_entries` in bytes. held: tensors of this process; reserved: with what its allocator keeps."""
     free += reserved - held
     return min(share * total - held, MOST_OF_FREE * free) if of_all else share * free
@@ -178,7 +212,8 @@ class Refilling:
     """New weights for a sampler, which is not `filled` until all of them came."""
 
     def __init__(self, sampler: NativeSampler) -> None:
-        sampler.filled, self._sampler = False, sampler
+        sampler.filled = False
+        self._sampler = sampler
         # Our views, with their slices.
         self._shards: dict[str, list[tuple[Tensor, tuple[slice, ...]]]] = defaultdict(list)
         self._shapes: dict[str, tuple[int, ...]] = {}  # of all ranks', which refuse alike
@@ -186,12 +221,16 @@ class Refilling:
             self._shapes |= checkpoint_shapes(param.name, param.placement, param.shape)
             for region in param.regions:
                 view = param.local[as_index(region.local_slice)]
-                self._shards[region.checkpoint_name].append((view, as_index(region.checkpoint_slice)))
-        self._problems, self._missing = list[str](), set(self._shapes)
+                self._shards[region.checkpoint_name].append(
+                    (view, as_index(region.checkpoint_slice))
+                )
+        self._problems = list[str]()
+        self._missing = set(self._shapes)
 
     def put(self, listed: str, tensor: Tensor) -> None:
         """A whole tensor by its HF name. A problem waits for `finish`."""
-        spec, shapes = self._sampler.spec, self._shapes
+        spec = self._sampler.spec
+        shapes = self._shapes
         tied_head = spec.tie_embeddings and listed == "lm_head.weight"
         name = "model.embed_tokens.weight" if tied_head else listed
         if tied_head and name not in self._missing:
@@ -199,7 +238,9 @@ class Refilling:
         elif name not in shapes:
             self._problems.append(f"{name}: not a tensor of this {spec.family} model")
         elif tuple(tensor.shape) != shapes[name]:
-            self._problems.append(f"{name}: shape {list(tensor.shape)}, expected {list(shapes[name])}")
+            self._problems.append(
+                f"{name}: shape {list(tensor.shape)}, expected {list(shapes[name])}"
+            )
         else:
             for local, source in self._shards[name]:
                 local.copy_(tensor[source])
@@ -211,7 +252,9 @@ class Refilling:
         self._sampler.filled = True
 
 
-def capture_for(spec: ArchSpec, mesh: Mesh, kernels: KernelSet, dtype: torch.dtype) -> Capture | None:
+def capture_for(
+    spec: ArchSpec, mesh: Mesh, kernels: KernelSet, dtype: torch.dtype
+) -> Capture | None:
     """CUDA graphs on one GPU; not with reference attention and some grouped products, which synchronize."""
     alone = mesh.device.type == "cuda" and mesh["tp"].size == mesh["ep"].size == 1
     plain = dtype == torch.float64 or spec.attention.head_dim > reference.MAX_PAGED_DIM

@@ -32,8 +32,14 @@ class SamplingParams:
         heat = self.temperature == 0 or MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE
         expected = {
             "samples": (1 <= self.samples <= MAX_SAMPLES, f"1 to {MAX_SAMPLES:,}"),
-            "max_new_tokens": (1 <= self.max_new_tokens <= MAX_NEW_TOKENS, f"1 to {MAX_NEW_TOKENS:,}"),
-            "temperature": (heat, f"0 (the likeliest token), or {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}"),
+            "max_new_tokens": (
+                1 <= self.max_new_tokens <= MAX_NEW_TOKENS,
+                f"1 to {MAX_NEW_TOKENS:,}",
+            ),
+            "temperature": (
+                heat,
+                f"0 (the likeliest token), or {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}",
+            ),
             "top_p": (0 < self.top_p <= 1, "above 0 and at most 1 (which cuts nothing)"),
             "top_k": (self.top_k >= 0, "0 (which cuts nothing) or more"),
             "min_p": (0 <= self.min_p <= 1, "0 (which cuts nothing) to 1"),

@@ -22,7 +22,10 @@ class Group:
 
 class Pool:
     def __init__(self, groups_per_step: int, samples: int, max_lag: int, steps: int) -> None:
-        self.groups_per_step, self.samples, self.max_lag, self.steps = groups_per_step, samples, max_lag, steps
+        self.groups_per_step = groups_per_step
+        self.samples = samples
+        self.max_lag = max_lag
+        self.steps = steps
         self.version = self.step = 0
         self.alive: dict[int, Group] = {}  # admitted, not trained
         self._next = 0  # to admit
@@ -35,7 +38,9 @@ class Pool:
     def admit(self) -> list[int]:
         """Groups to begin, in order."""
         end = min(self.version + self.max_lag + 1, self.steps) * self.groups_per_step
-        admitted = [group for group in range(max(self._next, self.first), end) if group not in self.alive]
+        admitted = [
+            group for group in range(max(self._next, self.first), end) if group not in self.alive
+        ]
         self.alive |= {group: Group(self.samples) for group in admitted}
         self._next = max(self._next, end)
         return admitted
@@ -60,7 +65,9 @@ class Pool:
         return chosen
 
     def pushed(self, version: int) -> None:
-        assert self.version <= version <= self.step, f"version {version} after {self.version}, of {self.step} steps"
+        assert self.version <= version <= self.step, (
+            f"version {version} after {self.version}, of {self.step} steps"
+        )
         self.version = version
 
     def restore(self, step: int, finished: Mapping[int, tuple[int, int]]) -> list[int]:

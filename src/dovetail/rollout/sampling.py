@@ -27,7 +27,9 @@ def uniforms(
     return bits_at(keys, np.full_like(keys, signed(position))).astype(np.float64) * 2.0**-53
 
 
-def streams(seed: int, step: int, rows: NDArray[np.int64], samples: NDArray[np.int64]) -> NDArray[np.int64]:
+def streams(
+    seed: int, step: int, rows: NDArray[np.int64], samples: NDArray[np.int64]
+) -> NDArray[np.int64]:
     """All keys but the position."""
     state = np.zeros(rows.shape, np.int64)
     for key in (signed(seed), signed(step), rows.astype(np.int64), samples.astype(np.int64)):
@@ -40,12 +42,17 @@ def bits_at(streams: Words, positions: Words) -> Words:
     return shifted(mixed((streams ^ positions) + signed(STEP)), 11)
 
 
-def draw(z: Tensor, uniforms: Tensor, params: SamplingParams, banned: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def draw(
+    z: Tensor, uniforms: Tensor, params: SamplingParams, banned: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Ids [n] of logits z [n, V] by noise [n], and log-probs before cuts and bans. With `banned`, top_p=1 never synchronizes."""
     if banned is None:
         banned = banned_of(params, z.device)
     rows = max(1, (CPU_ELEMENTS if z.device.type == "cpu" else GPU_ELEMENTS) // z.shape[1])
-    drawn = [_draw(*part, params, banned) for part in zip(z.split(rows), uniforms.split(rows), strict=True)]
+    drawn = [
+        _draw(*part, params, banned)
+        for part in zip(z.split(rows), uniforms.split(rows), strict=True)
+    ]
     ids, log_probs = zip(*drawn, strict=True)
     return torch.cat(ids), torch.cat(log_probs)
 
@@ -65,7 +72,9 @@ def inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
     target = uniforms * running[:, -1]
     block = (running <= target[:, None]).sum(-1)
     before = F.pad(running, (1, 0)).gather(1, block[:, None])[:, 0]
-    inside = blocks[torch.arange(len(block), device=block.device), block].to(torch.float64).cumsum(-1)
+    inside = (
+        blocks[torch.arange(len(block), device=block.device), block].to(torch.float64).cumsum(-1)
+    )
     # the block's sum and its running sum may round apart
     rest = torch.minimum(target - before, inside[:, -1] * BELOW_ONE)
     return block * BLOCK + (inside <= rest[:, None]).sum(-1)
@@ -82,7 +91,9 @@ def cut(weights: Tensor, top_k: int, top_p: float, min_p: float = 0.0) -> Tensor
     return weights
 
 
-def _draw(z: Tensor, uniforms: Tensor, params: SamplingParams, banned: Tensor) -> tuple[Tensor, Tensor]:
+def _draw(
+    z: Tensor, uniforms: Tensor, params: SamplingParams, banned: Tensor
+) -> tuple[Tensor, Tensor]:
     scaled = z / params.temperature if params.temperature not in (0, 1) else z
     allowed = scaled.index_fill(-1, banned, -torch.inf) if params.banned_ids else scaled
     peak = allowed.amax(-1, keepdim=True)
@@ -94,7 +105,9 @@ def _draw(z: Tensor, uniforms: Tensor, params: SamplingParams, banned: Tensor) -
     picked = (scaled.gather(1, ids[:, None]) - peak)[:, 0].to(torch.float64)
     log_total = _in_blocks(weights).sum(-1, dtype=torch.float64).sum(-1).log()
     if params.banned_ids:
-        log_total = torch.logaddexp(log_total, (scaled[:, banned] - peak).to(torch.float64).logsumexp(-1))
+        log_total = torch.logaddexp(
+            log_total, (scaled[:, banned] - peak).to(torch.float64).logsumexp(-1)
+        )
     return ids, picked - log_total
 
 

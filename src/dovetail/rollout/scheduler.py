@@ -60,7 +60,9 @@ class Scheduler:
     """
 
     def __init__(self, pool: PagePool, max_num_seqs: int, max_prefill_tokens: int) -> None:
-        self.pool, self.max_num_seqs, self.max_prefill_tokens = pool, max_num_seqs, max_prefill_tokens
+        self.pool = pool
+        self.max_num_seqs = max_num_seqs
+        self.max_prefill_tokens = max_prefill_tokens
         self.waiting = deque[Group]()
         self.current: CachedPrompt | None = None  # partly admitted
         self.running = 0
@@ -87,7 +89,8 @@ class Scheduler:
             if self.current is None:
                 if not self.waiting:
                     break
-                group, length = self.waiting[0], self.waiting[0].length
+                group = self.waiting[0]
+                length = self.waiting[0].length
                 full = bool(prompts) and tokens + length > self.max_prefill_tokens
                 if full or group.budget.pages_for_first(length) > self.pool.num_free:
                     break
@@ -95,7 +98,8 @@ class Scheduler:
                 self.current = CachedPrompt(self.waiting.popleft(), pages, group.budget.samples)
                 prompts.append(self.current)
                 tokens += length
-            group, last = self.current.group, self.current.waiting == 1
+            group = self.current.group
+            last = self.current.waiting == 1
             if group.budget.pages_beyond_prompt(group.length, last=last) > self.pool.num_free:
                 break
             requests.append(self._next_sample(self.current))
@@ -120,8 +124,10 @@ class Scheduler:
         self.waiting.clear()
 
     def _next_sample(self, prompt: CachedPrompt) -> Request:
-        group, budget = prompt.group, prompt.group.budget
-        sample, full = budget.samples - prompt.waiting, group.length // budget.page_size
+        budget = prompt.group.budget
+        group = prompt.group
+        sample = budget.samples - prompt.waiting
+        full = group.length // budget.page_size
         last = prompt.waiting == 1
         prompt.waiting -= 1
         own = self.pool.allocate(budget.pages_beyond_prompt(group.length, last=last))
@@ -168,7 +174,10 @@ class GenerationLoop:
         store: Store,
         experts: Tensor | None = None,
     ) -> None:
-        self.runner, self.scheduler, self.store, self.experts = runner, scheduler, store, experts
+        self.runner = runner
+        self.scheduler = scheduler
+        self.store = store
+        self.experts = experts
         self.stop_ids = np.array(stop_ids, np.int64)
         self.rows = np.zeros((0, PAGES + runner.table_width), np.int64)
         self.finished = self.tokens = 0
@@ -201,19 +210,27 @@ class GenerationLoop:
         self._free(self.rows[~kept])
         self._changed |= not kept.all()
         self.rows = self.rows[kept]
-        groups = [group for group in self.scheduler.waiting if any(slot in slots for slot in group.slots.tolist())]
+        groups = [
+            group
+            for group in self.scheduler.waiting
+            if any(slot in slots for slot in group.slots.tolist())
+        ]
         self.scheduler.waiting = deque(groups)
 
     def clear(self) -> None:
         """Drop all."""
         self._free(self.rows)
-        self.rows, self._hidden, self._changed = self.rows[:0], {}, True
+        self.rows = self.rows[:0]
+        self._hidden = {}
+        self._changed = True
         self.scheduler.clear()
 
     def widen(self, runner: ModelRunner) -> None:
         """Go on with a runner of a wider page table and the same cache."""
         more = runner.table_width - self.runner.table_width
-        self.runner, self.rows, self._changed = runner, np.pad(self.rows, ((0, 0), (0, more))), True
+        self.runner = runner
+        self.rows = np.pad(self.rows, ((0, 0), (0, more)))
+        self._changed = True
 
     def _admit(self, prefilled: Sequence[CachedPrompt], requests: Sequence[Request]) -> bool:
         """False: there was nothing to admit."""
@@ -221,7 +238,9 @@ class GenerationLoop:
             return False
         if prefilled:
             self._prefill(prefilled)
-        self.runner.cache.copy_pages([request.copy for request in requests if request.copy is not None])
+        self.runner.cache.copy_pages(
+            [request.copy for request in requests if request.copy is not None]
+        )
         groups = list(dict.fromkeys(request.group for request in requests))
         hidden = torch.stack([self._hidden[group] for group in groups])
         places = {group: place for place, group in enumerate(groups)}
@@ -234,7 +253,9 @@ class GenerationLoop:
         return True
 
     def _prefill(self, prompts: Sequence[CachedPrompt]) -> None:
-        hidden, experts = self.runner.prefill([(prompt.group.ids, prompt.pages) for prompt in prompts])
+        hidden, experts = self.runner.prefill(
+            [(prompt.group.ids, prompt.pages) for prompt in prompts]
+        )
         self._hidden |= {prompt.group: state for prompt, state in zip(prompts, hidden, strict=True)}
         if experts is None or self.experts is None:
             return
@@ -242,19 +263,27 @@ class GenerationLoop:
         for group in (prompt.group for prompt in prompts):
             positions = torch.arange(group.length, device=experts.device)[None]
             slots = torch.from_numpy(group.slots).to(experts.device)[:, None]
-            self.experts[slots, positions] = experts[start : start + group.length].to(self.experts.dtype)
+            self.experts[slots, positions] = experts[start : start + group.length].to(
+                self.experts.dtype
+            )
             start += group.length
 
-    def _accept(self, rows: Numbers, outputs: NDArray[np.float64], experts: Tensor | None = None) -> Numbers:
+    def _accept(
+        self, rows: Numbers, outputs: NDArray[np.float64], experts: Tensor | None = None
+    ) -> Numbers:
         """Store outputs [steps, 2, n] and experts [steps, n, M, K] up to each row's end -> unfinished rows."""
-        ids, steps, slots, drawn = outputs[:, 0].astype(np.int64), len(outputs), rows[:, SLOT], rows[:, DRAWN]
+        ids = outputs[:, 0].astype(np.int64)
+        steps = len(outputs)
+        slots = rows[:, SLOT]
+        drawn = rows[:, DRAWN]
         stops = np.isin(ids, self.stop_ids)
         stopped = stops.any(0)
         until = np.where(stopped, stops.argmax(0) + 1, steps)
         taken = np.minimum(until, rows[:, MOST] - drawn)
         finished = stopped & (until == taken) | (drawn + taken == rows[:, MOST])
         self.store(slots, drawn, taken, outputs, finished)
-        self.finished, self.tokens = self.finished + int(finished.sum()), self.tokens + int(taken.sum())
+        self.finished = self.finished + int(finished.sum())
+        self.tokens = self.tokens + int(taken.sum())
         if experts is not None and self.experts is not None:
             step, row = np.nonzero(np.arange(steps)[:, None] < taken)
             indices = (slots[row], rows[row, LENGTH] + step, step, row)

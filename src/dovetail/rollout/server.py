@@ -53,7 +53,8 @@ class SamplerServer:
 
         push_directory: the only one whose files may be pushed; None: no file may.
         """
-        self.sampler, self.options = sampler, sampler.options
+        self.sampler = sampler
+        self.options = sampler.options
         size = self.options.page_size
         pages = sampler.max_entries(utilization, of_all=True) // size
         longest = (pages - 1) * size  # a prompt that several samples share may take a page more
@@ -78,7 +79,8 @@ class SamplerServer:
         self._arrived = list[Sample]()  # begin at the next turn
         self._deferred: dict[SamplingParams, list[Sample]] = {}  # KINDS others run
         self._held: dict[str, list[Sample]] = {}  # wait for their batch
-        self._begun, self._heard = deque[str](maxlen=BATCHES), 0.0
+        self._begun = deque[str](maxlen=BATCHES)
+        self._heard = 0.0
         self._left = set[Sample]()  # aborted since the last turn
         self._events = list[tuple[Sample, Event]]()  # of this turn
         self._stopped = False
@@ -91,7 +93,8 @@ class SamplerServer:
             if not self.paused:
                 self._turn()
             if self._events:
-                events, self._events = self._events, []
+                events = self._events
+                self._events = []
                 deliver(events)
 
     def stop(self) -> None:
@@ -154,7 +157,8 @@ class SamplerServer:
             self._held = {}
         if self._left:
             self._remove_left()
-        arrived, self._arrived = self._arrived, []
+        arrived = self._arrived
+        self._arrived = []
         if arrived:
             self._begin(arrived)
         while self._deferred and len(self._busy()) < KINDS:
@@ -181,7 +185,8 @@ class SamplerServer:
             self._begin(held, together=True)
 
     def _remove_left(self) -> None:
-        left, self._left = self._left, set()
+        left = self._left
+        self._left = set()
         for sample in left:
             self._living.pop(sample.slot, None)
         for waiting in (self._arrived, *self._deferred.values(), *self._held.values()):
@@ -329,7 +334,8 @@ class SamplerServer:
             sample = self._living.get(slot)
             if sample is None:  # its client left, and another sample of its prompt did not
                 continue
-            count, ends = int(taken[row]), bool(finished[row])
+            count = int(taken[row])
+            ends = bool(finished[row])
             new = ids[row][:count]
             event = sample.draw(new, log_probs[row][:count], self.version, finished=ends)
             if event is not None:
@@ -364,7 +370,8 @@ class SamplerServer:
 
         A refusal ends the update: the server stays paused until another one is whole.
         """
-        refilling, self._refilling = self._refilling, None
+        refilling = self._refilling
+        self._refilling = None
         if refilling is None or info.get("abort"):
             raise CheckpointError("no update is under way; call /start_weight_update first")
         if info.get("manifest") is None:
@@ -378,4 +385,5 @@ class SamplerServer:
     def finish_update(self, version: str) -> None:
         if self._refilling is None or not self.sampler.filled:
             raise CheckpointError("the update ends without a manifest that it fulfils")
-        self._refilling, self.version = None, version
+        self._refilling = None
+        self.version = version

@@ -54,7 +54,9 @@ class Outcome:
 
     @property
     def mean_lag(self) -> float:
-        return sum(lag * tokens for lag, tokens in self.lags.items()) / max(1, sum(self.lags.values()))
+        return sum(lag * tokens for lag, tokens in self.lags.items()) / max(
+            1, sum(self.lags.values())
+        )
 
 
 def lognormal(mean: float, longest: int) -> list[int]:
@@ -72,7 +74,8 @@ def token_ms(decode: Sequence[tuple[int, float]], running: int) -> float:
     if len(points) == 1 or running <= points[0][0]:
         return points[0][1]
     at = min(bisect_left(points, (running, 0.0)), len(points) - 1)
-    (low, before), (high, after) = points[at - 1], points[at]
+    (low, before) = points[at - 1]
+    (high, after) = points[at]
     return before + (after - before) * (running - low) / (high - low)
 
 
@@ -104,7 +107,11 @@ class Engine:
 
     @property
     def next_end(self) -> float:
-        return self.now + self.stall + (self.running[0][0] - self.done) * self.pace if self.running else inf
+        return (
+            self.now + self.stall + (self.running[0][0] - self.done) * self.pace
+            if self.running
+            else inf
+        )
 
     def advance(self, now: float) -> None:
         stalled = min(self.stall, now - self.now)
@@ -126,7 +133,11 @@ class Engine:
         first = bisect_left(self.pushes, (start, inf)) - 1
         marks = [(max(0, round(at - start)), version) for at, version in self.pushes[first:]]
         ends = [*(at for at, _ in marks[1:]), round(self.done - start)]
-        return group, [(version, stop - at) for (at, version), stop in zip(marks, ends, strict=True) if stop > at]
+        return group, [
+            (version, stop - at)
+            for (at, version), stop in zip(marks, ends, strict=True)
+            if stop > at
+        ]
 
     def push(self, now: float, version: int, push_ms: float) -> None:
         self.advance(now)
@@ -147,7 +158,9 @@ class Simulation:
     """lengths: of responses, a list for each of some prompts, whose groups draw from it."""
 
     def __init__(self, setup: Setup, lengths: Sequence[Sequence[int]], seed: int = 0) -> None:
-        self.setup, self.lengths, self.seed = setup, lengths, seed
+        self.setup = setup
+        self.lengths = lengths
+        self.seed = seed
         beyond = setup.steps + setup.max_lag + 1  # so that the last steps are as the others
         self.pool = Pool(setup.groups_per_step, setup.samples, setup.max_lag, beyond)
         self.engines = [Engine(setup.decode) for _ in range(setup.engines)]
@@ -164,14 +177,18 @@ class Simulation:
         return draw.choices(draw.choice(self.lengths), k=self.setup.samples)
 
     def run(self) -> Outcome:
-        setup, waiting_since, trained, pushed = self.setup, 0.0, inf, inf
+        setup = self.setup
+        waiting_since = 0.0
+        trained = inf
+        pushed = inf
         self._feed()
         while True:
             ending = min(self.engines, key=lambda engine: engine.next_end)
             self.now = min(ending.next_end, trained, pushed)
             assert self.now < inf, "nothing runs, and the trainer waits"
             if self.now == pushed:
-                pushed, waiting_since = inf, self.now
+                pushed = inf
+                waiting_since = self.now
                 self.pool.pushed(self.pool.step)
                 self._feed()
             elif self.now == trained:
@@ -179,7 +196,8 @@ class Simulation:
                     break
                 for engine in self.engines:
                     engine.push(self.now, self.pool.step, setup.push_ms)
-                trained, pushed = inf, self.now + setup.push_ms
+                trained = inf
+                pushed = self.now + setup.push_ms
                 continue
             else:
                 self._end(ending)
@@ -199,7 +217,9 @@ class Simulation:
             group, length = self.queue.popleft()
             prefill = 0 if (index, group) in self.cached else self.setup.prompt_tokens
             self.cached.add((index, group))
-            engine.add(self.now, group, length, 1000 * prefill / self.setup.prefill_tokens_per_second)
+            engine.add(
+                self.now, group, length, 1000 * prefill / self.setup.prefill_tokens_per_second
+            )
 
     def _end(self, engine: Engine) -> None:
         group, spans = engine.end()
@@ -209,14 +229,17 @@ class Simulation:
 
     def _begin(self, batch: Sequence[int], waiting_since: float) -> float:
         """Milliseconds of the step."""
-        setup, tokens = self.setup, 0
+        setup = self.setup
+        tokens = 0
         for group in batch:
             for version, count in self.spans.pop(group):
                 self.lags[len(self.batches) - version] += count
                 tokens += count
         for engine in self.engines:
             engine.advance(self.now)
-        self.takes.append(Take(waiting_since, self.now, tokens, sum(engine.busy for engine in self.engines)))
+        self.takes.append(
+            Take(waiting_since, self.now, tokens, sum(engine.busy for engine in self.engines))
+        )
         self.batches.append(list(batch))
         whole = tokens + len(batch) * setup.samples * setup.prompt_tokens
         return setup.step_ms + 1000 * whole / setup.train_tokens_per_second
@@ -224,7 +247,8 @@ class Simulation:
     def _outcome(self) -> Outcome:
         """From the beginning of the first counted step to that of the last."""
         counted = self.takes[min(self.setup.warmup, len(self.takes) - 2) :]
-        first, last = counted[0], counted[-1]
+        first = counted[0]
+        last = counted[-1]
         spent = last.begun - first.begun
         return Outcome(
             tokens_per_second=1000 * sum(take.tokens for take in counted[:-1]) / spent,

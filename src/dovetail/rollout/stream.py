@@ -29,8 +29,11 @@ class StreamSampler:
         groups_per_step: int,
         step: int,
     ) -> None:
-        self.sampler, self.mesh, self.params = sampler, mesh, params
-        self.groups_per_step, self.step = groups_per_step, step
+        self.sampler = sampler
+        self.mesh = mesh
+        self.params = params
+        self.groups_per_step = groups_per_step
+        self.step = step
         self.make_feed = make_feed
         self.feed: Feed | None = None
         self.counts: Mapping[str, int] = {}  # metrics of the last step
@@ -60,10 +63,14 @@ class StreamSampler:
 
     def sample(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Completion]:
         """MachineError on every rank if engines fail."""
-        of_step = replace(params, step=0) == replace(self.params, step=0) and params.step == self.step
+        of_step = (
+            replace(params, step=0) == replace(self.params, step=0) and params.step == self.step
+        )
         if not of_step or [prompt.row for prompt in prompts] != list(range(self.groups_per_step)):
             return self.sampler.sample(prompts, params)
-        answers, counts, problem = list[Completion](), {}, None
+        answers = list[Completion]()
+        counts = {}
+        problem = None
         if self.feed is not None:
             try:
                 answers = [answer for group in self.feed.take() for answer in group.answers]

@@ -13,11 +13,24 @@ from dovetail.batch.packed import start_reading
 from dovetail.hf.kimi import replace_tower
 from dovetail.hf.names import OLD_STEMS, Names
 from dovetail.hf.rotary import check_sections, length_limit
-from dovetail.hf.transformers_model import auto_class, config_errors, group_even_experts, known_config
+from dovetail.hf.transformers_model import (
+    auto_class,
+    config_errors,
+    group_even_experts,
+    known_config,
+)
 from dovetail.hf.vision import as_images, family_of, kinds_of
 from dovetail.parallel.consensus import agreed
 from dovetail.parallel.mesh import Mesh
-from dovetail.rollout.base import Completion, Prompt, SampleBuffer, SamplingParams, Watch, check_request, check_weights
+from dovetail.rollout.base import (
+    Completion,
+    Prompt,
+    SampleBuffer,
+    SamplingParams,
+    Watch,
+    check_request,
+    check_weights,
+)
 from dovetail.rollout.sampling import draw, uniforms
 from dovetail.weights.hf_reader import TensorSource
 from dovetail.weights.shards import FUSED, MIXTRAL
@@ -26,7 +39,9 @@ MAX_TOKENS = 1 << 15  # of a batch, with padding
 StaticBatch = list[tuple[int, int]]  # (prompt, sample)
 
 
-def plan_static_batches(lengths: Mapping[int, int], samples: int, new: int, budget: int) -> list[StaticBatch]:
+def plan_static_batches(
+    lengths: Mapping[int, int], samples: int, new: int, budget: int
+) -> list[StaticBatch]:
     """lengths: by prompt. At most `budget` tokens with padding, or one row."""
     batches: list[StaticBatch] = []
     longest = 0
@@ -44,7 +59,8 @@ class TransformersSampler:
 
     def __init__(self, config: Mapping[str, Any], mesh: Mesh, dtype: torch.dtype) -> None:
         assert mesh["tp"].size == mesh["pp"].size == 1, "factory.sampler makes all ranks replicas"
-        self.mesh, self.dtype = mesh, dtype
+        self.mesh = mesh
+        self.dtype = dtype
         known = known_config(config)
         with config_errors():
             model: transformers.PreTrainedModel = auto_class(known).from_config(known, dtype=dtype)
@@ -62,7 +78,8 @@ class TransformersSampler:
     @torch.no_grad()
     def refill(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         self._filled = False
-        places, names = self._places(), Names(self.model)
+        places = self._places()
+        names = Names(self.model)
         left: dict[int, tuple[str, int]] = {}
         for name, (whole, _) in places.items():
             left.setdefault(id(whole), (name, whole.numel()))
@@ -78,10 +95,14 @@ class TransformersSampler:
             if place.shape == tensor.shape:
                 place.copy_(tensor)
             else:
-                problems.append(f"{name}: shape {list(tensor.shape)}, expected {list(places[name][1].shape)}")
+                problems.append(
+                    f"{name}: shape {list(tensor.shape)}, expected {list(places[name][1].shape)}"
+                )
             first, missing = left[id(whole)]
             left[id(whole)] = (first, missing - place.numel())
-        check_weights(problems + sorted(f"{name}: missing" for name, missing in left.values() if missing > 0))
+        check_weights(
+            problems + sorted(f"{name}: missing" for name, missing in left.values() if missing > 0)
+        )
         self._filled = True
 
     def load(self, source: TensorSource) -> None:
@@ -94,8 +115,11 @@ class TransformersSampler:
     def sample(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Completion]:
         check_request(prompts, params, self.vocab_size, self.limit, filled=self._filled)
         buffer = SampleBuffer(prompts, params, self.mesh, self.mesh.device)
-        lengths, done = buffer.local_prompts(), 0
-        for batch in plan_static_batches(lengths, params.samples, params.max_new_tokens, MAX_TOKENS):
+        lengths = buffer.local_prompts()
+        done = 0
+        for batch in plan_static_batches(
+            lengths, params.samples, params.max_new_tokens, MAX_TOKENS
+        ):
             self._run(batch, buffer)
             done += len(batch)
             if self.watch is not None:
@@ -103,7 +127,9 @@ class TransformersSampler:
         return buffer.completions()
 
     def _run(self, batch: StaticBatch, buffer: SampleBuffer) -> None:
-        rows, params, device = [buffer.prompts[i] for i, _ in batch], buffer.params, self.mesh.device
+        rows = [buffer.prompts[i] for i, _ in batch]
+        params = buffer.params
+        device = self.mesh.device
         longest = max(len(prompt.ids) for prompt in rows)
         ids = torch.zeros(len(rows), longest, dtype=torch.int64)
         mask = torch.zeros_like(ids)
@@ -119,8 +145,12 @@ class TransformersSampler:
         def draw_next(input_ids: Tensor, scores: Tensor) -> Tensor:
             """Stores drawn tokens and leaves no others."""
             position = input_ids.shape[1] - longest
-            noise = torch.from_numpy(uniforms(params.seed, params.step, numbers, samples, position)).to(device)
-            drawn, log_probs = draw(scores.to(torch.promote_types(scores.dtype, torch.float32)), noise, params)
+            noise = torch.from_numpy(
+                uniforms(params.seed, params.step, numbers, samples, position)
+            ).to(device)
+            drawn, log_probs = draw(
+                scores.to(torch.promote_types(scores.dtype, torch.float32)), noise, params
+            )
             buffer.ids[slots, position] = drawn
             buffer.log_probs[slots, position] = log_probs
             buffer.counts[slots] += alive.long()  # none after a stop
@@ -133,21 +163,30 @@ class TransformersSampler:
         )
         inputs = {"attention_mask": mask.to(device), **self._media(rows, ids)}
         processors = transformers.LogitsProcessorList([draw_next])
-        self.model.generate(ids.to(device), **inputs, generation_config=config, logits_processor=processors)
+        self.model.generate(
+            ids.to(device), **inputs, generation_config=config, logits_processor=processors
+        )
 
     def _media(self, rows: Sequence[Prompt], ids: Tensor) -> dict[str, Tensor]:
         """Arguments of the model with ids [n, longest]."""
-        shown = [(row, prompt.media) for row, prompt in zip(ids, rows, strict=True) if prompt.media is not None]
+        shown = [
+            (row, prompt.media)
+            for row, prompt in zip(ids, rows, strict=True)
+            if prompt.media is not None
+        ]
         if not shown:
             return {}
         media = [media for _, media in shown]
         start_reading(media)
         kinds = kinds_of(ids, self.model.config)
         if family_of(self.model.config).marks:
-            media, kinds = [as_images(row, each, self.model.config) for row, each in shown], kinds.clamp(max=1)
+            media = [as_images(row, each, self.model.config) for row, each in shown]
+            kinds = kinds.clamp(max=1)
         names = dict.fromkeys(name for each in media for name in each)
         inputs = {name: torch.cat([each[name] for each in media if name in each]) for name in names}
-        inputs = {name: x.to(self.dtype) if name.startswith("pixel") else x for name, x in inputs.items()}
+        inputs = {
+            name: x.to(self.dtype) if name.startswith("pixel") else x for name, x in inputs.items()
+        }
         if hasattr(self.model.model, "get_rope_index"):
             inputs["mm_token_type_ids"] = kinds
         return {name: x.to(self.mesh.device) for name, x in inputs.items()}
@@ -157,7 +196,9 @@ class TransformersSampler:
         places: dict[str, tuple[Tensor, Tensor]] = {}
         for name, whole in self.model.state_dict(keep_vars=True).items():
             for alias, place in ((name, whole), *_experts(name, whole)):
-                older = (old + alias.removeprefix(new) for new, old in OLD_STEMS if alias.startswith(new))
+                older = (
+                    old + alias.removeprefix(new) for new, old in OLD_STEMS if alias.startswith(new)
+                )
                 places |= dict.fromkeys((alias, *older), (whole, place))
         return places
 
@@ -166,7 +207,10 @@ def _keep_in_float32(model: "transformers.PreTrainedModel") -> None:
     """What transformers marks so, such as routers' correction biases."""
     for part in model.modules():
         if isinstance(part, transformers.PreTrainedModel):
-            wide = [re.compile(rf"(^|\.)({name})($|\.)") for name in part._keep_in_fp32_modules_strict or ()]
+            wide = [
+                re.compile(rf"(^|\.)({name})($|\.)")
+                for name in part._keep_in_fp32_modules_strict or ()
+            ]
             for name, tensor in (*part.named_parameters(), *part.named_buffers()):
                 if any(pattern.search(name) for pattern in wide):
                     tensor.data = tensor.data.to(torch.promote_types(tensor.dtype, torch.float32))

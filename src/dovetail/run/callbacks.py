@@ -82,7 +82,8 @@ class Callbacks:
     """Collective."""
 
     def __init__(self, state: TrainerState, mesh: Mesh) -> None:
-        self.state, self.mesh = state, mesh
+        self.state = state
+        self.mesh = mesh
         self.callbacks: Seq[TrainerCallback] = ()
 
     def __call__(self, event: str, *given: Any) -> None:
@@ -95,14 +96,20 @@ class Callbacks:
             for name in {**row, **mine}:
                 if name in row and (name not in mine or mine[name] is not row[name]):
                     raise ValueError(f"{name!r} is a column of the run; add one under another name")
-                if name not in row and not (name.startswith(prefix) and isinstance(mine[name], (int, float))):
+                if name not in row and not (
+                    name.startswith(prefix) and isinstance(mine[name], (int, float))
+                ):
                     start = f"a name that begins with {prefix}, and " if prefix else ""
-                    raise ValueError(f"added {name!r}: {type(mine[name]).__name__}; expected {start}a number")
+                    raise ValueError(
+                        f"added {name!r}: {type(mine[name]).__name__}; expected {start}a number"
+                    )
 
         for each in self.callbacks:
             mine = dict(row)
             self._together(event, each, called)
-            row |= of_first({name: value for name, value in mine.items() if name not in row}, self.mesh)
+            row |= of_first(
+                {name: value for name, value in mine.items() if name not in row}, self.mesh
+            )
 
     def replaced(self, samples: list[Any]) -> list[Any]:
         known = {(sample.group, sample.completion.sample) for sample in samples}
@@ -110,18 +117,34 @@ class Callbacks:
         def called(method: Callable[..., list[Any] | None]) -> list[Any]:
             result = method(self.state, list(samples))
             for sample in result or ():
-                if not isinstance(sample, type(samples[0])) or (sample.group, sample.completion.sample) not in known:
-                    raise TypeError("expected None, or a list of samples it was given, changed by dataclasses.replace")
+                if (
+                    not isinstance(sample, type(samples[0]))
+                    or (sample.group, sample.completion.sample) not in known
+                ):
+                    raise TypeError(
+                        "expected None, or a list of samples it was given, changed by "
+                        "dataclasses.replace"
+                    )
                 if not (isinstance(sample.reward, (int, float)) and math.isfinite(sample.reward)):
-                    raise ValueError(f"the reward {quoted(sample.reward)} of {sample.prompt.id!r}: not a finite number")
+                    raise ValueError(
+                        f"the reward {quoted(sample.reward)} of {sample.prompt.id!r}: not a "
+                        "finite number"
+                    )
             return samples if result is None else list(result)
 
         for each in self.callbacks if samples else ():
             samples = self._together("on_rollout_end", each, called)
-            rewards = json.dumps([[sample.group, sample.completion.sample, float(sample.reward)] for sample in samples])
+            rewards = json.dumps(
+                [
+                    [sample.group, sample.completion.sample, float(sample.reward)]
+                    for sample in samples
+                ]
+            )
             if len({*of_all(rewards, self.mesh)}) > 1:
                 name = f"{type(each).__name__}.on_rollout_end"
-                raise CallbackError(f"{name} returned other samples or rewards on other ranks; make them equal")
+                raise CallbackError(
+                    f"{name} returned other samples or rewards on other ranks; make them equal"
+                )
         return samples
 
     def _together(self, event: str, callback: TrainerCallback, call: Callable[[Any], Any]) -> Any:
@@ -145,4 +168,8 @@ class Callbacks:
         where = f" on rank {', '.join(map(str, failed))}" if len(ranks) > 1 else ""
         problem = next(iter(failed.values()), "")
         after = f"after step {state.global_step} of {state.max_steps}"
-        return f"{name} failed{where}, {after}: {problem}; what the run has saved is whole" if failed else ""
+        return (
+            f"{name} failed{where}, {after}: {problem}; what the run has saved is whole"
+            if failed
+            else ""
+        )

@@ -98,18 +98,24 @@ def refuse(changes: Changes, recipe: Recipe, step: int) -> None:
     """changes: since the checkpoint of `step` was saved."""
     texts = {key: described({key: change}) for key, change in changes.items()}
     problems = [f"{texts[key]}: {why}" for key, why in FIXED.items() if key in changes]
-    optim, steps = recipe["optim"], planned_steps(recipe)
+    optim = recipe["optim"]
+    steps = planned_steps(recipe)
     if optim["schedule"] != "constant" or optim["warmup_steps"]:
         why = "the learning rate's schedule counts optimizer steps, and would jump"
         problems += [f"{texts[key]}: {why}" for key in COUNTED if key in changes]
     if steps < step:
         problems.append(f"trainer.steps is {steps}, but the run has done {step} steps already")
     if problems:
-        raise ConfigError(f"the run cannot go on with these changes; take them back, or {ANEW}:\n{listing(problems)}")
+        raise ConfigError(
+            "the run cannot go on with these changes; take them back, or "
+            f"{ANEW}:\n{listing(problems)}"
+        )
 
 
 def described(changes: Changes) -> str:
-    return "; ".join(f"{key} was {quoted(before)}, is {quoted(now)}" for key, (before, now) in changes.items())
+    return "; ".join(
+        f"{key} was {quoted(before)}, is {quoted(now)}" for key, (before, now) in changes.items()
+    )
 
 
 def planned_steps(recipe: Recipe) -> float:

@@ -49,14 +49,24 @@ class Console:
     def __init__(self, *, speaks: bool, steps: int = 0, stderr: bool = False) -> None:
         self._console = _Steady(quiet=not speaks, highlight=False, soft_wrap=True, stderr=stderr)
         self.is_live = speaks and self._console.is_terminal
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+        )
         rate = TextColumn("{task.fields[rate]}")
-        self._progress = Progress(*columns, rate, console=self._console, transient=True, disable=not self.is_live)
+        self._progress = Progress(
+            *columns, rate, console=self._console, transient=True, disable=not self.is_live
+        )
         self._bar = self._progress.add_task("training", total=steps, rate="", visible=steps > 0)
         self._phase_bar = self._progress.add_task("", total=None, rate="", visible=False)
         self._phase: tuple[str, float] = ("", 0.0)  # and when it began
-        self._steps, self.start, self.stop = steps, self._progress.start, self._progress.stop
-        self._speaks, self._early = speaks, list[str]()
+        self._steps = steps
+        self.start = self._progress.start
+        self.stop = self._progress.stop
+        self._speaks = speaks
+        self._early = list[str]()
         self._logs: tuple[Path, ...] = ()
         self._spoke = time.monotonic()
 
@@ -74,10 +84,17 @@ class Console:
         spent = now - self._phase[1]
         rate = f"{tokens / max(spent, 1e-9):,.0f} tokens/s" if tokens else ""
         if not self.is_live:
-            self.say("  ".join(filter(None, (f"{name} {done} of {total or '?'} after {spent:.0f} s", rate))))
+            self.say(
+                "  ".join(
+                    filter(None, (f"{name} {done} of {total or '?'} after {spent:.0f} s", rate))
+                )
+            )
             return
-        bar, visible = self._phase_bar, name != "exit"
-        self._progress.update(bar, completed=done, total=total or None, description=name, rate=rate, visible=visible)
+        bar = self._phase_bar
+        visible = name != "exit"
+        self._progress.update(
+            bar, completed=done, total=total or None, description=name, rate=rate, visible=visible
+        )
 
     def say(self, text: str, shown: str | None = None) -> None:
         """Show and log a text. shown: what a terminal shows of it."""
@@ -112,9 +129,17 @@ class Console:
         notes = [f"UPDATE SKIPPED: {row['fault']}"] if row.get("skipped") else []
         nothing = row["tokens"] == 0  # was learned
         if nothing:
-            known = {key: value for key, value in known.items() if key not in UPDATED and not math.isnan(value)}
+            known = {
+                key: value
+                for key, value in known.items()
+                if key not in UPDATED and not math.isnan(value)
+            }
         elif "critic_loss" in known and "loss" not in known and not notes:
-            known = {key: value for key, value in known.items() if key not in UPDATED or key == "tokens_per_second"}
+            known = {
+                key: value
+                for key, value in known.items()
+                if key not in UPDATED or key == "tokens_per_second"
+            }
             notes.append("the critic alone")
         if row.get("equal_groups") == 1.0:
             notes.append("no update: " * nothing + "all samples of every prompt have equal rewards")
@@ -147,13 +172,25 @@ def curve(values: Sequence[float], height: int = 6) -> str:
     if len(values) < FEWEST or min(values) == max(values):
         return ""
     width = min(WIDTH, len(values))
-    columns = [fmean(values[i * len(values) // width : (i + 1) * len(values) // width]) for i in range(width)]
-    low, high = min(columns), max(columns)
-    levels = [max(1, round((v - low) / ((high - low) or 1.0) * height * 8)) for v in columns]  # the lowest shows, too
+    columns = [
+        fmean(values[i * len(values) // width : (i + 1) * len(values) // width])
+        for i in range(width)
+    ]
+    low = min(columns)
+    high = max(columns)
+    levels = [
+        max(1, round((v - low) / ((high - low) or 1.0) * height * 8)) for v in columns
+    ]  # the lowest shows, too
     lines = []
     for row in range(height - 1, -1, -1):
-        label = f"{high:8.3f}" if row == height - 1 else f"{low:8.3f}" if row == 0 else " " * 8
-        lines.append(f"{label} |" + "".join(BARS[max(0, min(8, level - 8 * row))] for level in levels))
+        label = " " * 8
+        if row == height - 1:
+            label = f"{high:8.3f}"
+        elif row == 0:
+            label = f"{low:8.3f}"
+        lines.append(
+            f"{label} |" + "".join(BARS[max(0, min(8, level - 8 * row))] for level in levels)
+        )
     return "\n".join(lines)
 
 
@@ -167,7 +204,9 @@ def rank_log(path: Path, ranks: str, *, quiet: bool) -> Iterator[None]:
     with ExitStack() as stack:
         with suppress(OSError):  # a run goes on without it
             path.parent.mkdir(parents=True, exist_ok=True)
-            log = stack.enter_context(path.open("a", buffering=1, encoding="utf-8", errors=ODD_LETTERS))
+            log = stack.enter_context(
+                path.open("a", buffering=1, encoding="utf-8", errors=ODD_LETTERS)
+            )
             begun = datetime.now(UTC).isoformat(timespec="seconds")
             log.write(f"{begun}: {ranks} on {socket.gethostname()}, pid {os.getpid()}\n")
             output = cast("TextIO", _Output(log) if quiet else _Output(sys.stderr, log))

@@ -12,11 +12,15 @@ APART = 20  # steps between two of the same note
 FIRST = 3  # steps of the start
 EQUAL_STEPS = 3  # in a row
 LOW_ENTROPY = 0.2  # of the start
-TRUNCATED, CLIPPED = 0.5, 0.3  # shares
-RISEN, LEAST_KL, LEAST_MISMATCH = 5.0, 0.1, 0.01  # times the start, and at least
+TRUNCATED = 0.5
+CLIPPED = 0.3  # shares
+RISEN = 5.0
+LEAST_KL = 0.1
+LEAST_MISMATCH = 0.01  # times the start, and at least
 LARGE_GAP = 0.05  # nats a token; bfloat16 alone makes about a fifth
 EQUAL = (
-    "take prompts that the model solves sometimes (data.train), raise rollout.samples_per_prompt or rollout.temperature, "
+    "take prompts that the model solves sometimes (data.train), raise rollout.samples_per_prompt "
+    "or rollout.temperature, "
     "or give rewards in between (reward)"
 )
 
@@ -32,8 +36,11 @@ class LearningNotes:
         """Call for every step, in order."""
         if not isinstance(self.recipe.algorithm, PolicyGradient):
             return []
-        row = {name: value for name, value in row.items() if value is not None}  # as an earlier start wrote NaN
-        step, kinds = row["step"], enumerate(self._kinds(row))
+        row = {
+            name: value for name, value in row.items() if value is not None
+        }  # as an earlier start wrote NaN
+        step = row["step"]
+        kinds = enumerate(self._kinds(row))
         texts = {kind: text for kind, (applies, text) in kinds if applies}
         due = [kind for kind in texts if step >= self._said.get(kind, -APART) + APART]
         self._said |= dict.fromkeys(due, step)
@@ -45,12 +52,17 @@ class LearningNotes:
         entropy, entropy0 = self._against_start(row, "entropy_mean")
         kl, kl0 = self._against_start(row, "kl_mean")
         k3, k30 = self._against_start(row, "mismatch_k3")
-        cut, limit = row.get("truncated_fraction", 0.0), self.recipe.rollout.max_new_tokens
-        gap, clipped = row.get("mismatch_mean", 0.0), row.get("clip_fraction", 0.0)
+        cut = row.get("truncated_fraction", 0.0)
+        limit = self.recipe.rollout.max_new_tokens
+        gap = row.get("mismatch_mean", 0.0)
+        clipped = row.get("clip_fraction", 0.0)
         text = f"{self._equal} steps in a row had equal rewards in every group, and taught nothing: {EQUAL}"
         yield self._equal >= EQUAL_STEPS, text
         remedy = "raise algorithm.entropy_coef or algorithm.clip_high, or lower optim.lr"
-        yield entropy < LOW_ENTROPY * entropy0, f"entropy fell from {entropy0:.3g} to {entropy:.3g}: {remedy}"
+        yield (
+            entropy < LOW_ENTROPY * entropy0,
+            f"entropy fell from {entropy0:.3g} to {entropy:.3g}: {remedy}",
+        )
         where = f"rollout.max_new_tokens={limit}: raise it, or reward shorter ones"
         yield cut >= TRUNCATED, f"{cut:.0%} of the completions were cut at {where}"
         remedy = "lower optim.lr, or raise algorithm.kl_coef"

@@ -35,7 +35,11 @@ class RunLock:
                 message = f"run_dir {self.path.parent} is in use by {_describe(owner)}; end that run first"
                 raise ConfigError(message) from error
             if _is_at(fd, self.path):
-                me = {"host": socket.gethostname(), "pid": os.getpid(), "started": time.strftime("%F %T %z")}
+                me = {
+                    "host": socket.gethostname(),
+                    "pid": os.getpid(),
+                    "started": time.strftime("%F %T %z"),
+                }
                 os.ftruncate(fd, 0)
                 os.pwrite(fd, json.dumps(me).encode(), 0)
                 self._fd = fd
@@ -66,12 +70,15 @@ def _describe(owner: str) -> str:
 
 def refuse_unshared(path: Path, mesh: Mesh) -> None:
     """Collective. ConfigError unless all ranks see a file that rank 0 makes."""
-    world, folders = mesh["world"], [path.absolute(), *path.absolute().parents]
+    world = mesh["world"]
+    folders = [path.absolute(), *path.absolute().parents]
     if world.size == 1:
         return
     above = next(i for i, folder in enumerate(folders) if folder.is_dir())
     name = f".tmp-shared-{uuid.uuid4().hex}"
-    name, above, inside = of_first([name, above, path.absolute().parts[len(folders) - above :]], mesh)
+    name, above, inside = of_first(
+        [name, above, path.absolute().parts[len(folders) - above :]], mesh
+    )
     folder = folders[min(above, len(folders) - 1)]
     try:
         with agreed(mesh):
@@ -82,10 +89,14 @@ def refuse_unshared(path: Path, mesh: Mesh) -> None:
     finally:
         if world.rank == 0:
             (folder / name).unlink(missing_ok=True)
-    if without := [f"{host} (rank {rank})" for rank, (host, same) in enumerate(everyone) if not same]:
+    if without := [
+        f"{host} (rank {rank})" for rank, (host, same) in enumerate(everyone) if not same
+    ]:
         unseen = f"{', '.join(without[:MOST_SHOWN])} cannot see what {everyone[0][0]} (rank 0) writes there"
         edit = "give a directory that all hosts share, such as one on NFS"
-        raise ConfigError(f"run_dir {path} is not the same directory on all hosts: {unseen}; {edit}")
+        raise ConfigError(
+            f"run_dir {path} is not the same directory on all hosts: {unseen}; {edit}"
+        )
 
 
 def _appears(file: Path) -> bool:

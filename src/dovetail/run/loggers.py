@@ -15,7 +15,8 @@ from dovetail.launch.process import from_environment
 from dovetail.recipe.tracking import LoggerSection
 
 PROJECT = "dovetail"
-SHOWN_SAMPLES, SAMPLES_EVERY = 16, 10  # of a step, and steps
+SHOWN_SAMPLES = 16
+SAMPLES_EVERY = 10  # of a step, and steps
 COLUMNS = ("id", "sample", "prompt", "completion", "answer", "reward")
 GROUPS: Seq[tuple[str, str]] = (  # start of a metric's name, its replacement
     ("eval/", "eval/"), ("eval_", "eval/"), ("seconds/", "time/"), ("step_seconds", "time/step"),
@@ -30,7 +31,9 @@ GROUPS: Seq[tuple[str, str]] = (  # start of a metric's name, its replacement
     ("lag_", "mismatch/lag_"), ("correction_", "correction/"), ("critic_", "critic/"), ("", "train/"),
 )  # fmt: skip
 
-Log = tuple[Callable[[int, Mapping[str, float], Seq[Row]], None], Callable[[], None]]  # step, row, samples; the end
+Log = tuple[
+    Callable[[int, Mapping[str, float], Seq[Row]], None], Callable[[], None]
+]  # step, row, samples; the end
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,11 +50,16 @@ def check_loggers(sections: Seq[LoggerSection]) -> None:
     for name in (section.name for section in sections):
         spec = importlib.util.find_spec(name)
         if spec is None or spec.origin is None:  # no origin: a mere folder, as wandb leaves behind
-            raise ConfigError(f"trainer.loggers has {name}, which is not installed: pip install 'dovetail-rl[{name}]'")
+            raise ConfigError(
+                f"trainer.loggers has {name}, which is not installed: pip install "
+                f"'dovetail-rl[{name}]'"
+            )
 
 
 def grouped(row: Row) -> dict[str, float]:
-    numbers = {k: v for k, v in row.items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
+    numbers = {
+        k: v for k, v in row.items() if isinstance(v, (int, float)) and not isinstance(v, bool)
+    }
     grouped = dict[str, float]()
     for name in numbers.keys() - {"step", "timestamp"}:
         start, group = next((start, group) for start, group in GROUPS if name.startswith(start))
@@ -60,7 +68,13 @@ def grouped(row: Row) -> dict[str, float]:
 
 
 def start_logger(section: LoggerSection, run: RunFacts) -> Log:
-    starts = {"wandb": _wandb, "mlflow": _mlflow, "tensorboard": _tensorboard, "trackio": _trackio, "swanlab": _swanlab}
+    starts = {
+        "wandb": _wandb,
+        "mlflow": _mlflow,
+        "tensorboard": _tensorboard,
+        "trackio": _trackio,
+        "swanlab": _swanlab,
+    }
     return starts[section.name](section, run)
 
 
@@ -72,7 +86,10 @@ def _unless_set(value: Any, default: Any, *variables: str) -> Any:
 def _cells(samples: Seq[Row]) -> list[list[Any]]:
     plain = (str, int, float)
     rows = [[sample.get(name) for name in COLUMNS] for sample in samples]
-    return [[cell if isinstance(cell, plain) else json.dumps(cell, default=as_text) for cell in row] for row in rows]
+    return [
+        [cell if isinstance(cell, plain) else json.dumps(cell, default=as_text) for cell in row]
+        for row in rows
+    ]
 
 
 def _wandb(section: LoggerSection, run: RunFacts) -> Log:
@@ -91,7 +108,9 @@ def _wandb(section: LoggerSection, run: RunFacts) -> Log:
     started.define_metric("*", step_metric="step")
 
     def log(step: int, row: Mapping[str, float], samples: Seq[Row]) -> None:
-        table = {"samples": wandb.Table(columns=list(COLUMNS), data=_cells(samples))} if samples else {}
+        table = (
+            {"samples": wandb.Table(columns=list(COLUMNS), data=_cells(samples))} if samples else {}
+        )
         # wandb drops repeated steps of a resumed run
         started.log({"step": step, **row, **table}, step=max(step, started.step))
 
@@ -105,7 +124,11 @@ def _mlflow(section: LoggerSection, run: RunFacts) -> Log:
     project = section.project or from_environment("MLFLOW_EXPERIMENT_NAME") or PROJECT
     experiment = client.get_experiment_by_name(project)
     files = local and (local / "mlartifacts").as_uri()
-    where = experiment.experiment_id if experiment else client.create_experiment(project, artifact_location=files)
+    where = (
+        experiment.experiment_id
+        if experiment
+        else client.create_experiment(project, artifact_location=files)
+    )
     known = client.search_runs([where], f"tags.`dovetail.run_id` = '{run.run_id}'", max_results=1)
     tags = {"dovetail.run_id": run.run_id, **dict.fromkeys(section.tags, "true")}
     tags |= {"group": section.group} if section.group else {}
@@ -116,9 +139,15 @@ def _mlflow(section: LoggerSection, run: RunFacts) -> Log:
 
     def log(step: int, row: Mapping[str, float], samples: Seq[Row]) -> None:
         now = int(time.time() * 1000)
-        client.log_batch(run_id, metrics=[mlflow.entities.Metric(name, x, now, step) for name, x in row.items()])
+        client.log_batch(
+            run_id, metrics=[mlflow.entities.Metric(name, x, now, step) for name, x in row.items()]
+        )
         if samples:
-            client.log_dict(run_id, {"columns": COLUMNS, "data": _cells(samples)}, f"samples/step_{step:06}.json")
+            client.log_dict(
+                run_id,
+                {"columns": COLUMNS, "data": _cells(samples)},
+                f"samples/step_{step:06}.json",
+            )
 
     return log, lambda: client.set_terminated(run_id)
 
@@ -133,7 +162,9 @@ def _tensorboard(_: LoggerSection, run: RunFacts) -> Log:
         for name, value in row.items():
             writer.add_scalar(name, value, step)
         if samples:
-            writer.add_text("samples", "\n\n".join(f"`{json.dumps(cells)}`" for cells in _cells(samples)), step)
+            writer.add_text(
+                "samples", "\n\n".join(f"`{json.dumps(cells)}`" for cells in _cells(samples)), step
+            )
         writer.flush()
 
     return log, writer.close
@@ -141,7 +172,8 @@ def _tensorboard(_: LoggerSection, run: RunFacts) -> Log:
 
 def _trackio(section: LoggerSection, run: RunFacts) -> Log:
     """Resumes by name."""
-    project, name = section.project or PROJECT, f"{section.run_name or run.path.name}-{run.run_id[:8]}"
+    project = section.project or PROJECT
+    name = f"{section.run_name or run.path.name}-{run.run_id[:8]}"
     keys = {"group": section.group, "config": dict(run.config), "resume": "allow", "embed": False}
     started = importlib.import_module("trackio").init(project=project, name=name, **keys)
     return (lambda step, row, _: started.log(dict(row), step=step)), started.finish
@@ -151,7 +183,9 @@ def _swanlab(section: LoggerSection, run: RunFacts) -> Log:
     started = importlib.import_module("swanlab").init(
         project=_unless_set(section.project, PROJECT, "SWANLAB_PROJ_NAME", "SWANLAB_PROJECT_NAME"),
         workspace=section.entity,
-        name=_unless_set(section.run_name, run.path.name, "SWANLAB_EXP_NAME", "SWANLAB_EXPERIMENT_NAME"),
+        name=_unless_set(
+            section.run_name, run.path.name, "SWANLAB_EXP_NAME", "SWANLAB_EXPERIMENT_NAME"
+        ),
         tags=list(section.tags) or None,
         group=section.group,
         id=_unless_set("", run.run_id, "SWANLAB_RUN_ID"),

@@ -49,7 +49,10 @@ class Records:
             if error.errno not in DISK_FULL or len(self._waiting) > MOST_WAITING:
                 raise
             if not self._warned:
-                self._say(f"THE DISK IS FULL, the run goes on and keeps in memory what it has to write: {error}")
+                self._say(
+                    "THE DISK IS FULL, the run goes on and keeps in memory what it has to "
+                    f"write: {error}"
+                )
             self._warned = True
 
     def flush(self) -> None:
@@ -62,8 +65,12 @@ class Records:
 def write_samples(path: Path, samples: Seq[Mapping[str, Any]]) -> None:
     with naming(path), path.open("w", encoding="utf-8", errors=ODD_LETTERS) as out:
         for sample in samples:
-            out.write(json_line({name: value for name, value in sample.items() if name != "routing"}))
-    write_routes(path.with_suffix(".routing.safetensors"), [sample["routing"] for sample in samples])
+            out.write(
+                json_line({name: value for name, value in sample.items() if name != "routing"})
+            )
+    write_routes(
+        path.with_suffix(".routing.safetensors"), [sample["routing"] for sample in samples]
+    )
 
 
 def write_routes(path: Path, traces: Seq[RoutingTrace | None]) -> None:
@@ -73,10 +80,19 @@ def write_routes(path: Path, traces: Seq[RoutingTrace | None]) -> None:
         return
     whole = RoutingTrace.cat(known)
     last = int(whole.indices.max()) if whole.indices.numel() else 0
-    narrow = torch.uint8 if last < 1 << 8 else torch.uint16 if last < 1 << 16 else torch.int32
+    narrow = torch.int32
+    if last < 1 << 8:
+        narrow = torch.uint8
+    elif last < 1 << 16:
+        narrow = torch.uint16
     starts = torch.tensor([0, *map(len, known)]).cumsum(0)
     layers = torch.tensor(whole.layers)
-    tensors = {"indices": whole.indices.to(narrow), "valid": whole.valid, "starts": starts, "layers": layers}
+    tensors = {
+        "indices": whole.indices.to(narrow),
+        "valid": whole.valid,
+        "starts": starts,
+        "layers": layers,
+    }
     content = save({name: tensor.cpu().contiguous() for name, tensor in tensors.items()})
     with naming(path):
         path.write_bytes(content)
@@ -85,21 +101,28 @@ def write_routes(path: Path, traces: Seq[RoutingTrace | None]) -> None:
 class Metrics:
     """Rank 0 only. No logger stops a run."""
 
-    def __init__(self, run: RunFacts, loggers: Seq[LoggerSection], say: Callable[[str], None]) -> None:
-        self._path, self._say = run.path / METRICS, say
+    def __init__(
+        self, run: RunFacts, loggers: Seq[LoggerSection], say: Callable[[str], None]
+    ) -> None:
+        self._path = run.path / METRICS
+        self._say = say
         self._loggers = [LoggerThread(section, run) for section in loggers]
         for logger in self._loggers:
             logger.start()
         until = time.monotonic() + TRIAL_SECONDS
         for logger in self._loggers:
             if not logger.tried.wait(max(until - time.monotonic(), 0.0)):
-                self._say(f"the logger {logger.name} gave no answer in {TRIAL_SECONDS:g} s; its rows wait")
+                self._say(
+                    f"the logger {logger.name} gave no answer in {TRIAL_SECONDS:g} s; its rows wait"
+                )
         self._drop_failed()
 
     def write(self, row: Row, samples: Seq[Row] = ()) -> None:
         append(self._path, row)
         self._drop_failed()
-        shown = samples[:SHOWN_SAMPLES] if row["step"] == 1 or row["step"] % SAMPLES_EVERY == 0 else ()
+        shown = (
+            samples[:SHOWN_SAMPLES] if row["step"] == 1 or row["step"] % SAMPLES_EVERY == 0 else ()
+        )
         for logger in self._loggers:
             logger.rows.put((row["step"], grouped(row), shown))
 
@@ -109,21 +132,30 @@ class Metrics:
         for logger in self._loggers:
             logger.join(LAST_SECONDS)
             if logger.is_alive() or logger.cause:
-                self._say(f"the logger {logger.name} may lack rows ({logger.cause or f'busy for {LAST_SECONDS:g} s'})")
+                self._say(
+                    f"the logger {logger.name} may lack rows "
+                    f"({logger.cause or f'busy for {LAST_SECONDS:g} s'})"
+                )
 
     def _drop_failed(self) -> None:
         for logger in [logger for logger in self._loggers if logger.cause]:
-            self._say(f"the logger {logger.name} failed and gets no more; the run goes on ({logger.cause})")
+            self._say(
+                f"the logger {logger.name} failed and gets no more; the run goes on "
+                f"({logger.cause})"
+            )
             self._loggers.remove(logger)
 
 
 class LoggerThread(threading.Thread):
     def __init__(self, section: LoggerSection, run: RunFacts) -> None:
         super().__init__(name=section.name, daemon=True)
-        self.section, self.facts = section, run
+        self.section = section
+        self.facts = run
         self.cause = ""  # of its failure
         self.tried = threading.Event()
-        self.rows: queue.SimpleQueue[tuple[int, Mapping[str, float], Seq[Row]] | None] = queue.SimpleQueue()
+        self.rows: queue.SimpleQueue[tuple[int, Mapping[str, float], Seq[Row]] | None] = (
+            queue.SimpleQueue()
+        )
 
     def run(self) -> None:
         with Caught(BaseException) as caught:

@@ -8,7 +8,11 @@ from dovetail.errors import ConfigError
 from dovetail.recipe.yaml import flat
 from dovetail.weights.safe_paths import LEFTOVERS, refuse_unwritable
 
-CONFIG, HF, CHECKPOINTS, EVENTS, LOCK = "config.yaml", "hf", "checkpoints", "events.jsonl", ".lock"
+CONFIG = "config.yaml"
+HF = "hf"
+CHECKPOINTS = "checkpoints"
+EVENTS = "events.jsonl"
+LOCK = ".lock"
 POOL = "pool"  # finished groups of an asynchronous run
 BEFORE_CONFIG = frozenset({LOCK, EVENTS, "rollouts", "logs"})  # older than config.yaml
 # Prefixes of keys that change no number.
@@ -24,8 +28,13 @@ OCCUPIED = "run_dir {} is not empty; choose another run_dir, or move that one aw
 class FinishedError(Exception):
     def __init__(self, path: Path) -> None:
         saved = any((path / CHECKPOINTS).glob("step_*"))
-        further = "raise trainer.steps to train on" if saved else "choose another run_dir to train again"
-        super().__init__(f"run_dir {path} holds this run, which is finished: nothing to do ({path / HF}); {further}")
+        further = (
+            "raise trainer.steps to train on" if saved else "choose another run_dir to train again"
+        )
+        super().__init__(
+            f"run_dir {path} holds this run, which is finished: nothing to do ({path / HF}); "
+            f"{further}"
+        )
 
 
 def is_run(path: Path) -> bool:
@@ -35,7 +44,9 @@ def is_run(path: Path) -> bool:
     entries = path.iterdir() if path.is_dir() else [path]
     names = {entry.name for entry in entries if not any(map(entry.match, LEFTOVERS))}
     if CONFIG not in names and names - BEFORE_CONFIG:
-        raise ConfigError(f"{OCCUPIED.format(path)}: it holds no run to go on from ({CONFIG} is missing)")
+        raise ConfigError(
+            f"{OCCUPIED.format(path)}: it holds no run to go on from ({CONFIG} is missing)"
+        )
     return CONFIG in names
 
 
@@ -44,9 +55,13 @@ def check_run_dir(path: Path, resume: str) -> bool:
     refuse_unwritable(path / CONFIG if path.is_dir() else path, "run_dir")
     existed = is_run(path)
     if existed and resume == "never":
-        raise ConfigError(f"{OCCUPIED.format(path)}: it holds a run, which --resume auto would go on from")
+        raise ConfigError(
+            f"{OCCUPIED.format(path)}: it holds a run, which --resume auto would go on from"
+        )
     if resume.startswith("step=") and not existed:
-        raise ConfigError(f"--resume {resume}: run_dir {path} holds no run; leave it out to begin one")
+        raise ConfigError(
+            f"--resume {resume}: run_dir {path} holds no run; leave it out to begin one"
+        )
     return existed
 
 
@@ -57,6 +72,7 @@ def with_effect(changes: Mapping[str, tuple[Any, Any]]) -> dict[str, tuple[Any, 
 
 def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Dotted key -> (before, now), without run_dir."""
-    old, new = flat(before), flat(now)
+    old = flat(before)
+    new = flat(now)
     keys = [key for key in {**old, **new} if key != "run_dir"]
     return {key: (old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)}

@@ -26,14 +26,24 @@ class Profiler:
     """Failures never stop a run."""
 
     def __init__(
-        self, section: ProfileSection, folder: Path, mesh: Mesh, progress: Progress, say: Callable[[str], None]
+        self,
+        section: ProfileSection,
+        folder: Path,
+        mesh: Mesh,
+        progress: Progress,
+        say: Callable[[str], None],
     ) -> None:
-        self.steps, self.memory, self.folder = section.steps, section.memory, folder
-        self.mesh, self.progress, self.say = mesh, progress, say
+        self.steps = section.steps
+        self.memory = section.memory
+        self.folder = folder
+        self.mesh = mesh
+        self.progress = progress
+        self.say = say
         self.wanted = False  # by a signal, on all ranks
 
     def take_request(self) -> bool:
-        asked, self.progress.profile_wanted = self.progress.profile_wanted, False
+        asked = self.progress.profile_wanted
+        self.progress.profile_wanted = False
         return asked
 
     @contextmanager
@@ -42,9 +52,13 @@ class Profiler:
         if not self.wanted and step not in self.steps:
             yield
             return
-        self.wanted, attempt = False, Caught()
-        rank, place = self.mesh["world"].rank, self.folder / f"step-{step}"
-        recording = _Recording(self.mesh.device, self.progress, place / f"rank-{rank}", memory=self.memory)
+        self.wanted = False
+        attempt = Caught()
+        rank = self.mesh["world"].rank
+        place = self.folder / f"step-{step}"
+        recording = _Recording(
+            self.mesh.device, self.progress, place / f"rank-{rank}", memory=self.memory
+        )
         self.progress.phase("profile", step)
         with attempt:
             recording.start()
@@ -65,17 +79,26 @@ class Profiler:
         errors = of_all(one_line(attempt.error)[:MOST_CAUSE], self.mesh)
         failed = [f"rank {rank}: {error}" for rank, error in enumerate(errors) if error]
         if failed:
-            self.say(f"warning: {len(failed)} of {len(errors)} ranks wrote no profile of step {step}: {failed[0]}")
+            self.say(
+                f"warning: {len(failed)} of {len(errors)} ranks wrote no profile of step {step}: "
+                f"{failed[0]}"
+            )
         if len(failed) < len(errors):
-            self.say(f"profile of step {step}: {place}; dovetail report {self.folder.parent} shows it")
+            self.say(
+                f"profile of step {step}: {place}; dovetail report {self.folder.parent} shows it"
+            )
 
 
 class _Recording:
     """path: of its files, without suffix."""
 
-    def __init__(self, device: torch.device, progress: Progress, path: Path, *, memory: bool) -> None:
+    def __init__(
+        self, device: torch.device, progress: Progress, path: Path, *, memory: bool
+    ) -> None:
         gpu = [ProfilerActivity.CUDA] if device.type == "cuda" else []
-        self.device, self.progress, self.path = device, progress, path
+        self.device = device
+        self.progress = progress
+        self.path = path
         self.profile = profile(activities=[ProfilerActivity.CPU, *gpu], profile_memory=memory)
         self.takes_snapshot = memory and device.type == "cuda"
         self.running = False
@@ -85,7 +108,9 @@ class _Recording:
         self.profile.start()
         self.running = True
         if self.takes_snapshot:
-            torch.cuda.memory._record_memory_history(max_entries=SNAPSHOT_ENTRIES, stacks="python", clear_history=True)
+            torch.cuda.memory._record_memory_history(
+                max_entries=SNAPSHOT_ENTRIES, stacks="python", clear_history=True
+            )
         self.progress.mark = record_function
 
     def end(self, attempt: Caught) -> None:
@@ -104,8 +129,12 @@ class _Recording:
 
     def write_trace(self, step: int, rank: int) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        packed, part = Path(f"{self.path}.trace.json.gz"), Path(f"{self.path}.part")
-        with tempfile.TemporaryDirectory(prefix="dovetail-profile-") as folder, ExitStack() as at_end:
+        packed = Path(f"{self.path}.trace.json.gz")
+        part = Path(f"{self.path}.part")
+        with (
+            tempfile.TemporaryDirectory(prefix="dovetail-profile-") as folder,
+            ExitStack() as at_end,
+        ):
             trace = Path(folder) / "trace.json"
             self.profile.export_chrome_trace(str(trace))
             summary = summarize(read_events(trace), step, rank, self.device.type)

@@ -15,7 +15,14 @@ from dovetail.parallel.consensus import agreed, of_first
 from dovetail.parallel.layout import DEGREES
 from dovetail.parallel.mesh import Mesh
 from dovetail.recipe.keys import rename_keys
-from dovetail.run.changes import ANEW, changed_since, holds_another, refuse, refuse_done, refuse_unsaved
+from dovetail.run.changes import (
+    ANEW,
+    changed_since,
+    holds_another,
+    refuse,
+    refuse_done,
+    refuse_unsaved,
+)
 from dovetail.run.metrics import METRICS
 from dovetail.run.paths import CHECKPOINTS, HF, FinishedError, changed, with_effect
 from dovetail.run.state import RunState
@@ -53,14 +60,18 @@ def find(
     state = RunState.parse(reader.manifest.state, reader.path)
     ranks = prod(degree for axis, degree in reader.manifest.layout.items() if axis != "ep")
     if len(state.rng) != ranks:
-        raise CheckpointError(f"{reader.path}: rng is of {len(state.rng)} ranks, but {ranks} have saved it")
+        raise CheckpointError(
+            f"{reader.path}: rng is of {len(state.rng)} ranks, but {ranks} have saved it"
+        )
     changes = changed(rename_keys(state.recipe)[0], recipe)
     refuse(changes, recipe, state.step)
     if finished:
         refuse_done(path, begun_with, recipe, state.step)
     last = _last_step(path / METRICS)
     if finished and state.step < last:
-        edit = f"go back to step {state.step} by --resume step={state.step}, or choose another run_dir"
+        edit = (
+            f"go back to step {state.step} by --resume step={state.step}, or choose another run_dir"
+        )
         if passed_over:
             lost = f"the finished run in run_dir {path} cannot go on from its last step"
             raise CheckpointError(f"{lost}: {edit}\n{listing(passed_over)}")
@@ -68,11 +79,16 @@ def find(
         raise ConfigError(f"{holds_another(path, begun_with)}, {saved}: {edit}")
     if any(any(changes.get(key, ())) for key in EVALUATED):
         state = state.model_copy(update={"before": {}})  # of other rows: not comparable
-    was, now = _ranks(reader.manifest.layout), _ranks(vars(mesh.layout))
+    was = _ranks(reader.manifest.layout)
+    now = _ranks(vars(mesh.layout))
     if was != now:
         changes["ranks"] = was, now
-    shown = tuple(f"{key}: {quoted(before)} -> {quoted(after)}" for key, (before, after) in changes.items())
-    return Resumed(reader, state, shown, tuple(passed_over), repeats=was == now and not with_effect(changes))
+    shown = tuple(
+        f"{key}: {quoted(before)} -> {quoted(after)}" for key, (before, after) in changes.items()
+    )
+    return Resumed(
+        reader, state, shown, tuple(passed_over), repeats=was == now and not with_effect(changes)
+    )
 
 
 def _last_step(metrics: Path) -> int:
@@ -83,7 +99,10 @@ def _last_step(metrics: Path) -> int:
 
 
 def _ranks(degrees: Mapping[str, Any]) -> str:
-    return ",".join(f"{name}={degrees[name]}" for name in DEGREES if degrees.get(name, 1) != 1) or "one"
+    return (
+        ",".join(f"{name}={degrees[name]}" for name in DEGREES if degrees.get(name, 1) != 1)
+        or "one"
+    )
 
 
 def refuse_other(what: str, before: str, now: str, keys: str) -> None:

@@ -20,12 +20,28 @@ from dovetail.errors import CheckpointError
 from dovetail.parallel.consensus import agreed, of_all, refuse_different
 from dovetail.parallel.mesh import Mesh
 from dovetail.weights.hf_directory import Pretrained
-from dovetail.weights.safe_paths import SideFiles
+from dovetail.weights.safe_paths import AuxiliaryFiles
 
-CHUNK, READERS = 1 << 24, 4  # bytes of a checksum, and threads of a rank
-SAMPLED, BLOCK = 64, 1 << 12  # blocks of a weight file, and their bytes
-VOLATILE = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache")  # not part of the model
-TEXT_FILES = ("tokenizer", "vocab", "merges", "chat_template", "special_tokens", "added_tokens", "spiece")
+CHUNK = 1 << 24
+READERS = 4  # bytes of a checksum, and threads of a rank
+SAMPLED = 64
+BLOCK = 1 << 12  # blocks of a weight file, and their bytes
+VOLATILE = (
+    "transformers_version",
+    "_name_or_path",
+    "dtype",
+    "torch_dtype",
+    "use_cache",
+)  # not part of the model
+TEXT_FILES = (
+    "tokenizer",
+    "vocab",
+    "merges",
+    "chat_template",
+    "special_tokens",
+    "added_tokens",
+    "spiece",
+)
 Count = Annotated[int, Field(ge=0, lt=1 << 48)]  # of steps, rows, updates
 
 
@@ -57,19 +73,30 @@ class RunState(BaseModel):
     def parse(cls, state: Mapping[str, Any] | None, path: Path) -> "RunState":
         """CheckpointError names every bad field."""
         if state is None:
-            raise CheckpointError(f"{path} has weights without training state; start a new run with model.path={path}")
+            raise CheckpointError(
+                f"{path} has weights without training state; start a new run with model.path={path}"
+            )
         try:
             return cls.model_validate(state)
         except ValidationError as error:
-            details = [(".".join(map(str, d["loc"])), d["input"], d["msg"]) for d in error.errors(include_url=False)]
-            problems = "; ".join(f"{name} is {given!r:.40}: {message}" for name, given, message in details)
+            details = [
+                (".".join(map(str, d["loc"])), d["input"], d["msg"])
+                for d in error.errors(include_url=False)
+            ]
+            problems = "; ".join(
+                f"{name} is {given!r:.40}: {message}" for name, given, message in details
+            )
             raise CheckpointError(f"{path}: its training state is not whole: {problems}") from None
 
 
-def model_fingerprint(config: Mapping[str, Any], sides: SideFiles, directory: Path, mesh: Mesh) -> str:
+def model_fingerprint(
+    config: Mapping[str, Any], auxiliary: AuxiliaryFiles, directory: Path, mesh: Mesh
+) -> str:
     """Collective. Config, tokenizer and every byte of the weights, for any number of ranks."""
-    digest = _text_digest(config, sides)
-    world, own, chunks = mesh["world"], list[str](), list[tuple[Path, int]]()
+    digest = _text_digest(config, auxiliary)
+    world = mesh["world"]
+    own = list[str]()
+    chunks = list[tuple[Path, int]]()
     with agreed(mesh, directory):
         for path, size in _weight_files(directory, digest):
             chunks += [(path, start) for start in range(0, size, CHUNK)]
@@ -98,7 +125,7 @@ def refuse_other_models(key: str, source: Pretrained, mesh: Mesh) -> None:
 
 def sampled_fingerprint(source: Pretrained) -> str:
     """Config, tokenizer and a sample of the weights."""
-    digest = _text_digest(source.config, source.sides)
+    digest = _text_digest(source.config, source.auxiliary)
     for path, size in _weight_files(source.path, digest):
         with open(path, "rb") as file:
             for part in range(SAMPLED + 1):
@@ -114,12 +141,16 @@ def _weight_files(directory: Path, digest: Any) -> Iterator[tuple[Path, int]]:
         yield path, size
 
 
-def _text_digest(config: Mapping[str, Any], sides: SideFiles) -> Any:
-    digest = hashlib.sha256(_stable({key: value for key, value in config.items() if key not in VOLATILE}))
-    for name in sorted(sides):
+def _text_digest(config: Mapping[str, Any], auxiliary: AuxiliaryFiles) -> Any:
+    digest = hashlib.sha256(
+        _stable({key: value for key, value in config.items() if key not in VOLATILE})
+    )
+    for name in sorted(auxiliary):
         if name.startswith(TEXT_FILES):
-            content = sides[name]
-            digest.update(name.encode() + (content if isinstance(content, bytes) else content.read_bytes()))
+            content = auxiliary[name]
+            digest.update(
+                name.encode() + (content if isinstance(content, bytes) else content.read_bytes())
+            )
     return digest
 
 
@@ -136,7 +167,9 @@ def random_state(device: torch.device) -> RandomState:
     assert isinstance(numpy, dict)
     states: RandomState = {
         "python": json.dumps([version, list(words), gauss]),
-        "numpy": json.dumps({**numpy, "state": {**numpy["state"], "key": _packed(numpy["state"]["key"])}}),
+        "numpy": json.dumps(
+            {**numpy, "state": {**numpy["state"], "key": _packed(numpy["state"]["key"])}}
+        ),
         "torch": _packed(torch.get_rng_state().numpy()),
     }
     if device.type != "cpu":

@@ -1,4 +1,4 @@
-"""Atomic directories and files: hidden, synced, renamed."""
+"""Atomic directories and files: written under a hidden name, synced, then renamed."""
 
 import os
 import shutil
@@ -12,13 +12,13 @@ from pathlib import Path
 from dovetail.errors import naming
 from dovetail.parallel.consensus import CollectiveErrors, agreed, of_first
 from dovetail.parallel.mesh import Mesh
-from dovetail.weights.safe_paths import SideFiles, refuse_occupied, refuse_unwritable
+from dovetail.weights.safe_paths import AuxiliaryFiles, refuse_occupied, refuse_unwritable
 from dovetail.weights.safetensors import CHUNK
 
 
 @dataclass(frozen=True)
 class AtomicDirectory:
-    """lead: this rank writes what exists once."""
+    """A directory that all ranks write. lead: this rank writes what exists once."""
 
     path: Path
     verdict: CollectiveErrors
@@ -27,7 +27,7 @@ class AtomicDirectory:
 
 @contextmanager
 def staged(target: Path, mesh: Mesh) -> Iterator[AtomicDirectory]:
-    """A hidden directory that becomes `target`, or is removed on an error. Collective."""
+    """Yield a hidden directory that becomes `target`, or is removed on an error. Collective."""
     lead = mesh["world"].rank == 0
     hidden = target.parent / f".tmp-{target.name}-{uuid.uuid4().hex[:8]}"
     with agreed(mesh):
@@ -54,18 +54,22 @@ def staged(target: Path, mesh: Mesh) -> Iterator[AtomicDirectory]:
             shutil.rmtree(stage.path, ignore_errors=True)
 
 
-def write_sides(sides: SideFiles, directory: Path) -> dict[str, tuple[int, int]]:
-    return {name: write_file(directory / name, content) for name, content in sides.items()}
+def write_auxiliary(files: AuxiliaryFiles, directory: Path) -> dict[str, tuple[int, int]]:
+    """Write the files, and return their sizes and CRC-32."""
+    return {name: write_file(directory / name, content) for name, content in files.items()}
 
 
 def write_file(path: Path, content: Path | bytes) -> tuple[int, int]:
-    """Returns size and CRC-32."""
+    """Write a new file, synced, and return its size and CRC-32."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    size = crc = 0
+    size = 0
+    crc = 0
+    blocks = [content] if isinstance(content, bytes) else file_blocks(content)
     with open(path, "xb") as out:
-        for block in [content] if isinstance(content, bytes) else file_blocks(content):
+        for block in blocks:
             out.write(block)
-            size, crc = size + len(block), zlib.crc32(block, crc)
+            size += len(block)
+            crc = zlib.crc32(block, crc)
         out.flush()
         os.fsync(out.fileno())
     return size, crc
@@ -78,7 +82,7 @@ def file_blocks(path: Path) -> Iterator[bytes]:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Readers see the old file or the new one."""
+    """Replace a file such that readers see the old one or the new one."""
     _replace(path, lambda fresh: write_file(fresh, content))
 
 
@@ -100,7 +104,8 @@ def _replace(path: Path, make: Callable[[Path], object]) -> None:
 
 
 def make_directory(path: Path) -> None:
-    missing = [folder for folder in (path.absolute(), *path.absolute().parents) if not folder.exists()]
+    path = path.absolute()
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for folder in missing:
         sync_directory(folder.parent)

@@ -1,4 +1,4 @@
-"""A model's name, and its config.json. Imports no torch."""
+"""The name of a model, and its config.json. Imports no torch."""
 
 import re
 from pathlib import Path
@@ -14,7 +14,7 @@ COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def pinned(name: str | Path) -> tuple[str, str] | None:
-    """OWNER/NAME@COMMIT's repository and commit; None for a directory. Else CheckpointError."""
+    """Return repository and commit of OWNER/NAME@COMMIT; None for a directory. CheckpointError."""
     if Path(name).is_dir():
         return None
     repository, at, revision = str(name).partition("@")
@@ -39,12 +39,16 @@ def read_config(path: Path) -> dict[str, Any]:
     if (path / ADAPTER).is_file():
         raise unmerged(path, ADAPTER)
     if not (path / CONFIG).is_file():
-        raise CheckpointError(f"{path} has no {CONFIG}; give a directory that transformers can load")
+        raise CheckpointError(
+            f"{path} has no {CONFIG}; give a directory that transformers can load"
+        )
     return parse_json((path / CONFIG).read_bytes(), str(path / CONFIG))
 
 
 def unmerged(path: Path, name: str) -> CheckpointError:
     return CheckpointError(
-        f"{path} holds an adapter ({name}), which is not applied here; merge it into its model first: "
-        "peft.AutoPeftModelForCausalLM.from_pretrained(ADAPTER).merge_and_unload().save_pretrained(NEW)"
+        f"{path} holds an adapter ({name}), which is not applied here; merge it into its model "
+        "first: "
+        "peft.AutoPeftModelForCausalLM.from_pretrained(ADAPTER).merge_and_unload()"
+        ".save_pretrained(NEW)"
     )

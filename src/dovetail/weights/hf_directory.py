@@ -1,4 +1,4 @@
-"""HF model directories, local or from the hub at a commit: config, head and side files."""
+"""HF model directories, local or from the hub at a commit: config, head and auxiliary files."""
 
 import re
 from collections.abc import Mapping
@@ -9,13 +9,14 @@ from typing import Any, Literal
 import torch
 from huggingface_hub import snapshot_download
 
+from dovetail.arch.common import Config
 from dovetail.arch.registry import choose_spec
 from dovetail.arch.transformers_spec import AnySpec, TransformersSpec
 from dovetail.errors import CheckpointError, ModelError, raise_disk_problem
 from dovetail.nn.decoder import Head
 from dovetail.weights.config_file import CONFIG, pinned, read_config, unmerged
 from dovetail.weights.hf_reader import TensorSource
-from dovetail.weights.safe_paths import TOKENIZER_FILES, SideFiles, side_files
+from dovetail.weights.safe_paths import TOKENIZER_FILES, AuxiliaryFiles, auxiliary_files
 from dovetail.weights.safetensors import dump_json
 from dovetail.weights.shards import Dtypes
 
@@ -23,43 +24,57 @@ ADAPTED = ("lora_", ".base_layer.", ".modules_to_save.")  # peft's
 EngineName = Literal["auto", "native", "transformers"]
 FETCHED = ("*.safetensors", "*.json")
 # value heads: ours, TRL's, OpenRLHF's
-HEAD_STEMS = ("score", "v_head.summary", "v_head", "value_head.summary", "value_head", "classifier", "lm_head")
+HEAD_STEMS = (
+    "score",
+    "v_head.summary",
+    "v_head",
+    "value_head.summary",
+    "value_head",
+    "classifier",
+    "lm_head",
+)
 HEAD_NAMES = ("score.weight", "score.bias")
 
 
 @dataclass(frozen=True)
 class Pretrained:
+    """An HF model directory, but for its weights."""
+
     path: Path
-    config: Mapping[str, Any]
+    config: Config
     spec: AnySpec
-    sides: Mapping[str, Path]
+    auxiliary: Mapping[str, Path]
 
     @classmethod
     def open(cls, name: str | Path, engine: EngineName = "auto") -> "Pretrained":
         path = locate(name)
         config = read_config(path)
-        return cls(path, config, choose_spec(config, engine), side_files(path))
+        return cls(path, config, choose_spec(config, engine), auxiliary_files(path))
 
     @property
     def notes(self) -> list[str]:
-        lacking = self.spec.lacking if isinstance(self.spec, TransformersSpec) else ""
-        return [f"{lacking}; so the transformers engine runs this model (--engine transformers)"] if lacking else []
+        if not isinstance(self.spec, TransformersSpec) or not self.spec.missing_features:
+            return []
+        way = "so the transformers engine runs this model (--engine transformers)"
+        return [f"{self.spec.missing_features}; {way}"]
 
     @property
     def has_tokenizer(self) -> bool:
-        return any(name in self.sides for name in TOKENIZER_FILES)
+        return any(name in self.auxiliary for name in TOKENIZER_FILES)
 
 
 @dataclass(frozen=True)
 class CheckpointSource:
+    """What a saved model takes over from the checkpoint that it was loaded from."""
+
     dtype_of: Dtypes
-    listed: tuple[str, ...]
-    sides: SideFiles
+    checkpoint_names: tuple[str, ...]
+    auxiliary: AuxiliaryFiles
 
 
 @dataclass(frozen=True)
 class StoredHead:
-    """Our names -> the checkpoint's, missing ones, ignored ones."""
+    """A checkpoint's head: our names -> its names, missing ones, ignored ones."""
 
     kind: Head
     aliases: Mapping[str, str]
@@ -71,7 +86,12 @@ LM_HEAD = StoredHead("lm", {}, (), ())
 
 
 def locate(name: str | Path) -> Path:
-    if (hub := pinned(name)) is None:
+    """Return the directory of a model, fetched from the hub where `name` says so.
+
+    CheckpointError.
+    """
+    hub = pinned(name)
+    if hub is None:
         return Path(name)
     repository, revision = hub
     try:
@@ -83,23 +103,33 @@ def locate(name: str | Path) -> Path:
 
 
 def refuse_adapters(source: TensorSource, path: Path) -> None:
-    adapter = next((name for name in source.names if any(part in name for part in ADAPTED)), None)
-    if adapter is not None:
-        raise unmerged(path, adapter)
+    for name in source.names:
+        if any(part in name for part in ADAPTED):
+            raise unmerged(path, name)
 
 
-def find_value_head(source: TensorSource, path: Path, *, fresh: bool, bias: bool = True) -> StoredHead:
-    """fresh: a new one where it has none. bias=False: of a reward model."""
+def find_value_head(
+    source: TensorSource, path: Path, *, fresh: bool, bias: bool = True
+) -> StoredHead:
+    """Return the value head of a checkpoint. ModelError.
+
+    fresh: a new one where it has none. bias=False: the head of a reward model.
+    """
+    kind: Head = "value" if bias else "value_without_bias"
     for stem in HEAD_STEMS:
-        weight, offset = f"{stem}.weight", f"{stem}.bias"
-        if weight not in source.names or (stem == "lm_head" and source.shape(weight)[0] != 1):
+        weight = f"{stem}.weight"
+        offset = f"{stem}.bias"
+        if weight not in source.names:
+            continue
+        if stem == "lm_head" and source.shape(weight)[0] != 1:
             continue
         aliases = {"score.weight": weight}
         if offset in source.names:
             if not bias:
                 raise ModelError(
-                    f"{path}: its value head has a bias ({offset}), which transformers' models ForSequenceClassification lack; "
-                    "start a reward model from a language model or from a reward model"
+                    f"{path}: its value head has a bias ({offset}), which transformers' models "
+                    "ForSequenceClassification lack; start a reward model from a language model or "
+                    "from a reward model"
                 )
             return StoredHead("value", {**aliases, "score.bias": offset}, ())
         if stem == "score" or not bias:
@@ -108,41 +138,46 @@ def find_value_head(source: TensorSource, path: Path, *, fresh: bool, bias: bool
     if not fresh:
         known = ", ".join(f"{stem}.weight" for stem in HEAD_STEMS)
         raise ModelError(
-            f"{path} has no value head: expected one of {known} (lm_head with one row); give a reward or "
-            'value model, or --head lm (in the library head="lm", or EngineOptions(fresh_head_seed=0) for a new head)'
+            f"{path} has no value head: expected one of {known} (lm_head with one row); give a "
+            "reward or "
+            'value model, or --head lm (in the library head="lm", '
+            "or EngineOptions(fresh_head_seed=0) for a new head)"
         )
-    return StoredHead("value", {}, HEAD_NAMES) if bias else StoredHead("value_without_bias", {}, HEAD_NAMES[:1])
+    return StoredHead(kind, {}, HEAD_NAMES if bias else HEAD_NAMES[:1])
 
 
 def stored_head(source: TensorSource, pretrained: Pretrained) -> StoredHead:
     head = find_value_head(source, pretrained.path, fresh=True)
-    only_token = head.aliases.get("score.weight") == "lm_head.weight" and pretrained.spec.vocab_size == 1
+    is_lm_head = head.aliases.get("score.weight") == "lm_head.weight"
+    only_token = is_lm_head and pretrained.spec.vocab_size == 1
     return head if head.aliases and not only_token else LM_HEAD
 
 
-def saved_config(config: Mapping[str, Any], head: Head, dtype: torch.dtype | None) -> dict[str, Any]:
-    """The config with the head and dtype of saved weights."""
+def saved_config(config: Config, head: Head, dtype: torch.dtype | None) -> dict[str, Any]:
+    """Return the config with the head and dtype of saved weights."""
     changed = dict(config)
     if dtype is not None:
-        name = str(dtype).removeprefix("torch.")
-        changed |= {key: name for key in ("dtype", "torch_dtype") if key in config} or {"dtype": name}
+        keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]
+        changed |= dict.fromkeys(keys, str(dtype).removeprefix("torch."))
     if head == "lm":
         return changed
     kind = "ForTokenClassification" if head == "value" else "ForSequenceClassification"
-    named = "".join(word.capitalize() for word in str(config["model_type"]).split("_"))  # transformers' class names
-    (first, *_) = config.get("architectures") or [f"{named}ForCausalLM"]
+    words = str(config["model_type"]).split("_")
+    family = "".join(word.capitalize() for word in words)  # as transformers names its classes
+    first, *_ = config.get("architectures") or [f"{family}ForCausalLM"]
     if head == "value" or not first.endswith(kind):
-        changed |= {
-            "architectures": [re.sub(r"(For\w+|Model)$", "", first) + kind],
-            "num_labels": 1,
-            "id2label": {"0": "LABEL_0"},
-            "label2id": {"LABEL_0": 0},
-        }
+        changed["architectures"] = [re.sub(r"(For\w+|Model)$", "", first) + kind]
+        changed["num_labels"] = 1
+        changed["id2label"] = {"0": "LABEL_0"}
+        changed["label2id"] = {"LABEL_0": 0}
     return changed
 
 
-def saved_sides(pretrained: Pretrained, head: Head, dtype: torch.dtype | None) -> SideFiles:
+def saved_auxiliary(
+    pretrained: Pretrained, head: Head, dtype: torch.dtype | None
+) -> AuxiliaryFiles:
+    """Return the auxiliary files, with the config of saved weights."""
     changed = saved_config(pretrained.config, head, dtype)
     if changed == dict(pretrained.config):
-        return pretrained.sides
-    return {**pretrained.sides, CONFIG: dump_json(changed)}
+        return pretrained.auxiliary
+    return {**pretrained.auxiliary, CONFIG: dump_json(changed)}

@@ -1,4 +1,4 @@
-"""Reads rectangles of tensors with several threads."""
+"""Parallel reads: rectangles of tensors, by several threads."""
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dovetail.memory import wait_for
-from dovetail.parallel.placement import Slices
+from dovetail.parallel.placement import Slices, shape_of
 
 READERS = 8
 BUFFER_BYTES = 1 << 22  # of a thread
@@ -18,14 +18,17 @@ MAX_GAP = 1 << 16  # bytes between ranges of a call
 MAX_RANGES = 1 << 15  # of a rectangle
 MAX_BUFFERS = 1024  # of a `preadv`: UIO_MAXIOV
 
-Job = Callable[[Tensor], object]  # its thread's buffer [bytes]
+ReadJob = Callable[[Tensor], object]  # its thread's buffer [bytes]
 
 
-def run_jobs(jobs: Sequence[Job], device: torch.device) -> None:
-    pinned, queue = device.type != "cpu", iter(jobs)
-    buffers = [torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=pinned) for _ in range(min(READERS, len(jobs)))]
-    if not buffers:
+def run_jobs(jobs: Sequence[ReadJob], device: torch.device) -> None:
+    """Run the jobs by READERS threads."""
+    if not jobs:
         return
+    pinned = device.type != "cpu"
+    queue = iter(jobs)
+    shape = (min(READERS, len(jobs)), BUFFER_BYTES)
+    buffers = torch.empty(shape, dtype=torch.uint8, pin_memory=pinned)
 
     def work(buffer: Tensor) -> None:
         if pinned:
@@ -39,7 +42,7 @@ def run_jobs(jobs: Sequence[Job], device: torch.device) -> None:
 
 
 def blocks(slices: Slices, out: Tensor, max_elements: int) -> Iterator[tuple[Slices, Tensor]]:
-    """Parts of at most `max_elements`, with their targets."""
+    """Yield parts of at most `max_elements`, with their targets."""
     if out.numel() <= max_elements or not slices:
         yield slices, out
         return
@@ -59,32 +62,40 @@ def job_parts(slices: Slices, out: Tensor, dtype: torch.dtype) -> Iterator[tuple
 
 
 def range_elements(shape: Sequence[int], slices: Slices) -> int:
-    return prod(stop - start for start, stop in slices[_last_cut(shape, slices) :])
+    return prod(shape_of(slices)[_last_cut(shape, slices) :])
 
 
 def byte_ranges(shape: Sequence[int], slices: Slices, itemsize: int) -> tuple[list[int], int]:
-    """Offsets and length, in bytes, of contiguous ranges."""
+    """Return offsets and length, in bytes, of the contiguous ranges of a rectangle."""
     if any(start == stop for start, stop in slices):
         return [], 0
-    strides = [itemsize * prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    offsets = np.array([sum(start * stride for (start, _), stride in zip(slices, strides, strict=True))])
-    for (start, stop), stride in zip(slices[: _last_cut(shape, slices)], strides, strict=False):
-        offsets = (offsets[:, None] + np.arange(stop - start) * stride).reshape(-1)
+    last_cut = _last_cut(shape, slices)
+    offsets = np.zeros(1, dtype=np.int64)
+    for dim, (start, stop) in enumerate(slices):
+        stride = itemsize * prod(shape[dim + 1 :])
+        rows = np.arange(start, stop if dim < last_cut else start + 1)
+        offsets = (offsets[:, None] + rows * stride).reshape(-1)
     return offsets.tolist(), itemsize * range_elements(shape, slices)
 
 
-def scatter_reads(offsets: Sequence[int], length: int, view: memoryview) -> Iterator[tuple[int, list[memoryview]]]:
-    """(offset, buffers) of `preadv` calls that read ranges into `view`. Short gaps go to scratch memory."""
+def scatter_reads(
+    offsets: Sequence[int], length: int, view: memoryview
+) -> Iterator[tuple[int, list[memoryview]]]:
+    """Yield (offset, buffers) of `preadv` calls that read ranges into `view`.
+
+    Short gaps go to scratch memory.
+    """
     scratch = memoryview(bytearray(MAX_GAP))
     buffers: list[memoryview] = []
-    first = end = 0
+    first = 0
+    end = 0
     for i, offset in enumerate(offsets):
         if buffers and (offset - end > MAX_GAP or len(buffers) + 2 > MAX_BUFFERS):
             yield first, buffers
             buffers = []
         if not buffers:
-            first = end = offset
-        if offset > end:
+            first = offset
+        elif offset > end:
             buffers.append(scratch[: offset - end])
         buffers.append(view[i * length : (i + 1) * length])
         end = offset + length
@@ -100,4 +111,9 @@ def copy_out(block: Tensor, out: Tensor) -> None:
 
 
 def _last_cut(shape: Sequence[int], slices: Slices) -> int:
-    return max((dim for dim, (start, stop) in enumerate(slices) if stop - start != shape[dim]), default=0)
+    """Return the last dim of which the rectangle has a part only, or 0."""
+    last = 0
+    for dim, (start, stop) in enumerate(slices):
+        if stop - start != shape[dim]:
+            last = dim
+    return last

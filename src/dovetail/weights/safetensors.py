@@ -1,4 +1,7 @@
-"""Safetensors files: positioned reads, writes tensor by tensor (docs/adr/007-own-safetensors-reader.md)."""
+"""Safetensors files: positioned reads, and writes tensor by tensor.
+
+docs/adr/007-own-safetensors-reader.md says why.
+"""
 
 import ctypes
 import json
@@ -20,14 +23,22 @@ from torch import Tensor
 from dovetail.errors import CheckpointError, quoted
 from dovetail.jsonl import parse_json
 from dovetail.memory import view_at
-from dovetail.parallel.placement import Slices
-from dovetail.system import allow_open_files
-from dovetail.weights.parallel_read import MAX_RANGES, blocks, byte_ranges, copy_out, range_elements, scatter_reads
+from dovetail.parallel.placement import Slices, shape_of, whole
+from dovetail.system import raise_open_files_limit
+from dovetail.weights.parallel_read import (
+    MAX_RANGES,
+    blocks,
+    byte_ranges,
+    copy_out,
+    range_elements,
+    scatter_reads,
+)
 
 DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
 CODES: Mapping[torch.dtype, str] = {dtype: code for code, dtype in DTYPES.items()}
 MAX_LENGTH = 2**62
@@ -36,6 +47,8 @@ CHUNK = 1 << 26  # bytes at a time
 
 @dataclass(frozen=True)
 class TensorSpec:
+    """The name, dtype and shape of a tensor in a file."""
+
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -46,8 +59,8 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
-class Entry(TensorSpec):
-    """A tensor from byte `start` on."""
+class TensorEntry(TensorSpec):
+    """A tensor of a file, from byte `start` on."""
 
     start: int
 
@@ -57,13 +70,16 @@ def dump_json(value: Mapping[str, Any]) -> bytes:
 
 
 class TensorFile:
+    """A file to read from. CheckpointError where it is damaged."""
+
     def __init__(self, path: Path) -> None:
         self.path = path
         self.bytes_read = 0
-        self._fd, self._counting = -1, threading.Lock()
+        self._fd = -1
+        self._counting = threading.Lock()
         if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would block
             raise CheckpointError(f"{path} is not a regular file")
-        allow_open_files()
+        raise_open_files_limit()
         self._fd = os.open(path, os.O_RDONLY)
         try:
             with safe_open(path, framework="numpy"):  # header and size fit
@@ -71,7 +87,8 @@ class TensorFile:
         except SafetensorError as error:
             damage = f"{path} is cut, corrupt or no safetensors file: {error}"
             raise CheckpointError(f"{damage}; fetch or write it again") from error
-        self.header = self._bytes(8 + struct.unpack("<Q", self._bytes(8))[0])
+        (length,) = struct.unpack("<Q", self._bytes(8))
+        self.header = self._bytes(8 + length)
         self.entries = _parse_header(self.header, str(path))
 
     def __del__(self) -> None:
@@ -79,33 +96,44 @@ class TensorFile:
             os.close(self._fd)
 
     def read(self, name: str, slices: Slices | None = None) -> Tensor:
+        """Return a tensor, or a rectangle of it."""
         entry = self.entries[name]
-        slices = tuple((0, length) for length in entry.shape) if slices is None else slices
-        assert len(slices) == len(entry.shape), f"{name}: {len(slices)} slices of {len(entry.shape)} dims"
-        assert all(0 <= a <= b <= n for (a, b), n in zip(slices, entry.shape, strict=True)), f"{name}: {slices}"
-        out = torch.empty([stop - start for start, stop in slices], dtype=entry.dtype)
+        if slices is None:
+            slices = whole(entry.shape)
+        for (start, stop), length in zip(slices, entry.shape, strict=True):
+            assert 0 <= start <= stop <= length, f"{name}: {slices} of {entry.shape}"
+        out = torch.empty(shape_of(slices), dtype=entry.dtype)
         self.fill(name, slices, out, torch.empty(0, dtype=torch.uint8))
         return out
 
-    def fill(self, name: str, slices: Slices, out: Tensor, buffer: Tensor, *, checksum: bool = False) -> int:
-        """Read a rectangle through `buffer` [bytes]; its CRC-32 with `checksum`, else 0."""
-        entry, crc = self.entries[name], 0
+    def fill(
+        self, name: str, slices: Slices, out: Tensor, buffer: Tensor, *, checksum: bool = False
+    ) -> int:
+        """Read a rectangle through `buffer` [bytes]. Return its CRC-32 with `checksum`, else 0."""
+        entry = self.entries[name]
+        crc = 0
+        itemsize = entry.dtype.itemsize
         in_place = out.device.type == "cpu" and out.dtype == entry.dtype and out.is_contiguous()
-        room = (CHUNK if in_place else len(buffer)) // entry.dtype.itemsize
-        most = min(room, MAX_RANGES * range_elements(entry.shape, slices))
-        for block, part in blocks(slices, out, most):
+        max_bytes = CHUNK if in_place else len(buffer)
+        max_elements = MAX_RANGES * range_elements(entry.shape, slices)
+        for block, part in blocks(slices, out, min(max_bytes // itemsize, max_elements)):
             target = part if in_place else view_at(buffer, 0, entry.dtype, part.shape)
             view = memory_of(target)
-            for offset, buffers in scatter_reads(*byte_ranges(entry.shape, block, entry.dtype.itemsize), view):
+            offsets, length = byte_ranges(entry.shape, block, itemsize)
+            for offset, buffers in scatter_reads(offsets, length, view):
                 self._fill(buffers, entry.start + offset)
             self._count(len(view))
-            crc = zlib.crc32(view, crc) if checksum else crc
+            if checksum:
+                crc = zlib.crc32(view, crc)
             if not in_place:
                 copy_out(target, part)
         return crc
 
     def checksum(self, name: str, buffer: Tensor) -> int:
-        crc, view, entry = 0, memory_of(buffer), self.entries[name]
+        """Return the CRC-32 of a tensor, read through `buffer` [bytes]."""
+        crc = 0
+        view = memory_of(buffer)
+        entry = self.entries[name]
         for at in range(0, entry.num_bytes, len(buffer)):
             block = view[: entry.num_bytes - at]
             self._fill([block], entry.start + at)
@@ -127,8 +155,11 @@ class TensorFile:
             got = os.preadv(self._fd, buffers, offset)
             if not got:
                 end = offset + sum(map(len, buffers))
-                raise CheckpointError(f"{self.path} ends before byte {end}: it was cut while being read")
-            offset, full = offset + got, 0
+                raise CheckpointError(
+                    f"{self.path} ends before byte {end}: it was cut while being read"
+                )
+            offset = offset + got
+            full = 0
             while full < len(buffers) and got >= len(buffers[full]):
                 got -= len(buffers[full])
                 full += 1
@@ -138,36 +169,54 @@ class TensorFile:
 
 
 def memory_of(tensor: Tensor) -> memoryview:
-    """Bytes of a contiguous CPU tensor that the caller keeps alive; through numpy `OffloadedState` could not resize it."""
-    assert tensor.is_contiguous() and tensor.device.type == "cpu", "only plain memory has an address to read from"
+    """Return the bytes of a contiguous CPU tensor, which the caller keeps alive.
+
+    They do not go through numpy, with which `OffloadedState` could not resize the tensor.
+    """
+    is_plain = tensor.is_contiguous() and tensor.device.type == "cpu"
+    assert is_plain, "only plain memory has an address to read from"
     num_bytes = tensor.numel() * tensor.element_size()
     if not num_bytes:
         return memoryview(b"")
-    return memoryview((ctypes.c_ubyte * num_bytes).from_address(tensor.data_ptr())).cast("B")
+    array = ctypes.c_ubyte * num_bytes
+    return memoryview(array.from_address(tensor.data_ptr())).cast("B")
 
 
-def _parse_header(data: bytearray, what: str) -> dict[str, Entry]:
+def _parse_header(data: bytearray, what: str) -> dict[str, TensorEntry]:
     entries = {}
     for name, value in parse_json(bytes(data[8:]), f"the header of {what}").items():
         if name == "__metadata__":
             continue
-        code, shape = value["dtype"], value["shape"]
+        code = value["dtype"]
+        shape = value["shape"]
         if code not in DTYPES or max(shape, default=0) > MAX_LENGTH:
-            raise CheckpointError(f"{what}: {name} is {code} {quoted(shape)}; known dtypes are {', '.join(DTYPES)}")
-        entries[name] = Entry(name, DTYPES[code], tuple(shape), len(data) + value["data_offsets"][0])
+            raise CheckpointError(
+                f"{what}: {name} is {code} {quoted(shape)}; known dtypes are {', '.join(DTYPES)}"
+            )
+        start = len(data) + value["data_offsets"][0]
+        entries[name] = TensorEntry(name, DTYPES[code], tuple(shape), start)
     return entries
 
 
 class TensorFileWriter:
-    def __init__(self, path: Path, specs: Iterable[TensorSpec], metadata: Mapping[str, str] | None = None) -> None:
-        self.path, self._waiting = path, list(specs)[::-1]
+    """A new file, which gets its tensors in the order of `specs`."""
+
+    def __init__(
+        self, path: Path, specs: Iterable[TensorSpec], metadata: Mapping[str, str] | None = None
+    ) -> None:
+        self.path = path
+        self._waiting = list(specs)[::-1]
         self.crc32: dict[str, int] = {}
         described: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
         end = 0
         for spec in reversed(self._waiting):
-            code = CODES[spec.dtype]
-            described[spec.name] = {"dtype": code, "shape": spec.shape, "data_offsets": [end, end + spec.num_bytes]}
+            start = end
             end += spec.num_bytes
+            described[spec.name] = {
+                "dtype": CODES[spec.dtype],
+                "shape": spec.shape,
+                "data_offsets": [start, end],
+            }
         text = json.dumps(described, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)  # aligned data
         self.header = struct.pack("<Q", len(text)) + text
@@ -177,10 +226,12 @@ class TensorFileWriter:
 
     def write(self, name: str, tensor: Tensor) -> None:
         spec = self._waiting.pop()
-        assert (spec.name, spec.dtype, spec.shape) == (name, tensor.dtype, tuple(tensor.shape)), f"{name} is not {spec}"
-        ready = tensor.device.type == "cpu" and tensor.is_contiguous()  # no operators in a background save:
-        data = tensor if ready else tensor.detach().cpu().contiguous()  # they wait for the interpreter's lock
-        view = memory_of(data)
+        given = TensorSpec(name, tensor.dtype, tuple(tensor.shape))
+        assert given == spec, f"{given} is not {spec}"
+        # no operators in a background save: they wait for the interpreter's lock
+        if tensor.device.type != "cpu" or not tensor.is_contiguous():
+            tensor = tensor.detach().cpu().contiguous()
+        view = memory_of(tensor)
         self.crc32[name] = zlib.crc32(view)
         self._write(view)
 
@@ -191,4 +242,5 @@ class TensorFileWriter:
 
     def _write(self, view: memoryview) -> None:
         while view:
-            view = view[self._file.write(view[:CHUNK]) :]
+            written = self._file.write(view[:CHUNK])
+            view = view[written:]

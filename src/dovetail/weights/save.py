@@ -1,15 +1,15 @@
-"""Writes a Hugging Face directory: each file by one rank."""
+"""Saving of a Hugging Face directory: each file is written by one rank."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
-from typing import Unpack
+from typing import Any, Unpack
 
 from torch import Tensor, nn
 
 from dovetail.parallel.mesh import Mesh
-from dovetail.weights.atomic import AtomicDirectory, staged, write_file, write_sides
-from dovetail.weights.safe_paths import INDEX, SINGLE, SideFiles
+from dovetail.weights.atomic import AtomicDirectory, staged, write_auxiliary, write_file
+from dovetail.weights.safe_paths import INDEX, SINGLE, AuxiliaryFiles
 from dovetail.weights.safetensors import TensorFileWriter, TensorSpec, dump_json
 from dovetail.weights.shards import ExportRules
 from dovetail.weights.stream import BUCKET_BYTES, export, gather_whole
@@ -17,7 +17,7 @@ from dovetail.weights.stream import BUCKET_BYTES, export, gather_whole
 SHARD_BYTES = 5 * 10**9
 METADATA = (("format", "pt"),)  # transformers needs it
 
-# (order of tensors, names this rank writes) -> at least the latter
+# (order of tensors, names that this rank writes) -> at least the latter
 Produce = Callable[[Sequence[str], Collection[str]], Iterable[tuple[str, Tensor]]]
 
 
@@ -26,45 +26,61 @@ def save(
     path: Path | str,
     mesh: Mesh,
     *,
-    sides: SideFiles,
+    auxiliary: AuxiliaryFiles,
     shard_bytes: int = SHARD_BYTES,
     bucket_bytes: int = BUCKET_BYTES,
     **rules: Unpack[ExportRules],
 ) -> None:
-    """An HF directory, atomically. Collective."""
+    """Write an HF directory, atomically. Collective."""
     exported = export(model, mesh, **rules)
     specs = list(exported.specs.values())
 
     def produce(order: Sequence[str], _: Collection[str]) -> Iterator[tuple[str, Tensor]]:
         return gather_whole(exported, mesh, order, bucket_bytes)
 
-    write_hf(Path(path), mesh, specs, produce, sides=sides, shard_bytes=shard_bytes)
+    write_hf(Path(path), mesh, specs, produce, auxiliary, shard_bytes)
 
 
 def write_hf(
-    path: Path, mesh: Mesh, specs: list[TensorSpec], produce: Produce, sides: SideFiles, shard_bytes: int = SHARD_BYTES
+    path: Path,
+    mesh: Mesh,
+    specs: list[TensorSpec],
+    produce: Produce,
+    auxiliary: AuxiliaryFiles,
+    shard_bytes: int = SHARD_BYTES,
 ) -> None:
+    """Write an HF directory of the tensors that `produce` gives, atomically. Collective."""
     files = split_files(specs, shard_bytes)
+    names = [*files]
     world = mesh["world"]
-    # consecutive files have different writers: all stay busy
-    rounds = [list(files)[start : start + world.size] for start in range(0, len(files), world.size)]
-    rows = (row for names in rounds for row in zip_longest(*(files[name] for name in names)))
-    order = [spec.name for row in rows for spec in row if spec]
+    order = []
+    for start in range(0, len(names), world.size):
+        # the files of a round have different writers: all stay busy
+        groups = [files[name] for name in names[start : start + world.size]]
+        for row in zip_longest(*groups):
+            order += [spec.name for spec in row if spec]
     with staged(path, mesh) as stage:
-        local = {name: files[name] for names in rounds for name in names[world.rank : world.rank + 1]}
+        local = {name: files[name] for name in names[world.rank :: world.size]}
         _write_files(stage, local, order, produce)
         with stage.verdict.catch():
             if stage.lead:
-                write_sides(sides, stage.path)
+                write_auxiliary(auxiliary, stage.path)
                 if len(files) > 1:
-                    total = sum(spec.num_bytes for spec in specs)
-                    weight_map = {spec.name: file for file, group in files.items() for spec in group}
-                    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-                    write_file(stage.path / INDEX, dump_json(index))
+                    write_file(stage.path / INDEX, dump_json(_index(files)))
+
+
+def _index(files: Mapping[str, list[TensorSpec]]) -> dict[str, Any]:
+    total = 0
+    weight_map = {}
+    for file, specs in files.items():
+        for spec in specs:
+            total += spec.num_bytes
+            weight_map[spec.name] = file
+    return {"metadata": {"total_size": total}, "weight_map": weight_map}
 
 
 def split_files(specs: Sequence[TensorSpec], shard_bytes: int) -> dict[str, list[TensorSpec]]:
-    """File name -> tensors within `shard_bytes`, unless one is larger."""
+    """Return file name -> tensors within `shard_bytes`, unless one is larger."""
     groups: list[list[TensorSpec]] = [[]]
     free = shard_bytes
     for spec in specs:
@@ -75,22 +91,30 @@ def split_files(specs: Sequence[TensorSpec], shard_bytes: int) -> dict[str, list
         free -= spec.num_bytes
     if len(groups) == 1:
         return {SINGLE: groups[0]}
-    return {f"model-{i:05}-of-{len(groups):05}.safetensors": group for i, group in enumerate(groups, 1)}
+    count = len(groups)
+    numbered = enumerate(groups, 1)
+    return {f"model-{i:05}-of-{count:05}.safetensors": group for i, group in numbered}
 
 
 def _write_files(
-    stage: AtomicDirectory, local: dict[str, list[TensorSpec]], order: Sequence[str], produce: Produce
+    stage: AtomicDirectory,
+    local: dict[str, list[TensorSpec]],
+    order: Sequence[str],
+    produce: Produce,
 ) -> None:
-    """After an error the rest is consumed: collectives must match."""
-    file_of = {spec.name: file for file, specs in local.items() for spec in specs}
-    remaining = {file: len(specs) for file, specs in local.items()}
-    writers: dict[str, TensorFileWriter] = {}
+    """Write the files of this rank. After an error the rest is consumed: collectives must match."""
+    file_of: dict[str, str] = {}
+    remaining = {}
+    for file, specs in local.items():
+        remaining[file] = len(specs)
+        file_of |= {spec.name: file for spec in specs}
+    writers = {}
     verdict = stage.verdict
     with verdict.catch():
         for name, tensor in produce(order, file_of.keys()):
-            file = file_of.get(name)
-            if file is None or verdict.problem:
+            if name not in file_of or verdict.problem:
                 continue
+            file = file_of[name]
             with verdict.catch():
                 if file not in writers:
                     writers[file] = TensorFileWriter(stage.path / file, local[file], dict(METADATA))

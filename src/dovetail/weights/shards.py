@@ -1,11 +1,12 @@
-"""Which regions of a checkpoint's tensors this rank holds.
+"""The regions of a checkpoint's tensors that this rank holds.
 
-Experts in checkpoints (a module has one tensor [E, out, in] a layer, gate before up); all are views of the parameter:
+A module has one tensor [E, out, in] of experts a layer, gate before up, of which checkpoints have
+views:
 
-    fused    as in the module
-    turned   [E, in, out]
-    apart    `mlp.experts.7.gate_proj.weight`: a matrix for each expert
-    mixtral  `block_sparse_moe.experts.7.w1.weight`
+    fused       as in the module
+    transposed  [E, in, out]
+    per_expert  `mlp.experts.7.gate_proj.weight`: a matrix for each expert
+    mixtral     `block_sparse_moe.experts.7.w1.weight`
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -24,12 +25,12 @@ from dovetail.parallel.placement import (
     REPLICATED,
     Placement,
     Region,
-    Slices,
     as_index,
     checkpoint_shapes,
     held_regions,
     overlap,
     placements_of,
+    whole,
     within,
 )
 from dovetail.weights.hf_reader import TensorSource
@@ -37,20 +38,25 @@ from dovetail.weights.safetensors import TensorSpec
 
 T = TypeVar("T")
 FUSED = (("experts.gate_up_proj", ("gate_proj", "up_proj")), ("experts.down_proj", ("down_proj",)))
+STACKED = tuple(ending for ending, _ in FUSED)
 MIXTRAL = (".mlp.", ".block_sparse_moe.", {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"})
 Dtypes = Callable[[str], torch.dtype | None]  # None keeps the parameter's
 
 
 class ExportRules(TypedDict, total=False):
-    """dtype_of: default: the parameters'. listed: the source's names: their order, and which tied ones are kept."""
+    """How tensors are exported.
+
+    dtype_of: default: the parameters'. checkpoint_names: those of the source, for the order, and
+    for which of tied tensors are kept.
+    """
 
     dtype_of: Dtypes
-    listed: Collection[str] | None
+    checkpoint_names: Collection[str] | None
 
 
 @dataclass(frozen=True)
 class LocalParam:
-    """A rank's part of a parameter, under its checkpoint's name."""
+    """The part of a parameter that this rank holds, under its name in the checkpoint."""
 
     name: str
     placement: Placement
@@ -71,33 +77,47 @@ class ParamShard:
 
 
 def local_params(model: nn.Module, mesh: Mesh, *, as_wrapped: bool = False) -> list[LocalParam]:
-    """Parameters, then persistent buffers. as_wrapped: as if by FSDP2."""
+    """Return parameters, then persistent buffers. as_wrapped: as if by FSDP2."""
     reshard(model)
-    params, ties = dict(model.named_parameters()), tied_names(model)
-    checkpoint_name: Callable[[str], str] = model.stored_name if isinstance(model, StagedModel) else str
+    params = dict(model.named_parameters())
+    ties = tied_names(model)
+    checkpoint_name = _stored_name(model)
     result = []
     for own_name, placement in placements_of(model).items():
-        param, name = params[own_name], checkpoint_name(own_name)
+        param = params[own_name]
+        name = checkpoint_name(own_name)
+        shape = tuple(param.shape)
         sharded = as_wrapped or isinstance(param, DTensor)
-        regions = held_regions(name, placement, tuple(param.shape), mesh, sharded=sharded)
-        local, tied = local_tensor(param).detach(), tuple(map(checkpoint_name, ties.get(own_name, ())))
-        result.append(LocalParam(name, placement, tuple(param.shape), local, regions, tied, param))
+        regions = held_regions(name, placement, shape, mesh, sharded=sharded)
+        local = local_tensor(param).detach()
+        tied = tuple(map(checkpoint_name, ties.get(own_name, ())))
+        result.append(LocalParam(name, placement, shape, local, regions, tied, param))
     for own_name, buffer in kept_buffers(model).items():
-        name, shape = checkpoint_name(own_name), tuple(buffer.shape)
+        name = checkpoint_name(own_name)
+        shape = tuple(buffer.shape)
         regions = held_regions(name, REPLICATED, shape, mesh, sharded=False)
         result.append(LocalParam(name, REPLICATED, shape, buffer, regions, (), None))
     return result
 
 
 def kept_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return the persistent buffers."""
     buffers = dict(model.named_buffers())
-    return {name: buffers[name] for name in model.state_dict(keep_vars=True) if name in buffers} if buffers else {}
+    if not buffers:
+        return {}
+    return {name: buffers[name] for name in model.state_dict(keep_vars=True) if name in buffers}
+
+
+def _stored_name(model: nn.Module) -> Callable[[str], str]:
+    return model.stored_name if isinstance(model, StagedModel) else str
 
 
 def parameters_in(dtype: torch.dtype, model: nn.Module) -> Dtypes:
-    """Buffers keep their own: rounding a router's bias changes its choice."""
-    stored: Callable[[str], str] = model.stored_name if isinstance(model, StagedModel) else str
-    kept = {stored(name) for name in kept_buffers(model)}
+    """Return the dtypes of an export.
+
+    Buffers keep theirs: rounding a router's bias changes its choice.
+    """
+    kept = {*map(_stored_name(model), kept_buffers(model))}
     return lambda name: None if name in kept else dtype
 
 
@@ -106,13 +126,14 @@ def local_tensor(x: Tensor) -> Tensor:
 
 
 def reshard(model: nn.Module) -> None:
-    """Frees parameters gathered by a forward without backward."""
+    """Free parameters that a forward without backward gathered."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def tied_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Return name -> further names of the same parameter."""
     first: dict[int, str] = {}
     tied: dict[str, tuple[str, ...]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
@@ -122,110 +143,144 @@ def tied_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
     return tied
 
 
-def param_shards(params: list[LocalParam], **rules: Unpack[ExportRules]) -> Iterator[tuple[str, ParamShard]]:
+def param_shards(
+    params: list[LocalParam], **rules: Unpack[ExportRules]
+) -> Iterator[tuple[str, ParamShard]]:
+    """Yield the regions that this rank holds, with the names of their tensors."""
     for param in params:
         for region in param.regions:
             for name in _export_names(region.checkpoint_name, param, rules):
                 dtype = _export_dtype(name, param, rules)
-                yield name, ParamShard(region, dtype, partial(_read, param.local, region, dtype))
+                read = partial(_read, param.local, region, dtype)
+                yield name, ParamShard(region, dtype, read)
 
 
 def export_specs(params: list[LocalParam], **rules: Unpack[ExportRules]) -> list[TensorSpec]:
-    return [
-        TensorSpec(name, _export_dtype(name, param, rules), shape)
-        for param in params
-        for first, shape in checkpoint_shapes(param.name, param.placement, param.shape).items()
-        for name in _export_names(first, param, rules)
-    ]
+    """Return what the export of `params` consists of."""
+    specs = []
+    for param in params:
+        shapes = checkpoint_shapes(param.name, param.placement, param.shape)
+        for first, shape in shapes.items():
+            names = _export_names(first, param, rules)
+            specs += [TensorSpec(name, _export_dtype(name, param, rules), shape) for name in names]
+    return specs
 
 
 def _export_dtype(name: str, param: LocalParam, rules: ExportRules) -> torch.dtype:
-    return ("dtype_of" in rules and rules["dtype_of"](name)) or param.local.dtype
+    dtype = rules["dtype_of"](name) if "dtype_of" in rules else None
+    return dtype or param.local.dtype
 
 
 def _export_names(name: str, param: LocalParam, rules: ExportRules) -> tuple[str, ...]:
-    listed = rules.get("listed")
-    if not param.tied or listed is None:
+    known = rules.get("checkpoint_names")
+    if not param.tied or known is None:
         return (name,)
-    return tuple(n for n in (name, *param.tied) if n in listed) or (name,)
+    return tuple(each for each in (name, *param.tied) if each in known) or (name,)
 
 
 def _read(local: Tensor, region: Region, dtype: torch.dtype) -> Tensor:
     return local[as_index(region.local_slice)].to(dtype).contiguous()
 
 
-def checkpoint_params(model: nn.Module, mesh: Mesh, *, as_wrapped: bool = False) -> list[LocalParam]:
-    """`local_params` with experts in the checkpoint's form."""
+def checkpoint_params(
+    model: nn.Module, mesh: Mesh, *, as_wrapped: bool = False
+) -> list[LocalParam]:
+    """Return `local_params` with experts in the form of the checkpoint."""
     return in_checkpoint_form(model, local_params(model, mesh, as_wrapped=as_wrapped))
 
 
 def in_checkpoint_form(model: nn.Module, params: list[LocalParam]) -> list[LocalParam]:
+    """Return `params` with experts in the form of the checkpoint."""
     form: ExpertForm = model.experts if isinstance(model, StagedModel) else "fused"
-    if form == "mixtral":
-        params = [_renamed(param) for param in params]
-    return params if form == "fused" else [view for param in params for view in _views(param, form)]
+    if form == "fused":
+        return params
+    views: list[LocalParam] = []
+    for param in params:
+        views += _views(_renamed(param) if form == "mixtral" else param, form)
+    return views
 
 
 def form_of(model: StagedModel, source: TensorSource) -> ExpertForm:
+    """Return the form of the experts in a checkpoint."""
     placements = placements_of(model)
     for own_name, param in model.named_parameters():
-        if any(own_name.endswith(ending) for ending, _ in FUSED):
-            name = model.stored_name(own_name)
-            ((count, rows, columns),) = checkpoint_shapes(name, placements[own_name], tuple(param.shape)).values()
-            if name not in source.names:
-                return "mixtral" if any(MIXTRAL[1] in n for n in source.names) else "apart"
-            if rows != columns:  # a square matrix does not tell them apart
-                return "turned" if source.shape(name) == (count, columns, rows) else "fused"
+        if not own_name.endswith(STACKED):
+            continue
+        name = model.stored_name(own_name)
+        if name not in source.names:
+            return "mixtral" if any(MIXTRAL[1] in each for each in source.names) else "per_expert"
+        shapes = checkpoint_shapes(name, placements[own_name], tuple(param.shape))
+        count, rows, columns = shapes[name]
+        if rows != columns:  # a square matrix does not tell them apart
+            return "transposed" if source.shape(name) == (count, columns, rows) else "fused"
     return "fused"
 
 
 def _views(param: LocalParam, form: ExpertForm) -> Iterator[LocalParam]:
     for ending, parts in FUSED:
         if param.name.endswith(ending):
-            names = tuple(MIXTRAL[2][part] for part in parts) if form == "mixtral" else parts
-            yield from [_turned(param)] if form == "turned" else _apart(param, names)
+            if form == "transposed":
+                yield _transposed(param)
+            elif form == "mixtral":
+                yield from _per_expert(param, tuple(MIXTRAL[2][part] for part in parts))
+            else:
+                yield from _per_expert(param, parts)
             return
     yield param
 
 
 def _renamed(param: LocalParam) -> LocalParam:
-    regions = (replace(r, checkpoint_name=r.checkpoint_name.replace(*MIXTRAL[:2])) for r in param.regions)
-    return replace(param, name=param.name.replace(*MIXTRAL[:2]), regions=tuple(regions))
+    ours, theirs, _ = MIXTRAL
+    regions = []
+    for region in param.regions:
+        name = region.checkpoint_name.replace(ours, theirs)
+        regions.append(replace(region, checkpoint_name=name))
+    return replace(param, name=param.name.replace(ours, theirs), regions=tuple(regions))
 
 
-def _turned(param: LocalParam) -> LocalParam:
+def _transposed(param: LocalParam) -> LocalParam:
     splits = tuple(replace(split, dim=(0, 2, 1)[split.dim]) for split in param.placement.splits)
-    regions = tuple(_swapped(region) for region in param.regions)
-    placement, local = replace(param.placement, splits=splits), param.local.transpose(1, 2)
-    return replace(param, placement=placement, shape=_swap(param.shape), local=local, regions=regions)
+    return replace(
+        param,
+        placement=replace(param.placement, splits=splits),
+        shape=_swap(param.shape),
+        local=param.local.transpose(1, 2),
+        regions=tuple(_swapped(region) for region in param.regions),
+    )
 
 
-def _apart(param: LocalParam, parts: tuple[str, ...]) -> Iterator[LocalParam]:
-    """Experts of other ranks have no region."""
-    ((count, rows, columns),) = checkpoint_shapes(param.name, param.placement, param.shape).values()
-    size, stem = rows // len(parts), param.name.rpartition(".")[0]
+def _per_expert(param: LocalParam, parts: tuple[str, ...]) -> Iterator[LocalParam]:
+    """Yield the matrices of all experts; those of other ranks have no region."""
+    shapes = checkpoint_shapes(param.name, param.placement, param.shape)
+    count, rows, columns = shapes[param.name]
+    size = rows // len(parts)
+    shape = (size, columns)
+    stem, _, _ = param.name.rpartition(".")
     for expert in range(count):
-        for at, part in enumerate(parts):
+        for number, part in enumerate(parts):
             name = f"{stem}.{expert}.{part}.weight"
-            matrix = ((expert, expert + 1), (at * size, (at + 1) * size), (0, columns))
-            local, regions = param.local.new_empty(0), tuple[Region, ...]()
+            start = number * size
+            matrix = ((expert, expert + 1), (start, start + size), (0, columns))
+            local = param.local.new_empty(0)
+            regions = tuple[Region, ...]()
             for region in param.regions:
                 shared = overlap(region.checkpoint_slice, matrix)
-                if shared is not None:
-                    local = param.local[as_index(_moved(shared, region))][0]
-                    here = tuple((0, length) for length in local.shape)
-                    regions = (Region(name, (size, columns), within(shared, matrix)[1:], here, region.owned),)
-            yield LocalParam(name, REPLICATED, (size, columns), local, regions, (), None)
+                if shared is None:
+                    continue
+                offset = within(region.checkpoint_slice, region.local_slice)
+                local = param.local[as_index(within(shared, offset))][0]
+                slices = within(shared, matrix)[1:]
+                regions = (Region(name, shape, slices, whole(local.shape), region.owned),)
+            yield LocalParam(name, REPLICATED, shape, local, regions, (), None)
 
 
-def _moved(shared: Slices, region: Region) -> Slices:
-    inside = within(shared, region.checkpoint_slice)
-    return tuple((a + base, b + base) for (a, b), (base, _) in zip(inside, region.local_slice, strict=True))
-
-
-def _swapped(r: Region) -> Region:
-    shape, there, here = _swap(r.checkpoint_shape), _swap(r.checkpoint_slice), _swap(r.local_slice)
-    return replace(r, checkpoint_shape=shape, checkpoint_slice=there, local_slice=here)
+def _swapped(region: Region) -> Region:
+    return replace(
+        region,
+        checkpoint_shape=_swap(region.checkpoint_shape),
+        checkpoint_slice=_swap(region.checkpoint_slice),
+        local_slice=_swap(region.local_slice),
+    )
 
 
 def _swap(dims: tuple[T, ...]) -> tuple[T, ...]:

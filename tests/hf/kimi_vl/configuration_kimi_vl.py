@@ -37,8 +37,16 @@ class KimiVLConfig(PreTrainedConfig):  # type: ignore[misc]
         media_placeholder_token_id: int = 100,
         **options: Any,
     ) -> None:
-        tower = vision_config if isinstance(vision_config, MoonViTConfig) else MoonViTConfig(**(vision_config or {}))
-        text = text_config if isinstance(text_config, DeepseekV3Config) else DeepseekV3Config(**(text_config or {}))
+        tower = (
+            vision_config
+            if isinstance(vision_config, MoonViTConfig)
+            else MoonViTConfig(**(vision_config or {}))
+        )
+        text = (
+            text_config
+            if isinstance(text_config, DeepseekV3Config)
+            else DeepseekV3Config(**(text_config or {}))
+        )
         self.vision_config, self.text_config = tower, text
         self.media_placeholder_token_id = media_placeholder_token_id
         super().__init__(**options)

@@ -26,8 +26,13 @@ class KimiVLImageProcessor:
             scale = math.sqrt(self.in_token_limit / count)
             size = int(image.width * scale), int(image.height * scale)
             image = image.resize(size, Image.Resampling.BICUBIC)
-        height, width = (-(-n // (p * self.merge)) * self.merge for n in (image.height, image.width))
+        height, width = (
+            -(-n // (p * self.merge)) * self.merge for n in (image.height, image.width)
+        )
         room = Image.new("RGB", (width * p, height * p))
         room.paste(image)
         x = torch.from_numpy(np.asarray(room).astype(np.float32)).permute(2, 0, 1) / 127.5 - 1.0
-        return x.reshape(3, height, p, width, p).permute(1, 3, 0, 2, 4).reshape(-1, 3, p, p), (height, width)
+        return x.reshape(3, height, p, width, p).permute(1, 3, 0, 2, 4).reshape(-1, 3, p, p), (
+            height,
+            width,
+        )

@@ -61,7 +61,9 @@ class Layer(nn.Module):
         """Attention inside each image of `counts` patches; `turns` [n, channels / 2] are complex."""
         q, k, v = self.wqkv(self.norm0(x)).unflatten(1, (3, self.heads, -1)).unbind(1)
         q, k = (
-            torch.view_as_real(torch.view_as_complex(y.unflatten(-1, (-1, 2))) * turns[:, None]).flatten(-2)
+            torch.view_as_real(
+                torch.view_as_complex(y.unflatten(-1, (-1, 2))) * turns[:, None]
+            ).flatten(-2)
             for y in (q, k)
         )
         parts = zip(*(y.transpose(0, 1).split(counts, dim=1) for y in (q, k, v)), strict=True)
@@ -90,7 +92,9 @@ class Encoder(nn.Module):
         speed = 10000.0 ** -(torch.arange(0, self.channels, 4, device=device) / self.channels)
         rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
         angles = [at.flatten().to(device)[:, None] * speed for at in (columns, rows)]
-        turned = torch.stack([torch.polar(torch.ones_like(angle), angle) for angle in angles], dim=-1)
+        turned = torch.stack(
+            [torch.polar(torch.ones_like(angle), angle) for angle in angles], dim=-1
+        )
         return turned.flatten(1)
 
 
@@ -106,8 +110,14 @@ class MoonVitPretrainedModel(PreTrainedModel):  # type: ignore[misc]
         """[L, 3, patch, patch] -> for each image [rows, patches a row, D]."""
         x = self.encoder(self.patch_embed(pixel_values, grid_hws), grid_hws)
         (a, b), found = self.merge_kernel_size, []
-        for part, (h, w) in zip(x.split(grid_hws.prod(dim=1).tolist()), grid_hws.tolist(), strict=True):
-            found.append(part.view(h // a, a, w // b, b, -1).transpose(1, 2).reshape(h * w // (a * b), a * b, -1))
+        for part, (h, w) in zip(
+            x.split(grid_hws.prod(dim=1).tolist()), grid_hws.tolist(), strict=True
+        ):
+            found.append(
+                part.view(h // a, a, w // b, b, -1)
+                .transpose(1, 2)
+                .reshape(h * w // (a * b), a * b, -1)
+            )
         return found
 
 
@@ -146,6 +156,8 @@ class KimiVLForConditionalGeneration(PreTrainedModel):  # type: ignore[misc]
         words = self.language_model.get_input_embeddings()(input_ids)
         if pixel_values is not None:
             seen = self.multi_modal_projector(self.vision_tower(pixel_values, image_grid_hws))
-            places = (input_ids == self.config.media_placeholder_token_id)[..., None].expand_as(words)
+            places = (input_ids == self.config.media_placeholder_token_id)[..., None].expand_as(
+                words
+            )
             words = words.masked_scatter(places, seen.to(words.dtype))
         return self.language_model(inputs_embeds=words, **options)

@@ -26,7 +26,8 @@ class ExpectedDigests:
     """kv_heads: needed for q, k and v where tp > 1."""
 
     def __init__(self, tp_sizes: Iterable[int], kv_heads: int | None = None) -> None:
-        self.tp_sizes, self.kv_heads = sorted(set(tp_sizes)), kv_heads
+        self.tp_sizes = sorted(set(tp_sizes))
+        self.kv_heads = kv_heads
         self._found: dict[tuple[int, int, str], str] = {}  # by tp, rank, parameter
         self._parts: dict[str, dict[str, Tensor]] = {}  # of fused parameters
 
@@ -56,7 +57,8 @@ class ExpectedDigests:
 
     def problems(self, tp: int, answer: Mapping[str, str]) -> tuple[list[str], set[str]]:
         """Wrong parameters, and unknown ones, also those that a CPU emptied."""
-        wrong, unknown = [], set()
+        wrong = []
+        unknown = set()
         for key, digest in answer.items():
             place = PLACE.fullmatch(key)
             expected = self._found.get((tp, int(place[4]), place[5])) if place else None
@@ -69,15 +71,27 @@ class ExpectedDigests:
     def _keep(self, name: str, parts: Sequence[Tensor], dim: int | None) -> None:
         parts = [part.cpu() for part in parts]
         for tp in self.tp_sizes:
-            if tp > 1 and name.endswith(("qkv_proj.weight", "qkv_proj.bias")) and self.kv_heads is None:
+            if (
+                tp > 1
+                and name.endswith(("qkv_proj.weight", "qkv_proj.bias"))
+                and self.kv_heads is None
+            ):
                 continue
             for rank in range(tp):
-                cut = torch.cat([self._cut(part, i, dim, tp, rank, name) for i, part in enumerate(parts)])
-                self._found[tp, rank, name] = hashlib.sha256(memory_of(cut.contiguous())).hexdigest()
+                cut = torch.cat(
+                    [self._cut(part, i, dim, tp, rank, name) for i, part in enumerate(parts)]
+                )
+                self._found[tp, rank, name] = hashlib.sha256(
+                    memory_of(cut.contiguous())
+                ).hexdigest()
 
-    def _cut(self, part: Tensor, index: int, dim: int | None, tp: int, rank: int, name: str) -> Tensor:
+    def _cut(
+        self, part: Tensor, index: int, dim: int | None, tp: int, rank: int, name: str
+    ) -> Tensor:
         if dim is None:
             return part
         if index and ".qkv_proj." in name and self.kv_heads is not None and self.kv_heads < tp:
-            return part.chunk(self.kv_heads, 0)[rank * self.kv_heads // tp]  # a head on several ranks
+            return part.chunk(self.kv_heads, 0)[
+                rank * self.kv_heads // tp
+            ]  # a head on several ranks
         return part.chunk(tp, dim)[rank]

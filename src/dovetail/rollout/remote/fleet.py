@@ -21,16 +21,21 @@ from dovetail.rollout.remote.wire import Abilities, Reply, Request
 Wire = Vllm | Sglang
 BATCHES = 64  # whose replica is remembered
 MOST_IMBALANCE = 16  # requests, to keep a prompt's samples together
-HEALTH_SECONDS, WAKE_SECONDS = 10.0, 60.0
-ATTEMPTS, FIRST_WAIT = 6, 0.25  # without a token; seconds, doubled
+HEALTH_SECONDS = 10.0
+WAKE_SECONDS = 60.0
+ATTEMPTS = 6
+FIRST_WAIT = 0.25  # without a token; seconds, doubled
 PASSING = frozenset({408, 409, 425, 429, 500, 502, 503, 504})  # not due to the request
 
 
 class Replica:
     def __init__(self, client: Client, server: Abilities) -> None:
-        self.client, self.server = client, server
+        self.client = client
+        self.server = server
         self.version: int | None = None  # of the last push
-        self.problem: EngineError | None = EngineError(client.url, "/", None, "no weights were pushed to it")
+        self.problem: EngineError | None = EngineError(
+            client.url, "/", None, "no weights were pushed to it"
+        )
         self.busy = 0  # requests
         self.heard = 0.0  # when it last answered any
         self.asleep = False
@@ -52,7 +57,10 @@ class Fleet:
         on_loss: Callable[[EngineError], None],
         max_num_seqs: int = 512,
     ) -> None:
-        self.replicas, self._wire, self.silence, self._on_loss = replicas, wire, silence, on_loss
+        self.replicas = replicas
+        self._wire = wire
+        self.silence = silence
+        self._on_loss = on_loss
         self._lock = threading.Lock()
         self._pushing = self._closed = False
         self._pinned: dict[str, Replica] = {}  # by batch
@@ -81,11 +89,18 @@ class Fleet:
         prompts: dict[tuple[int, ...], list[int]] = {}  # row and ids -> numbers of requests
         for i, request in enumerate(requests):
             prompts.setdefault((request.row, *request.ids), []).append(i)
-        costs = [len(key) - 1 + sum(requests[i].params.max_new_tokens for i in own) for key, own in prompts.items()]
-        members, out = list(prompts.values()), list(requests)
+        costs = [
+            len(key) - 1 + sum(requests[i].params.max_new_tokens for i in own)
+            for key, own in prompts.items()
+        ]
+        members = list(prompts.values())
+        out = list(requests)
         self._pinned = dict([*self._pinned.items()][-BATCHES:])
-        for replica, dealt in zip(serving, plan_microbatches(costs, len(serving), None), strict=True):
-            name, numbers = uuid.uuid4().hex, sorted(i for part in dealt for prompt in part for i in members[prompt])
+        for replica, dealt in zip(
+            serving, plan_microbatches(costs, len(serving), None), strict=True
+        ):
+            name = uuid.uuid4().hex
+            numbers = sorted(i for part in dealt for prompt in part for i in members[prompt])
             self._pinned[name] = replica
             for i in numbers:
                 out[i] = replace(requests[i], batch=(name, len(numbers), i))
@@ -94,13 +109,16 @@ class Fleet:
     def pushed(self, replica: Replica, version: int, problem: EngineError | None) -> None:
         """With a problem the replica serves nothing until the next push."""
         with self._lock:
-            replica.version, replica.problem = version, problem
+            replica.version = version
+            replica.problem = problem
         if problem is not None:
             self._on_loss(problem)
 
     def sleep(self) -> None:
         """GPU memory is free until `wake`; weights wait in the host's. A replica that fails serves nothing until a push."""
-        self._post([each for each in self.replicas if each.serves], SLEEP)  # waking would resume one that is paused
+        self._post(
+            [each for each in self.replicas if each.serves], SLEEP
+        )  # waking would resume one that is paused
 
     def wake(self) -> None:
         self._post([replica for replica in self.replicas if replica.asleep], WAKE)
@@ -122,9 +140,11 @@ class Fleet:
 
     def draw(self, request: Request) -> Reply:
         """EngineError if no replica is left, or one refuses the request."""
-        reply, attempts = Reply(), 0
+        reply = Reply()
+        attempts = 0
         while True:
-            replica, kept = self._take(request), len(reply.ids)
+            replica = self._take(request)
+            kept = len(reply.ids)
             try:
                 self._read(replica, request, reply)
                 return reply
@@ -147,7 +167,8 @@ class Fleet:
 
     def _read(self, replica: Replica, request: Request, reply: Reply) -> None:
         """Tokens of a stream that breaks have the oldest version that they can have."""
-        kept, version = len(reply.ids), replica.version
+        kept = len(reply.ids)
+        version = replica.version
         spans: Spans = ()
         known = list[tuple[int, int, int]]()
 
@@ -157,17 +178,27 @@ class Fleet:
             return (time.monotonic() if self._pushing else replica.heard) + self.silence
 
         try:
-            for part in self._wire.generate(replica.client, replica.server, request, reply.ids[:kept], deadline):
-                replica.heard, start = time.monotonic(), len(reply.ids)
+            for part in self._wire.generate(
+                replica.client, replica.server, request, reply.ids[:kept], deadline
+            ):
+                replica.heard = time.monotonic()
+                start = len(reply.ids)
                 reply.ids += part.ids
                 reply.log_probs += part.log_probs
                 if version is not None:
                     known.append((version, start, len(reply.ids)))
                 version = replica.version
                 if part.finish is not None:
-                    reply.finish, spans, reply.routes = part.finish, part.versions, part.routes
+                    reply.finish = part.finish
+                    spans = part.versions
+                    reply.routes = part.routes
             if reply.finish is None or len(reply.ids) == 0:
-                raise EngineError(replica.client.url, "generate", None, "the reply ended without a finish or a token")
+                raise EngineError(
+                    replica.client.url,
+                    "generate",
+                    None,
+                    "the reply ended without a finish or a token",
+                )
         finally:
             named = tuple((number, kept + start, kept + end) for number, start, end in spans)
             reply.keep(named or tuple(known))
@@ -185,7 +216,9 @@ class Fleet:
             alive = [replica for replica in self.replicas if replica.serves]
             if not alive:
                 problems = "; ".join(str(replica.problem) for replica in self.replicas)
-                raise EngineError(self.replicas[0].client.url, "generate", None, f"no engine is left: {problems}")
+                raise EngineError(
+                    self.replicas[0].client.url, "generate", None, f"no engine is left: {problems}"
+                )
             least = min(alive, key=lambda replica: replica.busy)
             home = self._pinned.get(request.batch[0]) if request.batch else None
             if home is None or not home.serves:
@@ -205,11 +238,17 @@ class Fleet:
                 replica.client.get("/health", timeout=HEALTH_SECONDS)
                 return
             except EngineError as unhealthy:
-                error = EngineError(error.url, error.path, error.status, f"{error.message} (then {unhealthy.message})")
+                error = EngineError(
+                    error.url,
+                    error.path,
+                    error.status,
+                    f"{error.message} (then {unhealthy.message})",
+                )
         self._lose(replica, error)
 
     def _lose(self, replica: Replica, error: EngineError) -> None:
         with self._lock:
-            first, replica.problem = replica.serves, replica.problem or error
+            first = replica.serves
+            replica.problem = replica.problem or error
         if first:
             self._on_loss(error)

@@ -29,7 +29,10 @@ class EngineError(MachineError):
     def __init__(self, url: str, path: str, status: int | None, message: str) -> None:
         answer = "" if status is None else f"HTTP {status}: "
         super().__init__(f"engine {url}: {path}: {answer}{message}")
-        self.url, self.path, self.status, self.message = url, path, status, message
+        self.url = url
+        self.path = path
+        self.status = status
+        self.message = message
 
 
 class Client:
@@ -37,23 +40,39 @@ class Client:
 
     def __init__(self, url: str, *, key: str | None = None, timeout: float = 60.0) -> None:
         parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-            raise ConfigError(f"engine {shortened(url)!r}: expected a URL such as http://127.0.0.1:8000")
+        if (
+            parts.scheme not in ("http", "https")
+            or not parts.hostname
+            or parts.query
+            or parts.fragment
+        ):
+            raise ConfigError(
+                f"engine {shortened(url)!r}: expected a URL such as http://127.0.0.1:8000"
+            )
         if parts.username is not None or parts.password is not None:
             host = f"{parts.scheme}://{parts.hostname}"
-            raise ConfigError(f"engine {host}: a URL with a user or password; give the engine's key by its variable")
+            raise ConfigError(
+                f"engine {host}: a URL with a user or password; give the engine's key by its "
+                "variable"
+            )
         if key is not None and not (key.isascii() and key.isprintable() and key):
-            raise ConfigError(f"the key of engine {url} is empty, or has characters that HTTP cannot carry")
+            raise ConfigError(
+                f"the key of engine {url} is empty, or has characters that HTTP cannot carry"
+            )
         try:
             port = parts.port
         except ValueError as error:
             raise ConfigError(f"engine {shortened(url)!r}: {error}") from None
-        self.url, self.timeout = url.rstrip("/"), timeout
+        self.url = url.rstrip("/")
+        self.timeout = timeout
         self._context = ssl.create_default_context() if parts.scheme == "https" else None
         if self._context is not None:
             self._context.sslsocket_class = _TimedTLSSocket
-        self._host, self._port, self._prefix = parts.hostname, port, parts.path.rstrip("/")
-        self._key, self._kept = key, threading.local()
+        self._host = parts.hostname
+        self._port = port
+        self._prefix = parts.path.rstrip("/")
+        self._key = key
+        self._kept = threading.local()
 
     def __repr__(self) -> str:
         return f"Client({self.url!r})"
@@ -61,11 +80,15 @@ class Client:
     def get(self, path: str, *, timeout: float | None = None) -> dict[str, Any]:
         return self._whole("GET", path, None, timeout)
 
-    def post(self, path: str, body: Mapping[str, Any] | None = None, *, timeout: float | None = None) -> dict[str, Any]:
+    def post(
+        self, path: str, body: Mapping[str, Any] | None = None, *, timeout: float | None = None
+    ) -> dict[str, Any]:
         """The answer's JSON object; of text {"message": text}, of nothing {}."""
         return self._whole("POST", path, body, timeout)
 
-    def stream(self, path: str, body: Mapping[str, Any], deadline: Deadline) -> Iterator[dict[str, Any]]:
+    def stream(
+        self, path: str, body: Mapping[str, Any], deadline: Deadline
+    ) -> Iterator[dict[str, Any]]:
         """The objects of server-sent events, until [DONE]."""
         with self._answer("POST", path, body, deadline) as answer:
             for line in iter(answer.readline, b""):
@@ -80,14 +103,20 @@ class Client:
                     yield event
             raise EngineError(self.url, path, None, "the stream ended early")
 
-    def _whole(self, method: str, path: str, body: Mapping[str, Any] | None, timeout: float | None) -> dict[str, Any]:
+    def _whole(
+        self, method: str, path: str, body: Mapping[str, Any] | None, timeout: float | None
+    ) -> dict[str, Any]:
         end = time.monotonic() + (self.timeout if timeout is None else timeout)
         with self._answer(method, path, body, lambda: end) as answer:
             text = answer.read()
             kind = answer.headers.get_content_type()
         if not text.strip():
             return {}
-        return self._object(path, text) if kind == "application/json" else {"message": text.decode(errors="replace")}
+        return (
+            self._object(path, text)
+            if kind == "application/json"
+            else {"message": text.decode(errors="replace")}
+        )
 
     @contextmanager
     def _answer(
@@ -100,23 +129,30 @@ class Client:
         if self._key is not None:
             headers["Authorization"] = f"Bearer {self._key}"
         data = None if body is None else json.dumps(body).encode()
-        connection, begun, whole = None, time.monotonic(), False
+        connection = None
+        begun = time.monotonic()
+        whole = False
         try:
             connection = self._connection(deadline)
             connection.request(method, self._prefix + path, data, headers)
             answer = connection.getresponse()
             if answer.status >= 400:
-                raise EngineError(self.url, path, answer.status, self._without_key(_message(answer.read())))
+                raise EngineError(
+                    self.url, path, answer.status, self._without_key(_message(answer.read()))
+                )
             yield answer
             whole = answer.isclosed() and not answer.will_close
         except TimeoutError:
             waited = f"no whole answer within {time.monotonic() - begun:.3g} s"
             raise EngineError(self.url, path, None, waited) from None
         except (OSError, http.client.HTTPException) as error:
-            raise EngineError(self.url, path, None, self._without_key(f"{type(error).__name__}: {error}")) from None
+            raise EngineError(
+                self.url, path, None, self._without_key(f"{type(error).__name__}: {error}")
+            ) from None
         finally:
             if whole:
-                self._kept.connection, self._kept.since = connection, time.monotonic()
+                self._kept.connection = connection
+                self._kept.since = time.monotonic()
             elif connection is not None:
                 connection.close()
 
@@ -133,10 +169,17 @@ class Client:
         if self._context is None:
             new = http.client.HTTPConnection(self._host, self._port, timeout=left)
         else:
-            new = http.client.HTTPSConnection(self._host, self._port, timeout=left, context=self._context)
+            new = http.client.HTTPSConnection(
+                self._host, self._port, timeout=left, context=self._context
+            )
         new.connect()
-        sock = new.sock if isinstance(new.sock, _TimedSocket) else _TimedSocket(fileno=new.sock.detach())
-        new.sock, sock.deadline = sock, deadline
+        sock = (
+            new.sock
+            if isinstance(new.sock, _TimedSocket)
+            else _TimedSocket(fileno=new.sock.detach())
+        )
+        new.sock = sock
+        sock.deadline = deadline
         return new
 
     def _object(self, path: str, text: bytes) -> dict[str, Any]:
@@ -192,5 +235,6 @@ def _message(body: bytes) -> str:
     for name in ("error", "detail", "message"):
         if isinstance(value, dict) and name in value:
             value = value[name]
-    text = text if value is None else value if isinstance(value, str) else json.dumps(value)
+    if value is not None:
+        text = value if isinstance(value, str) else json.dumps(value)
     return "an HTML page" if text.startswith("<") else text[:SHOWN] or "no message"

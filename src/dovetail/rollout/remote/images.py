@@ -13,8 +13,15 @@ from dovetail.errors import ConfigError, DataError
 from dovetail.rollout.remote.wire import KEEPS_PIXELS, Abilities
 
 QWEN_LIKE = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "glm4v_moe"})
-PIXELS, GRID = "pixel_values", "image_grid_thw"
-FIXED: Mapping[int, bytes] = {1: b"\xd4", 2: b"\xd5", 4: b"\xd6", 8: b"\xd7", 16: b"\xd8"}  # by an extension's length
+PIXELS = "pixel_values"
+GRID = "image_grid_thw"
+FIXED: Mapping[int, bytes] = {
+    1: b"\xd4",
+    2: b"\xd5",
+    4: b"\xd6",
+    8: b"\xd7",
+    16: b"\xd8",
+}  # by an extension's length
 
 
 def check_media(server: Abilities, model: str, *, videos: bool) -> None:
@@ -35,7 +42,9 @@ def check_media(server: Abilities, model: str, *, videos: bool) -> None:
     raise ConfigError(f"rows have images or videos, but {why}; set rollout.backend=transformers")
 
 
-def image_features(ids: Sequence[int], media: Media, token: int, dtype: torch.dtype, salt: str) -> dict[str, Any]:
+def image_features(
+    ids: Sequence[int], media: Media, token: int, dtype: torch.dtype, salt: str
+) -> dict[str, Any]:
     """`features` of a request. token: the placeholder, expanded. salt: of the weights, since servers cache features."""
     if extra := sorted(set(media) - {PIXELS, GRID}):
         raise DataError(f"a prompt has {', '.join(extra)}; engines of their own take images alone")
@@ -44,12 +53,15 @@ def image_features(ids: Sequence[int], media: Media, token: int, dtype: torch.dt
     places = [place for place, each in enumerate(ids) if each == token]
     merged, rest = divmod(sum(patches), max(1, len(places)))
     fits = not rest and merged > 0 and all(count % merged == 0 for count in patches)
-    ranges, items, hashes = list[dict[str, int]](), list[str](), list[str]()
+    ranges = list[dict[str, int]]()
+    items = list[str]()
+    hashes = list[str]()
     for pixels, grid in zip(media[PIXELS].to(dtype).split(patches), grids, strict=True):
         run = places[: len(pixels) // merged] if fits else []
         if not run or run[-1] - run[0] != len(run) - 1:
             raise DataError(
-                f"a prompt has {len(places)} image tokens that are not the places of images {grids.tolist()}"
+                f"a prompt has {len(places)} image tokens that are not the places of images "
+                f"{grids.tolist()}"
             )
         places = places[len(run) :]
         ranges.append({"offset": run[0], "length": len(run)})
@@ -60,7 +72,11 @@ def image_features(ids: Sequence[int], media: Media, token: int, dtype: torch.dt
         })  # fmt: skip
         items.append(base64.b64encode(item).decode())
         hashes.append(hashlib.sha256(salt.encode() + item).hexdigest())
-    return {"mm_hashes": {"image": hashes}, "mm_placeholders": {"image": ranges}, "kwargs_data": {"image": items}}
+    return {
+        "mm_hashes": {"image": hashes},
+        "mm_placeholders": {"image": ranges},
+        "kwargs_data": {"image": items},
+    }
 
 
 def packed(value: Any) -> bytes:
@@ -80,7 +96,11 @@ def packed(value: Any) -> bytes:
     if value is None or isinstance(value, bool):
         return {None: b"\xc0", False: b"\xc2", True: b"\xc3"}[value]
     assert isinstance(value, int) and value >= 0
-    return bytes([value]) if value < 128 else _sized(value, {8: b"\xcc", 16: b"\xcd", 32: b"\xce", 64: b"\xcf"})
+    return (
+        bytes([value])
+        if value < 128
+        else _sized(value, {8: b"\xcc", 16: b"\xcd", 32: b"\xce", 64: b"\xcf"})
+    )
 
 
 def _sized(number: int, heads: Mapping[int, bytes]) -> bytes:

@@ -37,26 +37,39 @@ class Pusher:
         device: torch.device | str = "cpu",
         kv_heads: int | None = None,
     ) -> None:
-        self.options, self._kind, self._kv_heads = push, kind, kv_heads
+        self.options = push
+        self._kind = kind
+        self._kv_heads = kv_heads
         self._checked = kind == "vllm" and push.proof == "checker"
         self.proved = (0, 0)  # parameters, and those that were only compared
-        device, directory = torch.device(device), Path(push.directory)
+        device = torch.device(device)
+        directory = Path(push.directory)
         if kind == "sglang" and push.transport != "file":
-            raise ConfigError(f"rollout.push.transport={push.transport}: SGLang takes weights by file alone; set file")
+            raise ConfigError(
+                f"rollout.push.transport={push.transport}: SGLang takes weights by file alone; "
+                "set file"
+            )
         if self._checked and (push.transport != "nccl" or device.type != "cuda"):
             raise ConfigError(
-                f"rollout.push.proof=checker with transport={push.transport} and weights on {device.type}: a server without "
-                "our plugin takes weights by nccl on GPUs alone; install dovetail-vllm where it runs and set proof=plugin"
+                f"rollout.push.proof=checker with transport={push.transport} and weights on "
+                f"{device.type}: a server without "
+                "our plugin takes weights by nccl on GPUs alone; install dovetail-vllm where it "
+                "runs and set proof=plugin"
             )
         self._transport = (
-            Transport(torch.device("cpu")) if kind == "sglang" else make_transport(push.transport, device, directory)
+            Transport(torch.device("cpu"))
+            if kind == "sglang"
+            else make_transport(push.transport, device, directory)
         )
-        self._replicas = [self._replica(client, directory / f"sglang-{i}") for i, client in enumerate(clients)]
+        self._replicas = [
+            self._replica(client, directory / f"sglang-{i}") for i, client in enumerate(clients)
+        ]
         self._errors: dict[int, EngineError] = {}
         self._last: tuple[int, Mapping[str, str]] | None = None  # a version and its digests
 
     def _replica(self, client: Client, directory: Path) -> Replica:
-        options, clear = self.options, self.options.kv == "recompute"
+        clear = self.options.kv == "recompute"
+        options = self.options
         if self._kind == "sglang":
             return SglangReplica(client, directory, timeout=options.timeout, clear_cache=clear)
         return VllmReplica(client, self._transport, options)
@@ -91,7 +104,9 @@ class Pusher:
         entries: list[Entry] = []
         sending: dict[int, Future[None]] | None = None
         alignment = self._replicas[0].alignment
-        for bucket in fill(weights, self._transport, self.options.bucket_mb << 20, alignment=alignment):
+        for bucket in fill(
+            weights, self._transport, self.options.bucket_mb << 20, alignment=alignment
+        ):
             self._transport.publish(bucket)
             if sending is None:  # the first is gathered before generation stops
                 self._each("pause")
@@ -115,9 +130,14 @@ class Pusher:
         futures: dict[int, Future[Mapping[str, str]]] = self._begin("digests")
         self._settle("digests", futures)
         answers = {i: futures[i].result() for i in self._live()}
-        path, unknown = "/weight_checker", set[str]()
+        path = "/weight_checker"
+        unknown = set[str]()
         for i, answer in answers.items():
-            wrong, left = expected.problems(self._replicas[i].tp, answer) if expected is not None else ([], set(answer))
+            wrong, left = (
+                expected.problems(self._replicas[i].tp, answer)
+                if expected is not None
+                else ([], set(answer))
+            )
             unknown |= left
             if wrong:
                 self._fail(i, path, f"these parameters are not the trainer's:\n{listing(wrong)}")
@@ -128,10 +148,16 @@ class Pusher:
             if len(set(values.values())) > 1:
                 for i in values.keys() & set(self._live()):
                     self._fail(
-                        i, path, f"{name} differs between the engines, or from the last push of version {version}"
+                        i,
+                        path,
+                        f"{name} differs between the engines, or from the last push of version "
+                        f"{version}",
                     )
         self.proved = (len({name for answer in answers.values() for name in answer}), len(unknown))
-        self._last = (version, {name: answers[i][name] for i in self._live() for name in unknown & answers[i].keys()})
+        self._last = (
+            version,
+            {name: answers[i][name] for i in self._live() for name in unknown & answers[i].keys()},
+        )
 
     def _live(self) -> list[int]:
         return [i for i in range(len(self._replicas)) if i not in self._errors]
@@ -141,7 +167,10 @@ class Pusher:
 
     def _begin(self, step: str, *args: Any) -> dict[int, Future[Any]]:
         """A method of all replicas."""
-        return {i: in_background(partial(methodcaller(step, *args), self._replicas[i])) for i in self._live()}
+        return {
+            i: in_background(partial(methodcaller(step, *args), self._replicas[i]))
+            for i in self._live()
+        }
 
     def _settle(self, step: str, futures: Mapping[int, Future[Any]]) -> None:
         for i, future in futures.items():

@@ -17,10 +17,15 @@ from dovetail.weights.safetensors import TensorFileWriter, TensorSpec
 class SglangReplica:
     """A failure leaves the server paused."""
 
-    alignment, tp = ALIGNMENT, 0
+    alignment = ALIGNMENT
+    tp = 0
 
-    def __init__(self, client: Client, directory: Path, *, timeout: float, clear_cache: bool) -> None:
-        self.client, self.timeout, self.clear_cache = client, timeout, clear_cache
+    def __init__(
+        self, client: Client, directory: Path, *, timeout: float, clear_cache: bool
+    ) -> None:
+        self.client = client
+        self.timeout = timeout
+        self.clear_cache = clear_cache
         self._directory = directory
 
     def connect(self) -> None:
@@ -35,7 +40,10 @@ class SglangReplica:
         self._directory.mkdir(parents=True)
 
     def send(self, bucket: Bucket) -> None:
-        specs = [TensorSpec(entry.name, vars(torch)[entry.dtype], tuple(entry.shape)) for entry in bucket.entries]
+        specs = [
+            TensorSpec(entry.name, vars(torch)[entry.dtype], tuple(entry.shape))
+            for entry in bucket.entries
+        ]
         file = TensorFileWriter(self._directory / f"model-{bucket.number:05d}.safetensors", specs)
         for entry, spec in zip(bucket.entries, specs, strict=True):
             file.write(entry.name, view_at(bucket.data, entry.start, spec.dtype, spec.shape))
@@ -43,7 +51,10 @@ class SglangReplica:
 
     def finish(self, entries: Sequence[Entry], version: str) -> None:
         body = {"model_path": str(self._directory.resolve()), "weight_version": version}
-        self._post("/update_weights_from_disk", {**body, "flush_cache": self.clear_cache, "abort_all_requests": False})
+        self._post(
+            "/update_weights_from_disk",
+            {**body, "flush_cache": self.clear_cache, "abort_all_requests": False},
+        )
         found = self._version()
         if found != version:
             problem = f"its weights are version {found}, pushed was {version}"
@@ -53,7 +64,11 @@ class SglangReplica:
     def digests(self) -> Mapping[str, str]:
         """The server's own sums as one text, if it has any."""
         try:
-            return {"all ranks": json.dumps(self._post("/weights_checker", {"action": "checksum"}), sort_keys=True)}
+            return {
+                "all ranks": json.dumps(
+                    self._post("/weights_checker", {"action": "checksum"}), sort_keys=True
+                )
+            }
         except EngineError as error:
             if error.status in (400, 404, 422):
                 return {}

@@ -24,8 +24,11 @@ class VllmReplica:
     """A failure leaves the server paused. `connect` makes it ready again."""
 
     def __init__(self, client: Client, transport: Transport, options: "PushSection") -> None:
-        self.client, self.transport, self.options = client, transport, options
-        self.plugin, self.timeout = options.proof == "plugin", options.timeout
+        self.client = client
+        self.transport = transport
+        self.options = options
+        self.plugin = options.proof == "plugin"
+        self.timeout = options.timeout
         self.alignment = ALIGNMENT if self.plugin else 1
         self.tp = self._workers = 0
         self._group: PrivateGroup | None = None
@@ -33,7 +36,8 @@ class VllmReplica:
 
     def connect(self) -> None:
         """To a server that is not as the last push left it."""
-        known, self._version = self._version, None
+        known = self._version
+        self._version = None
         current = self._get("/weight_info")["weight_version"]
         if known is not None and known == current:
             return
@@ -56,10 +60,13 @@ class VllmReplica:
         """Until the server has loaded it."""
         if self._group is None:
             described = self._described(bucket)
-            infos = [{**described, **fields} for fields in self.transport.fields(bucket, self._workers)]
+            infos = [
+                {**described, **fields} for fields in self.transport.fields(bucket, self._workers)
+            ]
             self._post("/update_weights", {"update_info": infos[0] if len(infos) == 1 else infos})
             return
-        group, body = self._group, {"update_info": self._described(bucket)}
+        group = self._group
+        body = {"update_info": self._described(bucket)}
         self._both(
             in_background(lambda: self._post("/update_weights", body)),
             in_background(lambda: group.broadcast(bucket.data)),
@@ -99,7 +106,9 @@ class VllmReplica:
     def _leave(self) -> None:
         """Ends an open update, whose tensors vLLM would count as the next one's."""
         self.close()
-        calls: list[tuple[str, dict[str, Any] | None]] = [("/update_weights", {"update_info": {"abort": True}})]
+        calls: list[tuple[str, dict[str, Any] | None]] = [
+            ("/update_weights", {"update_info": {"abort": True}})
+        ]
         if not self.plugin:
             calls += [("/start_weight_update", None), ("/finish_weight_update", {})]
         for path, body in calls:
@@ -108,7 +117,9 @@ class VllmReplica:
 
     def _join(self) -> None:
         backend: Backend = "nccl" if self.transport.device.type == "cuda" else "gloo"
-        group = self._group = PrivateGroup(backend, self.options.address, 1 + self._workers, self.timeout)
+        group = self._group = PrivateGroup(
+            backend, self.options.address, 1 + self._workers, self.timeout
+        )
         joined = in_background(lambda: group.connect(self.transport.device))
         info: dict[str, Any] = {"rank_offset": 1, "world_size": group.size}
         if self.plugin:
@@ -116,15 +127,26 @@ class VllmReplica:
             info |= {"master_address": group.address, "master_port": group.port}
         else:
             unique = base64.b64encode(group.unique_id()).decode()
-            info |= {"nccl_unique_id_b64": unique, "packed": True, "packed_buffer_size_bytes": ONE_BROADCAST}
-        self._both(in_background(lambda: self._post("/init_weight_transfer_engine", {"init_info": info})), joined)
+            info |= {
+                "nccl_unique_id_b64": unique,
+                "packed": True,
+                "packed_buffer_size_bytes": ONE_BROADCAST,
+            }
+        self._both(
+            in_background(lambda: self._post("/init_weight_transfer_engine", {"init_info": info})),
+            joined,
+        )
 
     def _both(self, call: Future[Any], collective: Future[None]) -> None:
         """Waits for a call and its collective. An error of either ends both."""
         pair: tuple[Future[Any], ...] = (call, collective)
         end = time.monotonic() + self.timeout
         done, _ = wait(pair, self.timeout, FIRST_EXCEPTION)
-        if len(done) < len(pair) or call.exception() is not None or collective.exception() is not None:
+        if (
+            len(done) < len(pair)
+            or call.exception() is not None
+            or collective.exception() is not None
+        ):
             wait(pair, SETTLE)
         if not (collective.done() and collective.exception() is None):
             self.close()  # frees those that wait in it
@@ -134,7 +156,12 @@ class VllmReplica:
         if collective.done() and (error := collective.exception()) is not None:
             raise EngineError(self.client.url, "the broadcast to it", None, str(error)) from error
         if not (call.done() and collective.done()):
-            raise EngineError(self.client.url, "a transfer to it", None, f"it did not end within {self.timeout:g} s")
+            raise EngineError(
+                self.client.url,
+                "a transfer to it",
+                None,
+                f"it did not end within {self.timeout:g} s",
+            )
 
     def _get(self, path: str) -> dict[str, Any]:
         return self.client.get(path, timeout=self.timeout)

@@ -62,17 +62,22 @@ class Receiver:
 
     def take(self, update: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
         """Views of the bucket's memory, once all sums are checked."""
-        number, entries = update["bucket"], [Entry(*row) for row in update["tensors"]]
+        number = update["bucket"]
+        entries = [Entry(*row) for row in update["tensors"]]
         first = entries[0].name
         if number != self._buckets:
-            raise CheckpointError(f"{first}: its bucket has number {number}, expected was {self._buckets}")
+            raise CheckpointError(
+                f"{first}: its bucket has number {number}, expected was {self._buckets}"
+            )
         memory = self._memory(update, self._size(update, entries))
         views = [_view(entry, memory) for entry in entries]
         for entry, found in zip(entries, sums_of(views), strict=True):
             if entry.name in self._seen:
                 raise CheckpointError(f"{entry.name}: came twice")
             if found != entry.sum:
-                raise CheckpointError(f"{entry.name}: its bytes have the sum {found}, announced was {entry.sum}")
+                raise CheckpointError(
+                    f"{entry.name}: its bytes have the sum {found}, announced was {entry.sum}"
+                )
             self._seen[entry.name] = entry.dtype, tuple(entry.shape), found
         self._buckets += 1
         return [(entry.name, view) for entry, view in zip(entries, views, strict=True)]
@@ -82,11 +87,16 @@ class Receiver:
         announced = {name: (dtype, tuple(shape), total) for name, dtype, shape, total in manifest}
         for name in announced.keys() | self._seen.keys():
             if announced.get(name) != self._seen.get(name):
-                problem = "did not come" if name not in self._seen else "is not as in the manifest, or not in it"
+                problem = (
+                    "did not come"
+                    if name not in self._seen
+                    else "is not as in the manifest, or not in it"
+                )
                 raise CheckpointError(f"{name}: {problem}")
 
     def close(self) -> None:
-        group, self._group = self._group, None
+        group = self._group
+        self._group = None
         if group is not None:
             group.abort()
 
@@ -98,7 +108,10 @@ class Receiver:
         if "memory" in update:
             return map_memory(update["memory"], count).to(self.device, copy=True)
         if self._group is None:
-            raise CheckpointError("no group with the trainer: its last broadcast failed; initialize the transfer again")
+            raise CheckpointError(
+                "no group with the trainer: its last broadcast failed; initialize the transfer "
+                "again"
+            )
         place = self.device if self._group.backend == "nccl" else torch.device("cpu")
         memory = torch.empty(count, dtype=torch.uint8, device=place)
         try:
@@ -114,7 +127,9 @@ class Receiver:
         first = entries[0].name
         end = max(entry.start + _num_bytes(entry) for entry in entries)
         if count != end:
-            raise CheckpointError(f"{first}: its bucket has {count} bytes, its tensors end at {end}")
+            raise CheckpointError(
+                f"{first}: its bucket has {count} bytes, its tensors end at {end}"
+            )
         if count > self.max_bytes:
             most = f"at most {self.max_bytes} are taken for this model"
             raise CheckpointError(f"{first}: its bucket has {count} bytes; {most}")

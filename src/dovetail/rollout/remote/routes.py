@@ -25,25 +25,33 @@ def read_experts(text: str, tokens: int, moe: MoeSpec) -> Tensor:
     text: base64 of an array of all layers, as a file of NumPy (vLLM) or bare int32 (SGLang).
     """
     if not text:
-        raise MachineError(f"an engine returned no routes of experts; start it with {RETURNS_ROUTES}")
+        raise MachineError(
+            f"an engine returned no routes of experts; start it with {RETURNS_ROUTES}"
+        )
     expected = (tokens - 1, len(moe.layers), moe.top_k)
     try:
         data = base64.b64decode(text, validate=True)
         named = data.startswith(NPY)
-        every = np.lib.format.read_array(io.BytesIO(data), allow_pickle=False) if named else np.frombuffer(data, "<i4")
+        every = (
+            np.lib.format.read_array(io.BytesIO(data), allow_pickle=False)
+            if named
+            else np.frombuffer(data, "<i4")
+        )
     except ValueError as error:
         raise MachineError(f"an engine returned routes that cannot be read: {error}") from None
     fits = every.shape == expected if named else every.size == math.prod(expected)
     if every.dtype.kind not in "iu" or not fits:
         raise MachineError(
-            f"an engine returned routes of shape {every.shape} and type {every.dtype}, expected {expected}: tokens without "
+            f"an engine returned routes of shape {every.shape} and type {every.dtype}, expected "
+            f"{expected}: tokens without "
             "the last one, layers, experts of a token"
         )
     experts = every.reshape(expected)[:, list(moe.numbers)]
     outside = experts.size and not 0 <= experts.min() <= experts.max() < moe.num_experts
     if outside or (moe.top_k > 1 and (experts[..., 0] == experts[..., 1]).any()):
         raise MachineError(
-            f"an engine returned routes that are no choice of {moe.top_k} out of {moe.num_experts} experts: it did not record "
+            f"an engine returned routes that are no choice of {moe.top_k} out of "
+            f"{moe.num_experts} experts: it did not record "
             "all layers"
         )
     return torch.from_numpy(experts.astype(np.int32)).to(narrow_dtype(moe.num_experts))
@@ -58,6 +66,8 @@ def read_trace(text: str, tokens: int, moe: MoeSpec) -> RoutingTrace:
 def share_trace(trace: RoutingTrace | None, tokens: int, moe: MoeSpec, mesh: Mesh) -> RoutingTrace:
     """trace: of the first rank. Collective."""
     shape = (tokens, len(moe.numbers), moe.top_k)
-    own = torch.zeros(shape, dtype=narrow_dtype(moe.num_experts)) if trace is None else trace.indices
+    own = (
+        torch.zeros(shape, dtype=narrow_dtype(moe.num_experts)) if trace is None else trace.indices
+    )
     whole = sum_over(own.to(mesh.device), mesh["world"]).cpu().to(torch.int32)
     return RoutingTrace(moe.numbers, whole, torch.arange(tokens) < tokens - 1)

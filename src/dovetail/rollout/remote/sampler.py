@@ -38,9 +38,14 @@ class RemoteSampler:
         sleeps: bool = False,
     ) -> None:
         """sleeps: engines have the trainer's GPUs, and give their memory away between samplings."""
-        self.mesh, self.dtype, self.vocab_size = mesh, dtype, vocab_size
-        self.moe, self.image_token = moe, image_token
-        self.fleet, self.pusher, self.sleeps = fleet, pusher, sleeps
+        self.mesh = mesh
+        self.dtype = dtype
+        self.vocab_size = vocab_size
+        self.moe = moe
+        self.image_token = image_token
+        self.fleet = fleet
+        self.pusher = pusher
+        self.sleeps = sleeps
         self.version: int | None = None  # of the last push
         self._run = uuid.uuid4().hex  # servers cache prefixes of other runs
         self.watch: Watch | None = None
@@ -52,7 +57,8 @@ class RemoteSampler:
     def push(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Requests in flight continue after it. MachineError on every rank if no replica took it."""
         self.version = version
-        stream, problem = iter(weights), ""
+        stream = iter(weights)
+        problem = ""
         try:
             self._wake()
             if self.fleet is not None and self.pusher is not None:
@@ -75,7 +81,8 @@ class RemoteSampler:
 
     def sample(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Completion]:
         check_request(prompts, params, self.vocab_size, None, filled=self.version is not None)
-        problem, drawn = None, list[Completion]()
+        problem = None
+        drawn = list[Completion]()
         self._wake()
         if self.fleet is not None:
             try:
@@ -86,10 +93,15 @@ class RemoteSampler:
                 problem = error
         return self.shared(prompts, params, drawn, problem)
 
-    def submit(self, samples: Sequence[tuple[Prompt, int, SamplingParams]]) -> "list[Future[Completion]]":
+    def submit(
+        self, samples: Sequence[tuple[Prompt, int, SamplingParams]]
+    ) -> "list[Future[Completion]]":
         """Of the first rank. Returns at once; pushes do not end them."""
         return self._begin(
-            [replace(self._request(prompt, params), sample=sample) for prompt, sample, params in samples]
+            [
+                replace(self._request(prompt, params), sample=sample)
+                for prompt, sample, params in samples
+            ]
         )
 
     def shared(
@@ -100,21 +112,33 @@ class RemoteSampler:
         problem: Exception | None,
     ) -> list[Completion]:
         """The first rank's, by prompt, then sample; its problem is raised on every rank. Collective."""
-        outcome: dict[str, Any] = {"problem": str(problem or ""), "data": isinstance(problem, DataError)}
-        outcome |= {"finish": [reply.finish for reply in replies], "versions": [reply.versions for reply in replies]}
+        outcome: dict[str, Any] = {
+            "problem": str(problem or ""),
+            "data": isinstance(problem, DataError),
+        }
+        outcome |= {
+            "finish": [reply.finish for reply in replies],
+            "versions": [reply.versions for reply in replies],
+        }
         outcome = self._agree(outcome | {"lengths": [len(reply.ids) for reply in replies]})
-        world, device, lengths = self.mesh["world"], self.mesh.device, outcome["lengths"]
+        world = self.mesh["world"]
+        device = self.mesh.device
+        lengths = outcome["lengths"]
         ids = torch.zeros(sum(lengths), dtype=torch.int64)
         log_probs = torch.zeros(sum(lengths), dtype=torch.float64)
         if replies:
             ids = torch.tensor([token for reply in replies for token in reply.ids])
-            log_probs = torch.tensor([each for reply in replies for each in reply.log_probs], dtype=torch.float64)
+            log_probs = torch.tensor(
+                [each for reply in replies for each in reply.log_probs], dtype=torch.float64
+            )
         drawn: list[int] = sum_over(ids.to(device), world).tolist()  # other ranks have zeros
         scored: list[float] = sum_over(log_probs.to(device), world).tolist()
-        completions, first = [], 0
+        completions = []
+        first = 0
         for slot, length in enumerate(lengths):
             index, sample = divmod(slot, params.samples)
-            finish, versions = outcome["finish"][slot], outcome["versions"][slot]
+            finish = outcome["finish"][slot]
+            versions = outcome["versions"][slot]
             span = slice(first, first + length)
             spans = tuple((version, start, end) for version, start, end in versions)
             trace = None
@@ -122,7 +146,15 @@ class RemoteSampler:
                 mine = replies[slot].routing if replies else None
                 trace = share_trace(mine, len(prompts[index].ids) + length, self.moe, self.mesh)
             completions.append(
-                Completion(prompts[index].row, sample, tuple(drawn[span]), tuple(scored[span]), finish, trace, spans)
+                Completion(
+                    prompts[index].row,
+                    sample,
+                    tuple(drawn[span]),
+                    tuple(scored[span]),
+                    finish,
+                    trace,
+                    spans,
+                )
             )
             first += length
         return completions
@@ -138,22 +170,34 @@ class RemoteSampler:
             self.fleet.wake()
 
     def _begin(self, requests: Sequence[Request]) -> "list[Future[Completion]]":
-        fleet, version = self.fleet, self.version
+        fleet = self.fleet
+        version = self.version
         assert fleet is not None and version is not None, "the first rank, after a push"
-        return [fleet.threads.submit(self._complete, fleet, request, version) for request in fleet.together(requests)]
+        return [
+            fleet.threads.submit(self._complete, fleet, request, version)
+            for request in fleet.together(requests)
+        ]
 
     def _complete(self, fleet: Fleet, request: Request, oldest: int) -> Completion:
         reply = fleet.draw(request)
         self._check(reply, oldest)
         assert reply.finish is not None
-        ids, log_probs, trace = tuple(reply.ids), tuple(reply.log_probs), None
+        ids = tuple(reply.ids)
+        log_probs = tuple(reply.log_probs)
+        trace = None
         if self.moe is not None and request.params.trace:
             trace = read_trace(reply.routes, len(request.ids) + len(ids), self.moe)
-        return Completion(request.row, request.sample, ids, log_probs, reply.finish, trace, reply.versions)
+        return Completion(
+            request.row, request.sample, ids, log_probs, reply.finish, trace, reply.versions
+        )
 
     def _draw(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Completion]:
         prepared = [self._request(prompt, params) for prompt in prompts]
-        requests = [replace(request, sample=sample) for request in prepared for sample in range(params.samples)]
+        requests = [
+            replace(request, sample=sample)
+            for request in prepared
+            for sample in range(params.samples)
+        ]
         futures = self._begin(requests)
         try:
             tokens = 0
@@ -168,11 +212,13 @@ class RemoteSampler:
 
     def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
         salt = f"{self._run}-{self.version}"  # cached keys and values are of these weights
-        ids, images = [*map(int, prompt.ids)], None
+        ids = [*map(int, prompt.ids)]
+        images = None
         if prompt.media is not None:
             if self.image_token is None:
                 raise DataError(
-                    f"the prompt of row {prompt.row} has images or videos, which these engines cannot be given"
+                    f"the prompt of row {prompt.row} has images or videos, which these engines "
+                    "cannot be given"
                 )
             images = image_features(ids, prompt.media, self.image_token, self.dtype, salt)
         return Request(ids=ids, row=prompt.row, sample=0, params=params, salt=salt, images=images)
@@ -181,13 +227,18 @@ class RemoteSampler:
         """oldest: version at the request."""
         newest = self.version
         assert newest is not None
-        if other := [version for version, _, _ in reply.versions if not oldest <= version <= newest]:
+        if other := [
+            version for version, _, _ in reply.versions if not oldest <= version <= newest
+        ]:
             raise MachineError(
-                f"an engine answered with weights of version {other[0]}, but this run pushed {newest}: another run "
+                f"an engine answered with weights of version {other[0]}, but this run pushed "
+                f"{newest}: another run "
                 "pushes to it, too; give each run engines of its own"
             )
         if max(reply.ids) >= self.vocab_size:
-            raise MachineError(f"an engine drew the id {max(reply.ids)} of a vocabulary of {self.vocab_size}")
+            raise MachineError(
+                f"an engine drew the id {max(reply.ids)} of a vocabulary of {self.vocab_size}"
+            )
 
     def _agree(self, outcome: dict[str, Any]) -> dict[str, Any]:
         """The first rank's; its problem is raised on every rank. Collective."""

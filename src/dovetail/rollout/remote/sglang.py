@@ -27,14 +27,20 @@ class Sglang:
     def probe(self, client: Client, vocab_size: int | None) -> Abilities:
         paths = client.get("/openapi.json").get("paths", {})
         if missing := [path for path in (GENERATE, *PUSH_PATHS) if path not in paths]:
-            vllm = "; it looks like vLLM, which rollout.backend=vllm is for" * ("/inference/v1/generate" in paths)
-            raise ConfigError(
-                f"engine {client.url} has no {', '.join(missing)}, which SGLang 0.5.10 and newer have{vllm}"
+            vllm = "; it looks like vLLM, which rollout.backend=vllm is for" * (
+                "/inference/v1/generate" in paths
             )
-        info, config = client.get("/model_info"), client.get("/server_info")
+            raise ConfigError(
+                f"engine {client.url} has no {', '.join(missing)}, which SGLang 0.5.10 and newer "
+                f"have{vllm}"
+            )
+        info = client.get("/model_info")
+        config = client.get("/server_info")
         cards = client.get("/v1/models").get("data") or [{}]
         if not info.get("is_generation", True):
-            raise ConfigError(f"engine {client.url} serves {info['model_path']!r}, a model that does not generate")
+            raise ConfigError(
+                f"engine {client.url} serves {info['model_path']!r}, a model that does not generate"
+            )
         return Abilities(
             kind="sglang",
             model=str(info["model_path"]),
@@ -46,26 +52,42 @@ class Sglang:
         )
 
     def generate(
-        self, client: Client, server: Abilities, request: Request, received: Sequence[int], deadline: Deadline
+        self,
+        client: Client,
+        server: Abilities,
+        request: Request,
+        received: Sequence[int],
+        deadline: Deadline,
     ) -> Iterator[Reply]:
-        drawn, spans = 0, list[tuple[int, int, int]]()
+        drawn = 0
+        spans = list[tuple[int, int, int]]()
         for event in client.stream(GENERATE, generate_body(server, request, received), deadline):
             meta = event["meta_info"]
             fresh = int(meta["completion_tokens"]) - drawn
             entries = meta["output_token_logprobs"][-fresh:] if fresh else []
             ids = event["output_ids"][-fresh:] if fresh else []
             if len(ids) != fresh or [entry[1] for entry in entries] != ids:
-                raise EngineError(client.url, GENERATE, None, f"log-probs of other tokens than {ids}")
+                raise EngineError(
+                    client.url, GENERATE, None, f"log-probs of other tokens than {ids}"
+                )
             finish = (meta["finish_reason"] or {}).get("type")
             if finish is not None and finish not in FINISHES:
                 message = meta["finish_reason"].get("message", "")
-                raise EngineError(client.url, GENERATE, None, f"the request ended with {finish!r}: {message}")
+                raise EngineError(
+                    client.url, GENERATE, None, f"the request ended with {finish!r}: {message}"
+                )
             if str(meta.get("weight_version", "")).isdigit() and fresh:
                 spans.append((int(meta["weight_version"]), drawn, drawn + fresh))
             drawn += fresh
-            versions = tuple(spans) if finish and sum(end - start for _, start, end in spans) == drawn else ()
+            versions = (
+                tuple(spans)
+                if finish and sum(end - start for _, start, end in spans) == drawn
+                else ()
+            )
             routes = meta.get("routed_experts") or ""
-            yield Reply(ids, [entry[0] for entry in entries], FINISHES.get(finish), versions, routes)
+            yield Reply(
+                ids, [entry[0] for entry in entries], FINISHES.get(finish), versions, routes
+            )
 
     def continues(self, params: SamplingParams) -> bool:
         """As of `Vllm`; its repetition penalty may count the tokens of a reply alone."""
@@ -82,7 +104,9 @@ def generate_body(server: Abilities, request: Request, received: Sequence[int]) 
         "no_stop_trim": True,
         "max_new_tokens": left,
         "min_new_tokens": 0,
-        "stream_interval": STREAMED if server.incremental else max(STREAMED, -(-left // MOST_EVENTS)),
+        "stream_interval": STREAMED
+        if server.incremental
+        else max(STREAMED, -(-left // MOST_EVENTS)),
     }
     return {
         "input_ids": [*request.ids, *received],
@@ -100,8 +124,19 @@ def _log_probs(client: Client, token: int) -> LogProbs:
     """By the likeliest tokens at two temperatures."""
     spread = dict[float, float]()
     for temperature in (1.0, COLD):
-        sampling = {"max_new_tokens": 1, "temperature": temperature, "top_k": -1, "top_p": 1.0, "ignore_eos": True}
-        body = {"input_ids": [token], "sampling_params": sampling, "return_logprob": True, "top_logprobs_num": 8}
+        sampling = {
+            "max_new_tokens": 1,
+            "temperature": temperature,
+            "top_k": -1,
+            "top_p": 1.0,
+            "ignore_eos": True,
+        }
+        body = {
+            "input_ids": [token],
+            "sampling_params": sampling,
+            "return_logprob": True,
+            "top_logprobs_num": 8,
+        }
         top = client.post(GENERATE, body)["meta_info"]["output_top_logprobs"][0]
         spread[temperature] = top[0][0] - top[-1][0]
     return "tempered" if spread[COLD] > 1.5 * spread[1.0] else "penalized"

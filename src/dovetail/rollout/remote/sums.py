@@ -17,7 +17,9 @@ from torch import Tensor
 
 Words = TypeVar("Words", NDArray[np.int64], Tensor)
 
-STEP, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # of SplitMix64
+STEP = 0x9E3779B97F4A7C15
+FIRST = 0xBF58476D1CE4E5B9
+SECOND = 0x94D049BB133111EB  # of SplitMix64
 WORD = 8  # bytes
 CHUNK = 1 << 16  # words that a CPU's cache holds
 MASK = (1 << 64) - 1
@@ -61,14 +63,18 @@ class Sums:
 
     def hexadecimal(self) -> list[str]:
         totals = torch.stack(self._totals).tolist() if self._totals else []
-        return [f"{(total + size) & MASK:016x}" for total, size in zip(totals, self._sizes, strict=True)]
+        return [
+            f"{(total + size) & MASK:016x}" for total, size in zip(totals, self._sizes, strict=True)
+        ]
 
 
 def add_words(words: Tensor, total: Tensor, first: int) -> None:
     """Adds mixed words [n] int64 from number `first` on to `total`. The definition."""
     for start in range(0, len(words), CHUNK):
         x = words[start : start + CHUNK]
-        place = torch.arange(first + start, first + start + len(x), dtype=torch.int64, device=words.device)
+        place = torch.arange(
+            first + start, first + start + len(x), dtype=torch.int64, device=words.device
+        )
         total += mixed(x ^ place.mul_(signed(STEP))).sum()
 
 

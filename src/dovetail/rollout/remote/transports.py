@@ -113,11 +113,14 @@ class MemoryTransport(Transport):
     def fields(self, bucket: Bucket, workers: int) -> list[dict[str, Any]]:
         if self.device.type == "cuda":
             return [{"memory": self._handle(bucket.data)} for _ in range(workers)]
-        return [{"memory": {"path": f"/proc/{os.getpid()}/fd/{self._files[bucket.number % SLOTS]}"}}]
+        return [
+            {"memory": {"path": f"/proc/{os.getpid()}/fd/{self._files[bucket.number % SLOTS]}"}}
+        ]
 
     def close(self) -> None:
         super().close()
-        files, self._files = self._files, {}
+        files = self._files
+        self._files = {}
         for file in files.values():
             os.close(file)
         if self.device.type == "cuda":
@@ -130,7 +133,9 @@ class MemoryTransport(Transport):
             os.close(self._files.pop(slot))
         self._files[slot] = file = os.memfd_create(MEMORY_NAME, os.MFD_CLOEXEC)
         os.truncate(file, num_bytes)
-        return torch.from_file(f"/proc/self/fd/{file}", shared=True, size=num_bytes, dtype=torch.uint8)
+        return torch.from_file(
+            f"/proc/self/fd/{file}", shared=True, size=num_bytes, dtype=torch.uint8
+        )
 
     def _handle(self, data: Tensor) -> dict[str, Any]:
         """For one process: torch counts those that open it."""
@@ -138,23 +143,38 @@ class MemoryTransport(Transport):
         _, handle, size, offset, counter, counter_offset, event, waits = storage._share_cuda_()
         parts = {"handle": handle, "counter": counter, "event": event}
         text = {name: base64.b64encode(raw).decode() for name, raw in parts.items()}
-        numbers = {"size": size, "offset": offset, "counter_offset": counter_offset, "event_waits": waits}
-        return {"device": str(torch.cuda.get_device_properties(data.device).uuid), **text, **numbers}
+        numbers = {
+            "size": size,
+            "offset": offset,
+            "counter_offset": counter_offset,
+            "event_waits": waits,
+        }
+        return {
+            "device": str(torch.cuda.get_device_properties(data.device).uuid),
+            **text,
+            **numbers,
+        }
 
 
 def map_memory(fields: Mapping[str, Any], num_bytes: int) -> Tensor:
     """uint8: what `MemoryTransport.fields` names, in another process."""
     if "path" in fields:
         return _map_file(str(fields["path"]), num_bytes)
-    known = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
+    known = [
+        str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())
+    ]
     if fields["device"] not in known:
         raise CheckpointError(
-            f"the trainer's GPU {fields['device']} is not visible here; use rollout.push.transport=nccl"
+            f"the trainer's GPU {fields['device']} is not visible here; use "
+            "rollout.push.transport=nccl"
         )
-    place, names = known.index(fields["device"]), ("handle", "size", "offset", "counter", "counter_offset", "event")
+    place = known.index(fields["device"])
+    names = ("handle", "size", "offset", "counter", "counter_offset", "event")
     parts = [base64.b64decode(x) if isinstance(x := fields[name], str) else x for name in names]
     storage = torch.UntypedStorage._new_shared_cuda(place, *parts, fields["event_waits"])
-    return torch.empty(0, dtype=torch.uint8, device=f"cuda:{place}").set_(storage, 0, (num_bytes,), (1,))
+    return torch.empty(0, dtype=torch.uint8, device=f"cuda:{place}").set_(
+        storage, 0, (num_bytes,), (1,)
+    )
 
 
 def _map_file(path: str, num_bytes: int) -> Tensor:
@@ -181,25 +201,37 @@ def make_transport(kind: Kind, device: torch.device, directory: Path) -> Transpo
 
 
 def fill(
-    weights: Iterable[tuple[str, Tensor]], transport: Transport, bucket_bytes: int, *, alignment: int
+    weights: Iterable[tuple[str, Tensor]],
+    transport: Transport,
+    bucket_bytes: int,
+    *,
+    alignment: int,
 ) -> Iterator[Bucket]:
     """Whole tensors in buckets of at most `bucket_bytes`, or of one larger tensor."""
-    number, end = 0, 0
+    number = 0
+    end = 0
     entries: list[tuple[str, str, tuple[int, ...], int]] = []
     sums = Sums()
 
     def bucket() -> Bucket:
-        rows = tuple(Entry(*entry, text) for entry, text in zip(entries, sums.hexadecimal(), strict=True))
+        rows = tuple(
+            Entry(*entry, text) for entry, text in zip(entries, sums.hexadecimal(), strict=True)
+        )
         data = transport.memory(number, end)[:end]
         if data.is_cuda:
-            torch.cuda.current_stream(data.device).synchronize()  # weights may be on their way from the host
+            torch.cuda.current_stream(
+                data.device
+            ).synchronize()  # weights may be on their way from the host
         return Bucket(number, rows, data)
 
     for name, tensor in weights:
         num_bytes = tensor.numel() * tensor.element_size()
         if entries and aligned(end, alignment) + num_bytes > bucket_bytes:
             yield bucket()
-            number, end, entries, sums = number + 1, 0, [], Sums()
+            number = number + 1
+            end = 0
+            entries = []
+            sums = Sums()
         start = aligned(end, alignment)
         memory = transport.memory(number, max(bucket_bytes, num_bytes))
         end = start + num_bytes

@@ -7,7 +7,15 @@ from typing import Any, ClassVar
 from dovetail.errors import ConfigError, MachineError
 from dovetail.rollout.params import SamplingParams
 from dovetail.rollout.remote.http import Client, Deadline, EngineError
-from dovetail.rollout.remote.wire import FINISHES, STREAMED, Abilities, LogProbs, Reply, Request, pushed_spans
+from dovetail.rollout.remote.wire import (
+    FINISHES,
+    STREAMED,
+    Abilities,
+    LogProbs,
+    Reply,
+    Request,
+    pushed_spans,
+)
 
 GENERATE = "/inference/v1/generate"
 PUSH_PATHS = (
@@ -16,7 +24,8 @@ PUSH_PATHS = (
 )  # fmt: skip
 MODES: Mapping[str, LogProbs] = {"raw_logprobs": "raw", "processed_logprobs": "processed"}
 STARTS: Mapping[LogProbs, str] = {kind: f"--logprobs-mode {mode}" for mode, kind in MODES.items()}
-SLEEP, WAKE = "/sleep?level=1", "/wake_up"
+SLEEP = "/sleep?level=1"
+WAKE = "/wake_up"
 DEV_MODE = "the environment variable VLLM_SERVER_DEV_MODE=1"
 TITLE = "dovetail serve"  # in its OpenAPI description
 TRANSFER = '--weight-transfer-config \'{"backend": "dovetail_nccl"}\' and the plugin dovetail-vllm'
@@ -30,21 +39,31 @@ class Vllm:
         described = client.get("/openapi.json")
         paths = described.get("paths", {})
         if GENERATE not in paths:
-            other = "; it looks like SGLang, which rollout.backend=sglang is for" if "/generate" in paths else ""
-            raise ConfigError(f"engine {client.url} has no {GENERATE}, which vLLM 0.26 and newer have{other}")
+            other = (
+                "; it looks like SGLang, which rollout.backend=sglang is for"
+                if "/generate" in paths
+                else ""
+            )
+            raise ConfigError(
+                f"engine {client.url} has no {GENERATE}, which vLLM 0.26 and newer have{other}"
+            )
         version = str(client.get("/version").get("version", "unknown"))
         if missing := [path for path in PUSH_PATHS if path not in paths]:
             raise ConfigError(
-                f"engine {client.url} (vLLM {version}) has no {', '.join(missing)}, so that no weights can be pushed to "
+                f"engine {client.url} (vLLM {version}) has no {', '.join(missing)}, so that no "
+                "weights can be pushed to "
                 f"it; start it with {DEV_MODE}"
             )
         card = (client.get("/v1/models").get("data") or [{}])[0]
         if "id" not in card:
             raise ConfigError(f"engine {client.url} serves no model")
         config = client.get("/server_info?config_format=json")["vllm_config"]
-        mode, transfer = config["model_config"]["logprobs_mode"], config.get("weight_transfer_config")
+        mode = config["model_config"]["logprobs_mode"]
+        transfer = config.get("weight_transfer_config")
         if mode not in MODES:
-            raise ConfigError(f"engine {client.url} gives {mode}; start it with {STARTS['processed']}")
+            raise ConfigError(
+                f"engine {client.url} gives {mode}; start it with {STARTS['processed']}"
+            )
         if not transfer:
             raise ConfigError(f"engine {client.url} takes no weights; start it with {TRANSFER}")
         schemas = described["components"]["schemas"]
@@ -55,36 +74,69 @@ class Vllm:
             max_length=card.get("max_model_len"),
             log_probs=MODES[mode],
             transfer=transfer["backend"],
-            fields=frozenset(schemas["GenerateRequest"]["properties"]["sampling_params"]["properties"]),
+            fields=frozenset(
+                schemas["GenerateRequest"]["properties"]["sampling_params"]["properties"]
+            ),
             images="kwargs_data" in schemas.get("MultiModalFeatures", {}).get("properties", {}),
-            normalizes=bool((config["model_config"].get("multimodal_config") or {}).get("mm_device_do_normalize")),
+            normalizes=bool(
+                (config["model_config"].get("multimodal_config") or {}).get(
+                    "mm_device_do_normalize"
+                )
+            ),
             sleeps=bool(config["model_config"].get("enable_sleep_mode")),
-            routes=bool((config.get("aux_output_config") or {}).get("enable_return_routed_experts")),
+            routes=bool(
+                (config.get("aux_output_config") or {}).get("enable_return_routed_experts")
+            ),
         )
-        if server.sleeps and client.get("/is_sleeping").get("is_sleeping"):  # as its last trainer left it
+        if server.sleeps and client.get("/is_sleeping").get(
+            "is_sleeping"
+        ):  # as its last trainer left it
             client.post(WAKE)
         if not client.get("/is_paused").get("is_paused"):  # else its last trainer ended in a push
             _check_generation(client, server, vocab_size)
         return server
 
     def generate(
-        self, client: Client, server: Abilities, request: Request, received: Sequence[int], deadline: Deadline
+        self,
+        client: Client,
+        server: Abilities,
+        request: Request,
+        received: Sequence[int],
+        deadline: Deadline,
     ) -> Iterator[Reply]:
         """Continue the prompt and the tokens received."""
-        drawn, body = 0, generate_body(server, request, received)
+        drawn = 0
+        body = generate_body(server, request, received)
         for event in client.stream(GENERATE, body, deadline):
             if request.images and not drawn and event.get("prompt_token_ids") != body["token_ids"]:
-                raise MachineError(f"engine {client.url} changed the ids of a prompt with images: it is another model")
+                raise MachineError(
+                    f"engine {client.url} changed the ids of a prompt with images: it is another "
+                    "model"
+                )
             for choice in event["choices"]:
-                ids, content = choice["token_ids"] or [], (choice["logprobs"] or {}).get("content") or []
+                ids = choice["token_ids"] or []
+                content = (choice["logprobs"] or {}).get("content") or []
                 if [each["token_id"] for each in content] != ids:
-                    raise EngineError(client.url, GENERATE, None, f"log-probs of other tokens than {ids}")
-                finish, drawn = choice["finish_reason"], drawn + len(ids)
+                    raise EngineError(
+                        client.url, GENERATE, None, f"log-probs of other tokens than {ids}"
+                    )
+                finish = choice["finish_reason"]
+                drawn = drawn + len(ids)
                 if finish is not None and finish not in FINISHES:
-                    raise EngineError(client.url, GENERATE, None, f"the request ended with {finish!r}")
-                versions = pushed_spans(choice.get("weight_versions"), drawn, client.url) if finish else ()
+                    raise EngineError(
+                        client.url, GENERATE, None, f"the request ended with {finish!r}"
+                    )
+                versions = (
+                    pushed_spans(choice.get("weight_versions"), drawn, client.url) if finish else ()
+                )
                 routes = choice.get("routed_experts") or "" if request.params.trace else ""
-                yield Reply(ids, [each["logprob"] for each in content], FINISHES.get(finish), versions, routes)
+                yield Reply(
+                    ids,
+                    [each["logprob"] for each in content],
+                    FINISHES.get(finish),
+                    versions,
+                    routes,
+                )
 
     def continues(self, params: SamplingParams) -> bool:
         """Whether a reply can be continued: stop strings may have begun in it; routes come with the last token."""
@@ -99,7 +151,8 @@ class Native(Vllm):
     def probe(self, client: Client, vocab_size: int | None) -> Abilities:
         if client.get("/openapi.json").get("info", {}).get("title") != TITLE:
             raise ConfigError(
-                f"engine {client.url} is not started by `{TITLE}`, which rollout.backend=native is for; set "
+                f"engine {client.url} is not started by `{TITLE}`, which rollout.backend=native "
+                "is for; set "
                 "rollout.backend=vllm or sglang"
             )
         return replace(super().probe(client, vocab_size), log_probs="tempered", keyed=True)
@@ -128,19 +181,27 @@ def generate_body(server: Abilities, request: Request, received: Sequence[int]) 
         "cache_salt": request.salt,
         "stream": True,
     }
-    return body if request.images is None else {**body, "features": request.images, "return_token_ids": True}
+    return (
+        body
+        if request.images is None
+        else {**body, "features": request.images, "return_token_ids": True}
+    )
 
 
 def _check_generation(client: Client, server: Abilities, vocab_size: int | None) -> None:
     """The server takes the last id of the vocabulary, and not the next one."""
-    for token, known in [(0, True)] if vocab_size is None else [(vocab_size - 1, True), (vocab_size, False)]:
+    for token, known in (
+        [(0, True)] if vocab_size is None else [(vocab_size - 1, True), (vocab_size, False)]
+    ):
         sampling = {"max_tokens": 1, "temperature": 0.0, "logprobs": 0, "detokenize": False}
         body = {"model": server.model, "token_ids": [token], "sampling_params": sampling}
         try:
             client.post(GENERATE, body)
         except EngineError as error:
             if error.status == 403:
-                raise ConfigError(f"engine {client.url}: {error.message}; start it with --enable-scale-out") from None
+                raise ConfigError(
+                    f"engine {client.url}: {error.message}; start it with --enable-scale-out"
+                ) from None
             if error.status != 400 or (known and "vocab" not in error.message):
                 raise
             if not known:
@@ -151,5 +212,6 @@ def _check_generation(client: Client, server: Abilities, vocab_size: int | None)
                 continue
             size = f"more than {vocab_size:,} token ids"
         raise ConfigError(
-            f"engine {client.url} serves {server.model!r}, a model with {size}, which the policy has; serve the policy's model"
+            f"engine {client.url} serves {server.model!r}, a model with {size}, which the policy "
+            "has; serve the policy's model"
         )

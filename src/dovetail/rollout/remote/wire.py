@@ -57,8 +57,13 @@ class Request:
 
     def keys(self, received: int) -> dict[str, Any]:
         """For `dovetail serve`: what the noise depends on, and the batch."""
-        params, batch = self.params, None if received else self.batch
-        return {"noise": [params.seed, params.step, self.row, self.sample], "drawn": received, "batch": batch}
+        params = self.params
+        batch = None if received else self.batch
+        return {
+            "noise": [params.seed, params.step, self.row, self.sample],
+            "drawn": received,
+            "batch": batch,
+        }
 
 
 @dataclass
@@ -75,7 +80,8 @@ class Reply:
         """Append spans, joined where the version is the same."""
         for version, start, end in versions:
             if self.versions and self.versions[-1][0] == version:
-                start, self.versions = self.versions[-1][1], self.versions[:-1]
+                start = self.versions[-1][1]
+                self.versions = self.versions[:-1]
             if end > start:
                 self.versions = (*self.versions, (version, start, end))
 
@@ -101,7 +107,8 @@ class Abilities:
 
 def fitting_log_probs(params: SamplingParams) -> list[LogProbs]:
     """The kinds that equal those at the temperature, before cuts and penalties."""
-    plain, warm = params.repetition_penalty == 1, params.temperature not in (0, 1)
+    plain = params.repetition_penalty == 1
+    warm = params.temperature not in (0, 1)
     fits: dict[LogProbs, bool] = {
         "processed": plain and not params.cuts,
         "tempered": plain,
@@ -116,14 +123,23 @@ def check_log_probs(
 ) -> None:
     """ConfigError if training needs another kind. starts: how to get a kind."""
     kinds = [kind for kind in starts if all(kind in fitting_log_probs(params) for params in asked)]
-    wrong = next((params for params in asked if server.log_probs not in fitting_log_probs(params)), None)
+    wrong = next(
+        (params for params in asked if server.log_probs not in fitting_log_probs(params)), None
+    )
     if wrong is None:
         return
     usual = vars(SamplingParams())
-    given = ", ".join(f"{name}={value:g}" for name, value in vars(wrong).items() if value != usual[name])
-    remedy = f"start it with {starts[kinds[0]]}" if kinds else f"no start of it gives these, so change one of {given}"
+    given = ", ".join(
+        f"{name}={value:g}" for name, value in vars(wrong).items() if value != usual[name]
+    )
+    remedy = (
+        f"start it with {starts[kinds[0]]}"
+        if kinds
+        else f"no start of it gives these, so change one of {given}"
+    )
     raise ConfigError(
-        f"engine {url} gives log-probs that are {server.log_probs}, but with {given} training needs those at the temperature "
+        f"engine {url} gives log-probs that are {server.log_probs}, but with {given} training "
+        "needs those at the temperature "
         f"and before cuts and penalties; {remedy}"
     )
 
@@ -138,5 +154,7 @@ def pushed_spans(spans: Any, length: int, url: str) -> Spans:
         return ()
     ends = [0, *(end for _, _, end in made)]
     if [start for _, start, _ in made] != ends[:-1] or ends[-1] != length:
-        raise EngineError(url, "generate", None, f"versions {spans} do not cover the {length} tokens of the reply")
+        raise EngineError(
+            url, "generate", None, f"versions {spans} do not cover the {length} tokens of the reply"
+        )
     return made
