@@ -177,7 +177,7 @@ def test_bfloat16_holds_weights_in_bfloat16_and_stays_near(
         ({"head_dim": 1 << 40}, "does its config.json belong to its weights?"),
         (
             {"vocab_size": 1 << 70},
-            "vocab_size is 1180591620717411303424; supported: a whole number of 1 or more, below 2^62",
+            "vocab_size is 1180591620717411303424; supported: a whole number of 2 or more, below 2^62",
         ),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; supported: at most 65536"),
     ],

@@ -55,7 +55,7 @@ def test_weights_of_a_layer_and_of_the_head_make_those_of_the_model() -> None:
     depth=st.integers(1, 90),
     pp=st.integers(1, 9),
     virtual=st.integers(1, 4),
-    vocabulary=st.integers(1, 4000),
+    vocabulary=st.integers(2, 4000),
 )
 def test_every_layer_once_and_in_order(depth: int, pp: int, virtual: int, vocabulary: int) -> None:
     layout = Layout(pp=pp, virtual_stages=virtual if pp > 1 else 1)
@@ -75,7 +75,7 @@ def test_every_layer_once_and_in_order(depth: int, pp: int, virtual: int, vocabu
     assert without_head == sorted(without_head)
 
 
-@given(depth=st.integers(1, 11), stages=st.integers(1, 11), vocabulary=st.integers(1, 1500))
+@given(depth=st.integers(1, 11), stages=st.integers(1, 11), vocabulary=st.integers(2, 1500))
 def test_no_other_cut_has_a_cheaper_costliest_stage(
     depth: int, stages: int, vocabulary: int
 ) -> None:
@@ -92,7 +92,7 @@ def test_no_other_cut_has_a_cheaper_costliest_stage(
 @pytest.mark.parametrize(
     ("depth", "vocabulary", "pp", "expected"),
     [
-        (61, 1, 8, [7, 7, 8, 8, 8, 8, 8, 7]),  # hardly a head
+        (61, 2, 8, [7, 7, 8, 8, 8, 8, 8, 7]),  # hardly a head
         (
             61,
             160 * 4,
@@ -103,7 +103,7 @@ def test_no_other_cut_has_a_cheaper_costliest_stage(
         (8, 160 * 2, 2, [5, 3]),
         (4, 160 * 99, 4, [1, 1, 1, 1]),
         (6, 160 * 99, 3, [2, 3, 1]),
-        (5, 1, 1, [5]),
+        (5, 2, 1, [5]),
     ],
 )
 def test_cuts_by_hand(depth: int, vocabulary: int, pp: int, expected: list[int]) -> None:
