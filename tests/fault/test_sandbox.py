@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import dovetail
 from dovetail.rewards.code import code
 from tests.fault.hostile import TESTS, VERDICT, hostile_programs
 from tests.fault.sandbox_roles import ROLES
@@ -35,18 +36,24 @@ ONE_OF_EACH = {
 }
 VERDICTS = ("frames when called", "always equal", "exits when called")
 SHARED_PYTHON = "/usr/bin/python3"  # for a user who cannot enter the home of this one
+SOURCES = (Path(dovetail.__file__).parents[1], Path(__file__).parents[2])
+ENVIRONMENT = {**os.environ, "TRAINER_KEY": KEY, "PYTHONPATH": os.pathsep.join(map(str, SOURCES))}
+STARTS = """
+import os, sys
+os.execv(sys.executable, [sys.executable, "-c", "import tests.fault.sandbox_trainer"])
+"""
 
 
 def python_of(role: str) -> str:
-    """A Python that the role can start, and that can start itself."""
+    """A Python that the role can start, that can start itself, and that can read the sources."""
     if not role.startswith("user") or os.geteuid() != 0:
         return sys.executable
-    asked = "import os, sys; os.execv(sys.executable, ['python', '-c', 'from enum import StrEnum'])"
     for python in (sys.executable, SHARED_PYTHON):
-        command = as_role("user", python, "-c", asked)
-        if subprocess.run(command, check=False, capture_output=True).returncode == 0:
+        command = as_role("user", python, "-c", STARTS)
+        tried = subprocess.run(command, env=ENVIRONMENT, check=False, capture_output=True)
+        if tried.returncode == 0:
             return python
-    pytest.skip("no Python 3.11 or newer that an ordinary user could start")
+    pytest.skip("no Python 3.11 or newer that an ordinary user could start with these sources")
 
 
 def as_role(role: str, *command: str) -> list[str]:
@@ -73,7 +80,7 @@ def run_as(role: str, isolation: str, folder: Path, programs: Mapping[str, str])
     ended = subprocess.run(
         command,
         input=json.dumps(request),
-        env={**os.environ, "TRAINER_KEY": KEY},
+        env=ENVIRONMENT,
         stdout=subprocess.PIPE,
         text=True,
         check=True,
