@@ -1,4 +1,4 @@
-"""Options of the tests, their order and their records; tests/session.py has what the processes that run them set up."""
+"""Options of the tests, their order and their records; tests/helpers/session.py has what the processes that run them set up."""
 
 import gc
 import importlib
@@ -63,7 +63,9 @@ def pytest_configure(config: pytest.Config) -> None:
     ):
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(IN_MEMORY))
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
-        config.pluginmanager.register(importlib.import_module("tests.session"), "tests.session")
+        config.pluginmanager.register(
+            importlib.import_module("tests.helpers.session"), "tests.helpers.session"
+        )
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

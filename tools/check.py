@@ -28,10 +28,10 @@ UNKNOWN = 5.0  # seconds of a test file that has no record
 EVERYTHING = (
     "pyproject.toml",
     "tests/conftest.py",
-    "tests/session.py",
-    "tests/harness.py",
-    "tests/template.py",
-    "tests/forked.py",
+    "tests/helpers/session.py",
+    "tests/helpers/harness.py",
+    "tests/helpers/template.py",
+    "tests/helpers/forked.py",
 )  # what all tests depend on
 UNIT = "tests/unit/"
 CHEAP = 0.3  # seconds of a test file that runs before long ones, however far it is

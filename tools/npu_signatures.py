@@ -2,7 +2,7 @@
 
     python -m tools.npu_signatures torch_npu-VERSION.whl
 
-writes tests/npu/signatures.json: the wheel's version and, of each operation, its schemas (one an overload), whether its
+writes tests/helpers/npu_signatures.json: the wheel's version and, of each operation, its schemas (one an overload), whether its
 documentation names it, and whether it is differentiable. Schemas come from the wheel's list of native functions,
 differentiability from the names of the backward nodes in its library. To get a wheel: pip download --no-deps torch-npu.
 """
@@ -26,7 +26,7 @@ OPERATIONS = (
 FUNCTIONS = "torch_npu/csrc/aten/npu_native_functions_by_codegen.yaml"
 DOCUMENTS = "torch_npu/_op_plugin_docs.py"
 LIBRARY = "torch_npu/lib/libtorch_npu.so"
-TARGET = Path(__file__).parents[1] / "tests" / "npu" / "signatures.json"
+TARGET = Path(__file__).parents[1] / "tests" / "helpers" / "npu_signatures.json"
 
 
 def read_wheel(path: Path) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Which files of this repository depend on which, read from their source: imports, and names of modules and files in strings.
 
-A string that is the name of a module (`-m tests.unit.block_rows`, `importlib`) or ends in the name of another tracked
+A string that is the name of a module (`-m tests.helpers.block_rows`, `importlib`) or ends in the name of another tracked
 file counts as a use of it. `if TYPE_CHECKING` does not. A module under a package runs that package's `__init__`,
 but not what its strings name: those of `dovetail` load on first use.
 """
@@ -14,7 +14,7 @@ from pathlib import PurePosixPath
 ROOTS = ("src/", "")  # folders that module names start from
 RUN = ":run"  # a node for a package's __init__ that is only executed
 NO_STRINGS = (
-    "tests/template.py",
+    "tests/helpers/template.py",
     "tools/style_check.py",
 )  # modules to import early, and rules by file name: no dependencies
 Graph = Mapping[str, frozenset[str]]

@@ -90,7 +90,7 @@ def check_source(path: str, text: str) -> list[Violation]:
             *_autograd(tree),
             *_roles(inside, text, tree),
         ]
-    if path.startswith("tests/") and path != "tests/tolerances.py":
+    if path.startswith("tests/") and path != "tests/helpers/tolerances.py":
         found += _tolerances(tree)
     return [Violation(path, line, message) for line, message in sorted(set(found))]
 
@@ -301,12 +301,15 @@ def _tolerances(tree: ast.Module) -> Found:
             and node.arg in TOLERANCE_NAMES
             and _is_tolerance(node.value)
         ):
-            yield node.value.lineno, f"{node.arg}=...: use a name of tests/tolerances.py"
+            yield node.value.lineno, f"{node.arg}=...: use a name of tests/helpers/tolerances.py"
         if isinstance(node, ast.Compare) and any(
             isinstance(op, ast.Lt | ast.LtE) for op in node.ops
         ):
             if any(_is_tolerance(c) for c in node.comparators):
-                yield node.lineno, "compares with a small number: use a name of tests/tolerances.py"
+                yield (
+                    node.lineno,
+                    "compares with a small number: use a name of tests/helpers/tolerances.py",
+                )
 
 
 def _is_tolerance(node: ast.expr) -> bool:

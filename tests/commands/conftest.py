@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands.program import make_model
+from tests.helpers.program import make_model
 
 
 @pytest.fixture(scope="session")

@@ -15,9 +15,9 @@ from dovetail.rl.tasks import step_rows
 from dovetail.rollout.base import SamplingParams
 from dovetail.rollout.remote.wire import Request
 from dovetail.system import children_of
-from tests.commands.program import read_rows, start, write_recipe, write_rows
-from tests.fault.processes import all_gone
-from tests.remote.model_engine import ModelEngine
+from tests.helpers.model_engine import ModelEngine
+from tests.helpers.processes import all_gone
+from tests.helpers.program import read_rows, start, write_recipe, write_rows
 
 BATCH, SAMPLES, ROWS, STEPS = 2, 2, 7, 8
 SECONDS = 120.0

@@ -8,8 +8,9 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForTokenClassification
 
-from tests.checkpoints import assert_same_tensors, digests, tensors_of
-from tests.commands.program import (
+from tests.helpers.checkpoints import assert_same_tensors, digests, tensors_of
+from tests.helpers.parity_configs import tiny_configs, tiny_model
+from tests.helpers.program import (
     Ended,
     here,
     make_model,
@@ -19,7 +20,6 @@ from tests.commands.program import (
     refusal,
     write_rows,
 )
-from tests.parity.configs import tiny_configs, tiny_model
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import pytest
 
 from dovetail.report.read import sample_files
 from dovetail.rl.tasks import RLTask
-from tests.commands.program import (
+from tests.helpers.program import (
     here,
     on_ranks,
     program,
@@ -22,7 +22,7 @@ from tests.commands.program import (
     write_recipe,
     write_rows,
 )
-from tests.tolerances import OP_FP32
+from tests.helpers.tolerances import OP_FP32
 
 MODULE = """
 def score(completions, **columns):

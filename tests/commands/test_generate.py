@@ -7,7 +7,7 @@ import pytest
 
 from dovetail.rollout.base import Completion, Prompt, SamplingParams
 from dovetail.rollout.native import NativeSampler
-from tests.commands.program import (
+from tests.helpers.program import (
     here,
     make_model,
     on_ranks,
@@ -16,7 +16,7 @@ from tests.commands.program import (
     refused_on,
     write_rows,
 )
-from tests.tolerances import MODEL_FP32
+from tests.helpers.tolerances import MODEL_FP32
 
 ROWS = [
     {"prompt": "ab", "id": "first"},

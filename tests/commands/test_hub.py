@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
-from tests.commands.program import here, refusal, write_recipe, write_rows
+from tests.helpers.program import here, refusal, write_recipe, write_rows
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

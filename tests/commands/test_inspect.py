@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from tests.commands.program import here, make_model, write_recipe, write_rows
-from tests.parity.configs import moe_configs, save_tiny
+from tests.helpers.parity_configs import moe_configs, save_tiny
+from tests.helpers.program import here, make_model, write_recipe, write_rows
 
 
 def test_a_model(model: Path, tmp_path: Path) -> None:

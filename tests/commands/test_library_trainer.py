@@ -21,9 +21,9 @@ from dovetail.launch.supervisor import _free_port
 from dovetail.recipe.schema import load_recipe
 from dovetail.run.paths import FinishedError
 from dovetail.weights.safe_paths import MANIFEST
-from tests.checkpoints import assert_same_tensors, tensors_of
-from tests.commands.program import here, read_rows, start, write_recipe, write_rows
-from tests.harness import run
+from tests.helpers.checkpoints import assert_same_tensors, tensors_of
+from tests.helpers.harness import run
+from tests.helpers.program import here, read_rows, start, write_recipe, write_rows
 
 ROOT = Path(__file__).parents[2]
 TIMES = ("seconds", "timestamp", "memory", "tokens_per", "samples_per", "mfu", "gpu")

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.commands.program import here, make_model, on_ranks, write_recipe, write_rows
-from tests.tolerances import MODEL_FP32, assert_sum_close
+from tests.helpers.program import here, make_model, on_ranks, write_recipe, write_rows
+from tests.helpers.tolerances import MODEL_FP32, assert_sum_close
 
 ROOT = Path(__file__).parents[2]
 MINE = '''

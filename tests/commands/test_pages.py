@@ -25,11 +25,11 @@ from dovetail.cli.main import run_command
 from dovetail.factory.engines import TRANSFERS
 from dovetail.launch.supervisor import _free_port as free_port
 from dovetail.recipe.schema import load_recipe
-from tests.commands.program import program, start, write_rows
-from tests.fault.processes import waited
-from tests.harness import run
-from tests.pages import ROOT, Block, blocks, make_folder, make_runs
-from tests.remote.model_engine import ModelEngine
+from tests.helpers.harness import run
+from tests.helpers.model_engine import ModelEngine
+from tests.helpers.pages import ROOT, Block, blocks, make_folder, make_runs
+from tests.helpers.processes import waited
+from tests.helpers.program import program, start, write_rows
 
 # What does not run here, by a part of its text, and why; arguments and keys are checked.
 ELSEWHERE: Mapping[str, str] = {

@@ -10,8 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dovetail.checkpoint.reader import ShardedReader
-from tests.checkpoints import digests
-from tests.commands.program import (
+from tests.helpers.checkpoints import digests
+from tests.helpers.parity_configs import tiny_configs, tiny_model
+from tests.helpers.program import (
     Ended,
     here,
     make_model,
@@ -21,8 +22,7 @@ from tests.commands.program import (
     refused_on,
     write_rows,
 )
-from tests.parity.configs import tiny_configs, tiny_model
-from tests.tolerances import MODEL_FP32
+from tests.helpers.tolerances import MODEL_FP32
 
 DEPTH = 5
 ROWS: Sequence[dict[str, Any]] = [

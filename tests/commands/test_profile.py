@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from tests.clocked import timeless
-from tests.commands.program import here, on_ranks, read_rows, refusal, write_recipe, write_rows
-from tests.fault.processes import rl_run, waited
-from tests.unit.report_runs import Page
+from tests.helpers.clocked import timeless
+from tests.helpers.processes import rl_run, waited
+from tests.helpers.program import here, on_ranks, read_rows, refusal, write_recipe, write_rows
+from tests.helpers.report_runs import Page
 
 GRADER = "def f(prompts, completions, **_):\n    return [float(len(completions[0]) % 3)]\n"
 NAMES = {

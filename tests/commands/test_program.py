@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands.program import (
+from tests.helpers.processes import listens, waited
+from tests.helpers.program import (
     here,
     make_model,
     program,
@@ -17,8 +18,7 @@ from tests.commands.program import (
     write_recipe,
     write_rows,
 )
-from tests.fault.processes import listens, waited
-from tests.tolerances import MODEL_FP32
+from tests.helpers.tolerances import MODEL_FP32
 
 COMMANDS = (
     "train",

@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM
 from bench import engine_gap
 from dovetail.factory import remote
 from dovetail.rollout.remote.http import EngineError
-from tests.commands.program import VOCAB, here, read_rows, write_recipe, write_rows
-from tests.parity.configs import moe_configs, save_tiny
-from tests.remote.fake_engine import FakeEngine
-from tests.tolerances import SAME_POLICY_FP32
+from tests.helpers.fake_engine import FakeEngine
+from tests.helpers.parity_configs import moe_configs, save_tiny
+from tests.helpers.program import VOCAB, here, read_rows, write_recipe, write_rows
+from tests.helpers.tolerances import SAME_POLICY_FP32
 from tests.unit.test_data import make_tokenizer
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from tests.commands.program import here, read_rows, refusal, write_recipe, write_rows
-from tests.unit.report_runs import HOSTILE, Page, make_run
+from tests.helpers.program import here, read_rows, refusal, write_recipe, write_rows
+from tests.helpers.report_runs import HOSTILE, Page, make_run
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 BLUE, LIGHT_BLUE, ORANGE = (

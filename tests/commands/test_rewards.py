@@ -15,7 +15,7 @@ from transformers import (
     LlamaForSequenceClassification,
 )
 
-from tests.commands.program import (
+from tests.helpers.program import (
     VOCAB,
     here,
     on_ranks,
@@ -24,7 +24,7 @@ from tests.commands.program import (
     write_recipe,
     write_rows,
 )
-from tests.tolerances import MODEL_FP32, assert_sum_close
+from tests.helpers.tolerances import MODEL_FP32, assert_sum_close
 from tests.unit.test_data import make_tokenizer
 
 USER = {"role": "user", "content": "hi"}

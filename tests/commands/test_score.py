@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from tests.commands.program import here, on_ranks, read_rows, refusal, write_rows
-from tests.parity.configs import tiny_configs, tiny_model
-from tests.tolerances import MODEL_FP32
+from tests.helpers.parity_configs import tiny_configs, tiny_model
+from tests.helpers.program import here, on_ranks, read_rows, refusal, write_rows
+from tests.helpers.tolerances import MODEL_FP32
 from tests.unit.test_data import make_tokenizer
 
 ROWS: list[dict[str, Any]] = [

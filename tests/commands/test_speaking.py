@@ -13,7 +13,7 @@ from dovetail.cli import header as lines
 from dovetail.engine.native import Engine
 from dovetail.factory.notes import rows_line
 from dovetail.rollout.native import NativeSampler
-from tests.commands.program import here, program, read_rows, start, write_recipe, write_rows
+from tests.helpers.program import here, program, read_rows, start, write_recipe, write_rows
 
 HEADER_SECONDS = 5.0  # until the header; the machine of a test may be busy, so the CPU time of the process counts
 RL_ROWS = [{"prompt": "ab", "answer": "c"}, {"prompt": "a longer one", "answer": "h"}]

@@ -11,7 +11,7 @@ import torch
 
 from dovetail.errors import MachineError
 from dovetail.launch.process import limit_behind, narrow_limits
-from tests.commands.program import program, read_rows, start, write_rows
+from tests.helpers.program import program, read_rows, start, write_rows
 
 
 def closed() -> None:

@@ -15,8 +15,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from dovetail.checkpoint.reader import ShardedReader
 from dovetail.recipe.schema import load_recipe
-from tests.checkpoints import assert_same_tensors, digests, tensors_of
-from tests.commands.program import (
+from tests.helpers.checkpoints import assert_same_tensors, digests, tensors_of
+from tests.helpers.parity_configs import tiny_configs, tiny_model
+from tests.helpers.program import (
     Ended,
     here,
     make_model,
@@ -26,8 +27,7 @@ from tests.commands.program import (
     write_recipe,
     write_rows,
 )
-from tests.parity.configs import tiny_configs, tiny_model
-from tests.tolerances import CURVE_FP32, MODEL_FP32
+from tests.helpers.tolerances import CURVE_FP32, MODEL_FP32
 
 ALWAYS = {
     "step",

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.commands.program import (
+from tests.helpers.program import (
     here,
     make_model,
     on_ranks,

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from tests.commands.program import here, read_rows, write_recipe, write_rows
+from tests.helpers.program import here, read_rows, write_recipe, write_rows
 
 
 def test_rows_of_others_are_trained_by_epochs_from_a_mixture(model: Path, tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from tests.forked import popen
-from tests.harness import template
+from tests.helpers.forked import popen
+from tests.helpers.harness import template
 
 ROOT = Path(__file__).parents[2]
 TUTORIALS = ROOT / "examples" / "tutorials"

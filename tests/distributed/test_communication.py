@@ -26,8 +26,8 @@ from dovetail.parallel.layout import Layout
 from dovetail.parallel.mesh import Axis, Mesh
 from dovetail.rl.losses import PolicyLoss, SFTLoss, ValueLoss, weight_fields
 from dovetail.weights.hf_directory import CheckpointSource
-from tests.harness import run
-from tests.traffic import Step, counted, expected
+from tests.helpers.harness import run
+from tests.helpers.traffic import Step, counted, expected
 
 LENGTH = 64  # of each sequence, and of each micro-batch
 UNNAMED = (

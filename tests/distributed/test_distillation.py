@@ -11,9 +11,9 @@ import dovetail as dt
 from dovetail.engine.teacher import Teacher, evaluate, hidden_states
 from dovetail.rl.distillation import DistillationLoss
 from dovetail.rl.losses import weight_fields
-from tests.harness import run
-from tests.parity.configs import VOCAB, moe_configs, save_tiny, tiny, tiny_configs
-from tests.tolerances import SUM_ORDER, assert_close
+from tests.helpers.harness import run
+from tests.helpers.parity_configs import VOCAB, moe_configs, save_tiny, tiny, tiny_configs
+from tests.helpers.tolerances import SUM_ORDER, assert_close
 
 LENGTHS = (9, 4, 13, 7, 2, 11)
 CASES: dict[str, dict[str, Any]] = {

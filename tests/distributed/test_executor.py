@@ -14,8 +14,8 @@ from dovetail.parallel.mesh import Mesh, P2PChannel
 from dovetail.parallel.process_group import pick_device
 from dovetail.pipeline import executor
 from dovetail.pipeline.schedule import Action, Costs, Kind, Plan, make_plan, num_stages, simulate
-from tests.harness import RankFailed, distributed, run
-from tests.tolerances import BUBBLE
+from tests.helpers.harness import RankFailed, distributed, run
+from tests.helpers.tolerances import BUBBLE
 
 TOKENS = (
     4,

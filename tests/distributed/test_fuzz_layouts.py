@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.fuzz import Draw, draw, outcome, refusal, write, write_alone
-from tests.harness import run
-from tests.tolerances import GRAD_RATIO_FP32, SUM_ORDER
+from tests.helpers.fuzz import Draw, draw, outcome, refusal, write, write_alone
+from tests.helpers.harness import run
+from tests.helpers.tolerances import GRAD_RATIO_FP32, SUM_ORDER
 
 FEW = ("few-25", "few-41", "few-57")  # quick ones of many kinds; the last but one is refused
 MORE = ("few-10", "few-26", "few-40")

@@ -10,13 +10,13 @@ from dovetail.factory.engine import EngineOptions, from_pretrained
 from dovetail.nn.mlp import GatedMLP
 from dovetail.nn.products import Products
 from dovetail.parallel.layout import Layout
-from tests.harness import run
-from tests.hf.families import TEXT
-from tests.parity.configs import tiny_model
-from tests.parity.reference import make_batch, objective
-from tests.probe import PROBE, gradients
-from tests.tolerances import GRAD_RATIO_FP32, SUM_ORDER, worst_error, worst_ratio
-from tests.unit.quack_stand_in import everywhere, installed
+from tests.helpers.families import TEXT
+from tests.helpers.harness import run
+from tests.helpers.parity_configs import tiny_model
+from tests.helpers.parity_reference import make_batch, objective
+from tests.helpers.probe import PROBE, gradients
+from tests.helpers.quack_stand_in import everywhere, installed
+from tests.helpers.tolerances import GRAD_RATIO_FP32, SUM_ORDER, worst_error, worst_ratio
 
 
 def figures(folder: Path, layout: Layout) -> tuple[float, float, int]:

@@ -10,10 +10,16 @@ from torch import Tensor
 import dovetail as dt
 from dovetail.engine.native import Engine
 from dovetail.parallel.layout import Layout
-from tests.harness import run
-from tests.parity.configs import VOCAB, save_tiny, tiny_configs
-from tests.probe import PROBE, gradients
-from tests.tolerances import MODEL_FP32, SUM_ORDER, assert_all_close, assert_close, worst_error
+from tests.helpers.harness import run
+from tests.helpers.parity_configs import VOCAB, save_tiny, tiny_configs
+from tests.helpers.probe import PROBE, gradients
+from tests.helpers.tolerances import (
+    MODEL_FP32,
+    SUM_ORDER,
+    assert_all_close,
+    assert_close,
+    worst_error,
+)
 
 LENGTHS = ((9, 4), (5, 12), (7, 7), (3, 14), (11, 2))  # of pairs: chosen, rejected
 ALONE = (6, 8)  # without a group

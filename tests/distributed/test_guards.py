@@ -31,10 +31,10 @@ from dovetail.parallel.collectives import gather_objects
 from dovetail.parallel.layout import Layout
 from dovetail.parallel.mesh import Mesh
 from dovetail.weights.shards import local_tensor
-from tests.distributed.bodies import tokenwise
-from tests.harness import run
-from tests.parity.configs import save_tiny, tiny_configs
-from tests.parity.reference import LENGTHS, make_batch
+from tests.helpers.harness import run
+from tests.helpers.layout_bodies import tokenwise
+from tests.helpers.parity_configs import save_tiny, tiny_configs
+from tests.helpers.parity_reference import LENGTHS, make_batch
 
 FIELDS = ("advantage", "old_logprob")
 KINDS = ("loss", "logits", "gradient", "parameter", "unused parameter", *FIELDS)

@@ -13,8 +13,10 @@ from dovetail.factory import engine
 from dovetail.kernels.registry import KernelSet
 from dovetail.nn.products import Products
 from dovetail.parallel.layout import Layout
-from tests.distributed import matrix
-from tests.distributed.matrix import (
+from tests.helpers import matrix
+from tests.helpers.harness import run
+from tests.helpers.held import HandingOver
+from tests.helpers.matrix import (
     FLAT,
     SHALLOW,
     Case,
@@ -24,10 +26,8 @@ from tests.distributed.matrix import (
     write_alone,
     write_models,
 )
-from tests.harness import run
-from tests.probe import PROBE, gradients
-from tests.tolerances import EXACT, GRAD_RATIO_FP32, SUM_ORDER, worst_error
-from tests.unit.held import HandingOver
+from tests.helpers.probe import PROBE, gradients
+from tests.helpers.tolerances import EXACT, GRAD_RATIO_FP32, SUM_ORDER, worst_error
 
 
 class Handing:

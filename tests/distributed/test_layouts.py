@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from dovetail.parallel.layout import Layout
-from tests.distributed.bodies import BUDGET, Flat, curve, curves, everything
-from tests.harness import run
-from tests.parity.configs import save_tiny, tiny_configs
-from tests.tolerances import CURVE_FP32, SUM_ORDER, tensor_error, worst_error
+from tests.helpers.harness import run
+from tests.helpers.layout_bodies import BUDGET, Flat, curve, curves, everything
+from tests.helpers.parity_configs import save_tiny, tiny_configs
+from tests.helpers.tolerances import CURVE_FP32, SUM_ORDER, tensor_error, worst_error
 
 NAMES = ("llama_biases", "qwen2_tied", "qwen3_window")
 LONG = ("dp=1", "tp=2,dp=2", "dp=2", "tp=2", "tp=4", "tp=8", "tp=4,dp=2", "tp=2,dp=4", "dp=4")

@@ -15,7 +15,8 @@ from dovetail.arch.spec import ArchSpec
 from dovetail.errors import LayoutError
 from dovetail.factory.layouts import check_layout
 from dovetail.parallel.layout import Layout
-from tests.distributed.matrix import (
+from tests.helpers.harness import run
+from tests.helpers.matrix import (
     LOSSES,
     RECIPES,
     Case,
@@ -29,8 +30,7 @@ from tests.distributed.matrix import (
     write_models,
     written,
 )
-from tests.harness import run
-from tests.tolerances import GRAD_RATIO_FP32, SUM_ORDER
+from tests.helpers.tolerances import GRAD_RATIO_FP32, SUM_ORDER
 
 ALL_CASES = tuple(Case(*each) for each in product(models(), RECIPES, LOSSES, (1, 3)))
 EXTRA = (  # what the factorizations leave out: modes that are not the default, splits by hand, more stages

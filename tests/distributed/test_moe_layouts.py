@@ -15,7 +15,9 @@ from dovetail.engine.expert_routing import BalanceSettings
 from dovetail.factory.engine import EngineOptions, from_pretrained
 from dovetail.parallel.layout import Layout
 from dovetail.rl.losses import SFTLoss, weight_fields
-from tests.distributed.matrix import (
+from tests.distributed.test_matrix import check
+from tests.helpers.harness import run
+from tests.helpers.matrix import (
     LOSSES,
     NO_CRITIC,
     RECIPES,
@@ -27,10 +29,8 @@ from tests.distributed.matrix import (
     random_batch,
     write_models,
 )
-from tests.distributed.test_matrix import check
-from tests.harness import run
-from tests.probe import PROBE
-from tests.tolerances import GRADCHECK, SUM_ORDER
+from tests.helpers.probe import PROBE
+from tests.helpers.tolerances import GRADCHECK, SUM_ORDER
 
 STEP_SIZE = 1e-5  # of a finite difference, along a gradient
 

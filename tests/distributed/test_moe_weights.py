@@ -16,9 +16,9 @@ from dovetail.nn.model import StagedModel
 from dovetail.parallel.layout import Layout
 from dovetail.parallel.mesh import Mesh
 from dovetail.weights.hf_directory import Pretrained
-from tests.checkpoints import assert_same_tensors, digests, tensors_of
-from tests.harness import run
-from tests.parity.configs import moe_configs, save_tiny
+from tests.helpers.checkpoints import assert_same_tensors, digests, tensors_of
+from tests.helpers.harness import run
+from tests.helpers.parity_configs import moe_configs, save_tiny
 
 DTYPES = {
     "qwen3_moe": torch.bfloat16,

@@ -11,8 +11,8 @@ from bench.engines import layout_of, ragged_batch, random_engine, spec_of
 from dovetail.parallel import collectives
 from dovetail.parallel.mesh import Axis
 from dovetail.rl.losses import SFTLoss
-from tests.harness import run
-from tests.nccl_rules import RuleBroken, kept
+from tests.helpers.harness import run
+from tests.helpers.nccl_rules import RuleBroken, kept
 
 LAYOUTS = (
     ("tiny", "tp=2,cp=2"),

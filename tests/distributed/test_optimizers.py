@@ -14,11 +14,11 @@ from torch import Tensor
 import dovetail as dt
 from dovetail.optim import matrices
 from dovetail.optim.matrices import ROUND_ELEMENTS
-from tests.distributed.bodies import Flat, tokenwise
-from tests.harness import run
-from tests.parity.configs import VOCAB, moe_configs, save_tiny, tiny_configs
-from tests.probe import assemble, parameters
-from tests.tolerances import EXACT, SUM_ORDER, assert_all_close, max_abs
+from tests.helpers.harness import run
+from tests.helpers.layout_bodies import Flat, tokenwise
+from tests.helpers.parity_configs import VOCAB, moe_configs, save_tiny, tiny_configs
+from tests.helpers.probe import assemble, parameters
+from tests.helpers.tolerances import EXACT, SUM_ORDER, assert_all_close, max_abs
 
 LENGTHS = ((9, 5, 14, 3), (12, 4, 7, 6, 2), (8, 3, 11, 5))
 GROUPS = (dt.ParamGroup("*.layers.1.*", lr=3e-3, weight_decay=0.2),)

@@ -8,10 +8,10 @@ import torch
 from dovetail.optim.optimizer import OptimSettings
 from dovetail.parallel.layout import Layout
 from dovetail.parallel.placement import as_index
-from tests.distributed.bodies import made, sequencewise, tokenwise
-from tests.harness import run
-from tests.parity.configs import save_tiny, tiny_configs
-from tests.parity.reference import make_batch
+from tests.helpers.harness import run
+from tests.helpers.layout_bodies import made, sequencewise, tokenwise
+from tests.helpers.parity_configs import save_tiny, tiny_configs
+from tests.helpers.parity_reference import make_batch
 
 LOSSES = {"tokens": tokenwise, "sequences": sequencewise}
 

@@ -10,9 +10,9 @@ from dovetail.factory.engine import EngineOptions, from_pretrained
 from dovetail.optim.optimizer import OptimSettings
 from dovetail.parallel.layout import Layout
 from dovetail.parallel.placement import as_index
-from tests.harness import run
-from tests.parity.configs import moe_configs, save_tiny, tiny_configs
-from tests.parity.reference import make_batch, objective
+from tests.helpers.harness import run
+from tests.helpers.parity_configs import moe_configs, save_tiny, tiny_configs
+from tests.helpers.parity_reference import make_batch, objective
 
 LAYOUT = Layout(tp=2, dp=2)
 PADDED = {

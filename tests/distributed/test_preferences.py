@@ -14,9 +14,15 @@ from dovetail.data.examples import Preference
 from dovetail.factory.functions import preference_loss
 from dovetail.recipe.schema import make_recipe
 from dovetail.rl.preference_task import PreferenceTask
-from tests.harness import run
-from tests.parity.configs import VOCAB, moe_configs, save_tiny, tiny_configs
-from tests.tolerances import CURVE_FP32, MODEL_FP32, SUM_ORDER, assert_close, assert_sum_close
+from tests.helpers.harness import run
+from tests.helpers.parity_configs import VOCAB, moe_configs, save_tiny, tiny_configs
+from tests.helpers.tolerances import (
+    CURVE_FP32,
+    MODEL_FP32,
+    SUM_ORDER,
+    assert_close,
+    assert_sum_close,
+)
 
 LENGTHS = (
     (9, 4),

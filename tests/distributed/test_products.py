@@ -14,12 +14,12 @@ from dovetail.nn.layers import Linear
 from dovetail.nn.moe import Experts
 from dovetail.nn.products import Products
 from dovetail.parallel.layout import Layout
-from tests.harness import run
-from tests.parity.configs import moe_configs, tiny_configs, tiny_model
-from tests.parity.reference import make_batch, objective
-from tests.probe import PROBE, gradients, parameters
-from tests.tolerances import SUM_ORDER, worst_error
-from tests.unit.quack_stand_in import everywhere, installed
+from tests.helpers.harness import run
+from tests.helpers.parity_configs import moe_configs, tiny_configs, tiny_model
+from tests.helpers.parity_reference import make_batch, objective
+from tests.helpers.probe import PROBE, gradients, parameters
+from tests.helpers.quack_stand_in import everywhere, installed
+from tests.helpers.tolerances import SUM_ORDER, worst_error
 
 # Parameters that no product has: norms, the table of embeddings, routers, biases, an activation's.
 OTHERS = ("norm.weight", "embed_tokens.weight", "mlp.gate.weight", "bias", "alpha_n", "alpha_p")

@@ -19,8 +19,8 @@ from dovetail.rollout.remote.http import Client, EngineError
 from dovetail.rollout.remote.push import Pusher
 from dovetail.rollout.remote.sampler import RemoteSampler
 from dovetail.rollout.remote.vllm import Vllm
-from tests.harness import run
-from tests.remote.fake_engine import VOCABULARY, FakeEngine, hashed_experts
+from tests.helpers.fake_engine import VOCABULARY, FakeEngine, hashed_experts
+from tests.helpers.harness import run
 
 
 class ScriptedPusher(Pusher):

@@ -22,7 +22,8 @@ from dovetail.errors import DataError
 from dovetail.factory.engine import EngineOptions, from_pretrained
 from dovetail.nn.moe import Router
 from dovetail.parallel.layout import Layout
-from tests.distributed.matrix import (
+from tests.helpers.harness import run
+from tests.helpers.matrix import (
     STEP,
     expert_models,
     figures_of,
@@ -32,10 +33,9 @@ from tests.distributed.matrix import (
     random_batch,
     write_models,
 )
-from tests.harness import run
-from tests.parity.configs import tiny_model
-from tests.probe import gradients
-from tests.tolerances import EXACT, SUM_ORDER, max_abs, worst_error
+from tests.helpers.parity_configs import tiny_model
+from tests.helpers.probe import gradients
+from tests.helpers.tolerances import EXACT, SUM_ORDER, max_abs, worst_error
 
 DEPTH = 6  # layers for four stages; two with experts in one model, four in the other
 LENGTHS = (7, 1, 19, 2, 33, 5)

@@ -21,11 +21,11 @@ from dovetail.parallel.layout import Layout
 from dovetail.weights.hf_directory import EngineName
 from dovetail.weights.shards import kept_buffers
 from dovetail.weights.stream import gather_whole
-from tests.distributed.matrix import DEPTH, expert_models, models
 from tests.distributed.test_resume import cut_back, done, inputs, numbers, recipe_of
-from tests.harness import run
-from tests.parity.configs import tiny_model
-from tests.tolerances import RESHARDED_FP32
+from tests.helpers.harness import run
+from tests.helpers.matrix import DEPTH, expert_models, models
+from tests.helpers.parity_configs import tiny_model
+from tests.helpers.tolerances import RESHARDED_FP32
 
 __all__ = ["inputs"]  # a fixture
 

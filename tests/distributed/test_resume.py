@@ -20,11 +20,11 @@ import yaml
 from dovetail.checkpoint.reader import ShardedReader
 from dovetail.checkpoint.retention import SavedStep, saved_steps
 from dovetail.data.rows import batch_rows
-from tests.checkpoints import assert_same_tensors, digests
-from tests.clocked import timeless
-from tests.commands.program import read_rows, start
 from tests.golden.job import RL_ROWS, SFT_ROWS, play, rl, sft, write_inputs
-from tests.harness import run
+from tests.helpers.checkpoints import assert_same_tensors, digests
+from tests.helpers.clocked import timeless
+from tests.helpers.harness import run
+from tests.helpers.program import read_rows, start
 
 ROWS = 10  # of the data; 4 a step, so that epochs end inside of steps
 K = 2

@@ -8,10 +8,10 @@ import torch
 
 from dovetail.factory.engine import from_pretrained
 from dovetail.parallel.layout import Layout
-from tests.checkpoints import assert_same_tensors, digests, tensors_of
-from tests.distributed.matrix import models, name_of
-from tests.harness import run
-from tests.parity.configs import save_tiny, tiny_configs, tiny_model
+from tests.helpers.checkpoints import assert_same_tensors, digests, tensors_of
+from tests.helpers.harness import run
+from tests.helpers.matrix import models, name_of
+from tests.helpers.parity_configs import save_tiny, tiny_configs, tiny_model
 
 WIDE = ("llama", "llama_tied", "mistral", "qwen2_tied", "qwen3", "qwen3_tied")  # in float32 too
 NARROW = [(name, torch.bfloat16) for name in tiny_configs()]

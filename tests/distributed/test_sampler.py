@@ -20,9 +20,9 @@ from dovetail.rollout import model_runner
 from dovetail.rollout.base import Completion, Prompt, SamplingParams
 from dovetail.rollout.native import NativeSampler
 from dovetail.rollout.sampling import draw
-from tests.harness import distributed, run
-from tests.parity.configs import VOCAB, moe_configs, save_tiny, tiny_configs, tiny_model
-from tests.tolerances import MODEL_FP32, OP_FP64, SUM_ORDER, assert_close
+from tests.helpers.harness import distributed, run
+from tests.helpers.parity_configs import VOCAB, moe_configs, save_tiny, tiny_configs, tiny_model
+from tests.helpers.tolerances import MODEL_FP32, OP_FP64, SUM_ORDER, assert_close
 
 MODELS = ("llama_biases", "qwen2_window", "qwen3_tied", "llama_one_kv_head")
 PARAMS = SamplingParams(

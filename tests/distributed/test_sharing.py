@@ -16,9 +16,9 @@ from dovetail.nn.context_parallel import SharedAttention, cut_chunks, share_keys
 from dovetail.parallel.collectives import gather_in_order, gather_mirrored
 from dovetail.parallel.layout import Layout
 from dovetail.parallel.mesh import Axis, Mesh
-from tests.harness import run
-from tests.nccl_rules import kept
-from tests.tolerances import SUM_ORDER, assert_close
+from tests.helpers.harness import run
+from tests.helpers.nccl_rules import kept
+from tests.helpers.tolerances import SUM_ORDER, assert_close
 from tests.unit.test_sharing import poisoned
 
 HEADS, GROUPS, CHANNELS = 4, 2, 8

@@ -10,10 +10,10 @@ from torch import Tensor
 import dovetail as dt
 from dovetail.engine.expert_routing import BalanceSettings
 from dovetail.errors import SecondaryFailure
-from tests.distributed.bodies import tokenwise
-from tests.harness import run
-from tests.parity.configs import VOCAB, moe_configs, save_tiny, tiny_configs
-from tests.tolerances import SUM_ORDER, assert_all_close, worst_error
+from tests.helpers.harness import run
+from tests.helpers.layout_bodies import tokenwise
+from tests.helpers.parity_configs import VOCAB, moe_configs, save_tiny, tiny_configs
+from tests.helpers.tolerances import SUM_ORDER, assert_all_close, worst_error
 
 LENGTHS = ((9, 5, 14, 3), (12, 4, 7, 6, 2))
 GROUPS = (

@@ -23,9 +23,9 @@ from dovetail.errors import DataError
 from dovetail.factory.engine import EngineOptions, from_pretrained
 from dovetail.optim.optimizer import OptimSettings
 from dovetail.parallel.layout import Layout
-from tests.distributed.bodies import tokenwise
-from tests.harness import run
-from tests.parity.configs import VOCAB, moe_configs, save_tiny, tiny_configs
+from tests.helpers.harness import run
+from tests.helpers.layout_bodies import tokenwise
+from tests.helpers.parity_configs import VOCAB, moe_configs, save_tiny, tiny_configs
 
 LENGTHS = (9, 5, 12, 7, 3, 11, 8, 4)
 BUDGET = 16  # tokens of a micro-batch: several a replica

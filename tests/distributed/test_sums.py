@@ -22,11 +22,11 @@ from dovetail.kernels.registry import KernelSet
 from dovetail.nn.layers import GradAccumulator, Linear
 from dovetail.nn.products import Products
 from dovetail.parallel.layout import Layout
-from tests.harness import run
-from tests.parity.configs import VOCAB, tiny_model
-from tests.parity.reference import objective
-from tests.probe import PROBE, gradients
-from tests.tolerances import HALF_SHARE, SUM_ORDER, worst_error
+from tests.helpers.harness import run
+from tests.helpers.parity_configs import VOCAB, tiny_model
+from tests.helpers.parity_reference import objective
+from tests.helpers.probe import PROBE, gradients
+from tests.helpers.tolerances import HALF_SHARE, SUM_ORDER, worst_error
 
 BUDGET = 16  # tokens of a micro-batch
 SMALL = {

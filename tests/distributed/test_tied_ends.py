@@ -12,10 +12,10 @@ from dovetail.factory.engine import EngineOptions, from_pretrained
 from dovetail.optim.optimizer import OptimSettings
 from dovetail.parallel.layout import Layout
 from dovetail.weights.shards import local_params
-from tests.distributed.bodies import ragged, tokenwise
-from tests.distributed.matrix import models, name_of
-from tests.harness import run
-from tests.parity.configs import save_tiny
+from tests.helpers.harness import run
+from tests.helpers.layout_bodies import ragged, tokenwise
+from tests.helpers.matrix import models, name_of
+from tests.helpers.parity_configs import save_tiny
 
 TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 STEPS = 3

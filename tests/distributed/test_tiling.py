@@ -9,12 +9,12 @@ from transformers import Qwen3MoeConfig
 from dovetail.errors import ModelError
 from dovetail.factory.engine import EngineOptions, from_pretrained
 from dovetail.parallel.layout import Layout
-from tests.harness import run
-from tests.hf.families import TEXT
-from tests.parity.configs import EXPERTS, tiny, tiny_model
-from tests.parity.reference import make_batch, objective
-from tests.probe import PROBE, gradients
-from tests.tolerances import GRAD_RATIO_FP32, MODEL_FP32, worst_error, worst_ratio
+from tests.helpers.families import TEXT
+from tests.helpers.harness import run
+from tests.helpers.parity_configs import EXPERTS, tiny, tiny_model
+from tests.helpers.parity_reference import make_batch, objective
+from tests.helpers.probe import PROBE, gradients
+from tests.helpers.tolerances import GRAD_RATIO_FP32, MODEL_FP32, worst_error, worst_ratio
 
 TILE = 6
 Engine = Literal["native", "transformers"]

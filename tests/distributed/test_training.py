@@ -18,18 +18,18 @@ from dovetail.factory.engine import EngineOptions, from_pretrained
 from dovetail.nn.activation_checkpoint import Recompute
 from dovetail.optim.optimizer import OptimSettings
 from dovetail.parallel.layout import Layout
-from tests.distributed.bodies import BUDGET, made, tokenwise
-from tests.harness import run
-from tests.parity.configs import save_tiny, tiny_configs
-from tests.parity.reference import (
+from tests.helpers.harness import run
+from tests.helpers.layout_bodies import BUDGET, made, tokenwise
+from tests.helpers.parity_configs import save_tiny, tiny_configs
+from tests.helpers.parity_reference import (
     make_batch,
     objective,
     read_reference,
     value_objective,
     write_reference,
 )
-from tests.probe import PROBE, gradients, parameters
-from tests.tolerances import (
+from tests.helpers.probe import PROBE, gradients, parameters
+from tests.helpers.tolerances import (
     EXACT,
     MODEL_FP32,
     SUM_ORDER,

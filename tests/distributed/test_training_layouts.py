@@ -8,11 +8,11 @@ import pytest
 
 from dovetail.factory.sampler import longest_row
 from dovetail.parallel.layout import Layout
-from tests.clocked import timeless
 from tests.golden.bugs import LAYOUT_BUGS
 from tests.golden.job import Played, play, rl, sft, write_inputs
-from tests.harness import run
-from tests.tolerances import CURVE_FP32, RL_LOSS_FP32
+from tests.helpers.clocked import timeless
+from tests.helpers.harness import run
+from tests.helpers.tolerances import CURVE_FP32, RL_LOSS_FP32
 
 LAYOUTS = ("tp=2", "dp=2", "dp=4", "tp=4")  # 4 heads on 2 key-value heads: tp 4 holds copies
 SFT_STEPS, RL_STEPS = 4, 2  # the second one samples from what the first has learned

@@ -9,8 +9,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.checkpoints import tensors_of
-from tests.commands.program import here
 from tests.distributed.test_training_layouts import (
     RECIPES,
     assert_same_rl,
@@ -18,7 +16,9 @@ from tests.distributed.test_training_layouts import (
     played_on,
 )
 from tests.golden.job import Played, rl, sft, write_inputs
-from tests.tolerances import CURVE_FP32, worst_error
+from tests.helpers.checkpoints import tensors_of
+from tests.helpers.program import here
+from tests.helpers.tolerances import CURVE_FP32, worst_error
 
 DEPTH = 5
 STEPS = 3

@@ -15,7 +15,9 @@ from dovetail.nn import moe
 from dovetail.nn.layers import WgradQueue
 from dovetail.parallel.layout import Layout
 from dovetail.parallel.overlap import AsyncCollective
-from tests.distributed.matrix import (
+from tests.distributed.test_matrix import check
+from tests.helpers.harness import run
+from tests.helpers.matrix import (
     LOSSES,
     RECIPES,
     SHALLOW,
@@ -25,9 +27,7 @@ from tests.distributed.matrix import (
     random_batch,
     write_models,
 )
-from tests.distributed.test_matrix import check
-from tests.harness import run
-from tests.probe import PROBE
+from tests.helpers.probe import PROBE
 
 DENSE = (
     (Layout(tp=2), Case("llama", "ragged", "grpo", 1, in_turns=True)),

@@ -23,10 +23,10 @@ from dovetail.errors import CheckpointError, ModelError
 from dovetail.factory.engine import EngineOptions, from_pretrained
 from dovetail.parallel.layout import Layout
 from dovetail.weights.hf_directory import saved_config
-from tests.harness import run
-from tests.parity.configs import save_tiny, tiny_configs, tiny_model
-from tests.parity.reference import make_batch, rows_of
-from tests.tolerances import EXACT, MODEL_FP32, max_abs
+from tests.helpers.harness import run
+from tests.helpers.parity_configs import save_tiny, tiny_configs, tiny_model
+from tests.helpers.parity_reference import make_batch, rows_of
+from tests.helpers.tolerances import EXACT, MODEL_FP32, max_abs
 
 STEMS = (
     "score",

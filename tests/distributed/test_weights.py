@@ -30,7 +30,7 @@ from dovetail.weights.safe_paths import auxiliary_files
 from dovetail.weights.save import save
 from dovetail.weights.shards import ExportRules, local_params
 from dovetail.weights.stream import stream
-from tests.checkpoints import (
+from tests.helpers.checkpoints import (
     assert_same_tensors,
     decoder_on,
     digests,
@@ -38,7 +38,7 @@ from tests.checkpoints import (
     tensors_of,
     write_tiny,
 )
-from tests.harness import run
+from tests.helpers.harness import run
 
 LAYOUTS = (
     "tp=1,dp=1",

@@ -24,8 +24,8 @@ from dovetail.weights.load import load
 from dovetail.weights.safe_paths import MANIFEST
 from dovetail.weights.shards import local_params
 from dovetail.weights.stream import stream
-from tests.checkpoints import decoder_on, write_tiny
-from tests.harness import run
+from tests.helpers.checkpoints import decoder_on, write_tiny
+from tests.helpers.harness import run
 
 MIB = 2**20
 LARGE = {

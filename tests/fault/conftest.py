@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from dovetail.data.chat import Renderer
-from tests.commands.program import make_model
-from tests.fault.processes import programs
+from tests.helpers.processes import programs
+from tests.helpers.program import make_model
 
 
 @pytest.fixture(scope="session")

@@ -17,9 +17,9 @@ from dovetail.recipe.data import DataSection
 from dovetail.recipe.schema import TrainerSection
 from dovetail.run.directory import Contents, RunDirectory
 from dovetail.weights.safe_paths import LEFTOVERS
-from tests.fault.crashing import DIED, die_at, forked
-from tests.fault.saves import Run
-from tests.harness import Apart
+from tests.helpers.crashing import DIED, die_at, forked
+from tests.helpers.harness import Apart
+from tests.helpers.saves import Run
 
 RECIPE = {"trainer": {"steps": 9}, "optim": {"schedule": "constant", "warmup_steps": 0}}
 STEPS = 3

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.commands.program import here, make_model, refusal, refused_on, write_rows
+from tests.helpers.program import here, make_model, refusal, refused_on, write_rows
 
 IDS = [{"input_ids": [5, 6, 7]}]
 RANKS = pytest.mark.parametrize("world", [1, 2])

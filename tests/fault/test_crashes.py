@@ -16,8 +16,8 @@ import pytest
 
 from dovetail.checkpoint.retention import saved_steps
 from dovetail.errors import MachineError
-from tests.checkpoints import assert_same_tensors, tensors_of, write_tiny
-from tests.fault.crashing import (
+from tests.helpers.checkpoints import assert_same_tensors, tensors_of, write_tiny
+from tests.helpers.crashing import (
     DIED,
     die_at,
     end_all,
@@ -27,9 +27,9 @@ from tests.fault.crashing import (
     leave_group,
     start_fork,
 )
-from tests.fault.saves import Run, recovered
-from tests.fault.training_checkpoint import fill, tiny_engine
-from tests.harness import Apart
+from tests.helpers.harness import Apart
+from tests.helpers.saves import Run, recovered
+from tests.helpers.training_checkpoint import fill, tiny_engine
 
 GRACE = 0.1  # seconds that the others have when a rank is gone, before they are ended, too
 SECONDS = 10.0  # within which an error must reach all ranks

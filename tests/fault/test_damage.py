@@ -16,10 +16,10 @@ from dovetail.errors import CheckpointError
 from dovetail.parallel.layout import Layout
 from dovetail.parallel.mesh import Mesh
 from dovetail.weights.safe_paths import MANIFEST
-from tests.checkpoints import write_tiny
-from tests.commands.program import here, on_ranks, read_rows, refusal, write_recipe, write_rows
-from tests.fault.training_checkpoint import write_steps
-from tests.harness import run
+from tests.helpers.checkpoints import write_tiny
+from tests.helpers.harness import run
+from tests.helpers.program import here, on_ranks, read_rows, refusal, write_recipe, write_rows
+from tests.helpers.training_checkpoint import write_steps
 
 PAGE = 4096
 COUNTS = pytest.mark.parametrize(

@@ -11,8 +11,8 @@ import pytest
 
 from dovetail.launch.progress import Phase
 from dovetail.system import children_of
-from tests.commands.program import program, read_rows, start, write_recipe, write_rows
-from tests.fault.processes import ENDLESS, all_gone, is_alive, rl_run, stopped_in, waited
+from tests.helpers.processes import ENDLESS, all_gone, is_alive, rl_run, stopped_in, waited
+from tests.helpers.program import program, read_rows, start, write_recipe, write_rows
 
 SECONDS = 15.0  # from the death of a rank to the end of the command
 IN_SHORT: tuple[tuple[Phase, int], ...] = (("reward", 0),)

@@ -10,7 +10,7 @@ import pytest
 from transformers.utils.hub import HF_MODULES_CACHE
 
 from dovetail.factory.tokenizer import LOCK
-from tests.commands.program import here, on_ranks, program, refusal, write_recipe, write_rows
+from tests.helpers.program import here, on_ranks, program, refusal, write_recipe, write_rows
 
 TRAP = "import pathlib\npathlib.Path({sentinel!r}).write_text('executed')\n"
 TOKENIZER = "from transformers import PreTrainedTokenizerFast\nclass Trap(PreTrainedTokenizerFast):\n    pass\n"

@@ -24,7 +24,7 @@ from dovetail.run.metrics import MOST_WAITING, Records
 from dovetail.weights.atomic import replace_file
 from dovetail.weights.hf_reader import HFReader
 from dovetail.weights.safetensors import TensorFileWriter
-from tests.commands.program import failure, here, read_rows, write_recipe, write_rows
+from tests.helpers.program import failure, here, read_rows, write_recipe, write_rows
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 usage = namedtuple("usage", "total used free")

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from dovetail.recipe.schema import known_keys
-from tests.commands.program import here, write_recipe, write_rows
+from tests.helpers.program import here, write_recipe, write_rows
 
 # No large numbers: what memory holds is for the machine to say.
 ODD: tuple[Any, ...] = (

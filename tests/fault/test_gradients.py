@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.checkpoints import assert_same_tensors, tensors_of
-from tests.commands.program import (
+from tests.helpers.checkpoints import assert_same_tensors, tensors_of
+from tests.helpers.program import (
     here,
     make_model,
     on_ranks,

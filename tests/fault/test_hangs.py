@@ -17,10 +17,10 @@ import torch.distributed as dist
 from dovetail.launch import supervisor
 from dovetail.launch.progress import LIMITS, read_state
 from dovetail.system import children_of
-from tests.commands.program import here, make_model, start, write_recipe, write_rows
-from tests.fault.processes import all_gone, ranks_of, stopped_in
-from tests.forked import popen
-from tests.harness import template
+from tests.helpers.forked import popen
+from tests.helpers.harness import template
+from tests.helpers.processes import all_gone, ranks_of, stopped_in
+from tests.helpers.program import here, make_model, start, write_recipe, write_rows
 
 LIMIT = 5.0  # seconds in a phase; no sound one takes so long on a busy machine
 SLACK = 10.0  # how much later than its limit a hang may be told

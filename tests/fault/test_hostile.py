@@ -23,8 +23,8 @@ from dovetail.errors import CheckpointError
 from dovetail.weights.hf_reader import HFReader
 from dovetail.weights.safe_paths import INDEX, MANIFEST, auxiliary_files
 from dovetail.weights.safetensors import TensorFile
-from tests.fault.saves import Run
-from tests.harness import Apart
+from tests.helpers.harness import Apart
+from tests.helpers.saves import Run
 
 SECONDS = 5.0  # of processor time for one mutant; none takes a hundredth of it
 MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "jsonpickle", "joblib"}

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from dovetail.system import children_of
-from tests.commands.program import start, write_recipe, write_rows
-from tests.fault.processes import ENDLESS, all_gone, waited
+from tests.helpers.processes import ENDLESS, all_gone, waited
+from tests.helpers.program import start, write_recipe, write_rows
 
 SECONDS = (
     60.0  # from the last sign of a host to the end of the others, with the limits that users have

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.commands.program import make_model, refused_on, write_recipe, write_rows
+from tests.helpers.program import make_model, refused_on, write_recipe, write_rows
 
 ROWS = [{"input_ids": [5, 6, 7]}]
 

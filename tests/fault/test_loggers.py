@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dovetail.run.loggers import grouped
-from tests.commands.program import (
+from tests.helpers.program import (
     here,
     on_ranks,
     program,

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from dovetail.data.media import MAX_PIXELS
-from tests.commands.program import here, read_rows, refusal, write_recipe, write_rows
-from tests.hf.eyes import IMAGE_ID, SEEN, VIDEO_ID, encoded, picture, save_seeing, user
+from tests.helpers.eyes import IMAGE_ID, SEEN, VIDEO_ID, encoded, picture, save_seeing, user
+from tests.helpers.program import here, read_rows, refusal, write_recipe, write_rows
 
 SIDE = 30000
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.commands.program import here, on_ranks, read_rows, refusal, write_recipe, write_rows
+from tests.helpers.program import here, on_ranks, read_rows, refusal, write_recipe, write_rows
 
 HANG = 1.0  # seconds that a reward may take where one hangs; the others take none, on a busy machine, too
 REWARD = """

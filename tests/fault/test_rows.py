@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.commands.program import (
+from tests.helpers.program import (
     here,
     make_model,
     read_rows,

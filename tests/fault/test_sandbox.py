@@ -12,9 +12,9 @@ import pytest
 
 import dovetail
 from dovetail.rewards.code import code
-from tests.fault.hostile import TESTS, VERDICT, hostile_programs
-from tests.fault.sandbox_roles import ROLES
-from tests.fault.sandbox_trainer import KEY
+from tests.helpers.hostile import TESTS, VERDICT, hostile_programs
+from tests.helpers.sandbox_roles import ROLES
+from tests.helpers.sandbox_trainer import KEY
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="isolation is Linux's")
 PROGRAMS = hostile_programs()
@@ -40,7 +40,7 @@ SOURCES = (Path(dovetail.__file__).parents[1], Path(__file__).parents[2])
 ENVIRONMENT = {**os.environ, "TRAINER_KEY": KEY, "PYTHONPATH": os.pathsep.join(map(str, SOURCES))}
 STARTS = """
 import os, sys
-os.execv(sys.executable, [sys.executable, "-c", "import tests.fault.sandbox_trainer"])
+os.execv(sys.executable, [sys.executable, "-c", "import tests.helpers.sandbox_trainer"])
 """
 
 
@@ -58,7 +58,7 @@ def python_of(role: str) -> str:
 
 def as_role(role: str, *command: str) -> list[str]:
     if os.geteuid() == 0:
-        return [sys.executable, "-m", "tests.fault.sandbox_roles", role, *command]
+        return [sys.executable, "-m", "tests.helpers.sandbox_roles", role, *command]
     if role == "user":
         return list(command)
     pytest.skip(f"only root can be {role}")
@@ -76,7 +76,7 @@ def folder() -> Iterator[Path]:
 def run_as(role: str, isolation: str, folder: Path, programs: Mapping[str, str]) -> dict[str, str]:
     """What each program achieved."""
     request = {"isolation": isolation, "folder": str(folder), "programs": programs}
-    command = as_role(role, python_of(role), "-m", "tests.fault.sandbox_trainer")
+    command = as_role(role, python_of(role), "-m", "tests.helpers.sandbox_trainer")
     ended = subprocess.run(
         command,
         input=json.dumps(request),

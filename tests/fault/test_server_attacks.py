@@ -14,7 +14,7 @@ import pytest
 from dovetail.rollout.remote.http import Client, EngineError
 from dovetail.serving import connection, guard
 from dovetail.serving.http_server import HttpServer
-from tests.fault.server_attacks import CLOSED, GENERATE, KEY, Attack, attacks, fuzzed, post
+from tests.helpers.server_attacks import CLOSED, GENERATE, KEY, Attack, attacks, fuzzed, post
 from tests.unit.test_server import serving, wait_for
 
 SECONDS = 30.0  # that no answer takes

@@ -18,7 +18,7 @@ import pytest
 from dovetail import system
 from dovetail.launch.process import python_module
 from dovetail.rollout.remote.http import Client, EngineError
-from tests.fault.server_attacks import GENERATE, post
+from tests.helpers.server_attacks import GENERATE, post
 
 MIB = 1 << 20
 WAITING = 10_000

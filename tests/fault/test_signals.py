@@ -9,8 +9,8 @@ import pytest
 
 from dovetail.checkpoint.reader import ShardedReader
 from dovetail.system import children_of
-from tests.commands.program import read_rows
-from tests.fault.processes import SECONDS, all_gone, rl_run, waited
+from tests.helpers.processes import SECONDS, all_gone, rl_run, waited
+from tests.helpers.program import read_rows
 
 REWARD = """
 import os, pathlib, time

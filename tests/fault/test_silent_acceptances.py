@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.commands.program import here, refusal, write_recipe, write_rows
+from tests.helpers.program import here, refusal, write_recipe, write_rows
 
 USER = {"role": "user", "content": "a"}
 ASSISTANT = {"role": "assistant", "content": "b"}

@@ -15,8 +15,7 @@ import pytest
 from dovetail.checkpoint.reader import ShardedReader
 from dovetail.launch.progress import Phase
 from dovetail.system import children_of
-from tests.commands.program import read_rows
-from tests.fault.processes import (
+from tests.helpers.processes import (
     AT_REST,
     AT_WORK,
     GRADER,
@@ -27,6 +26,7 @@ from tests.fault.processes import (
     state_of,
     waited,
 )
+from tests.helpers.program import read_rows
 
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/stat").exists(), reason="ranks are found by /proc"

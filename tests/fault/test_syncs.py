@@ -17,7 +17,7 @@ from dovetail.parallel.mesh import Mesh
 from dovetail.weights.atomic import replace_file
 from dovetail.weights.safetensors import TensorSpec
 from dovetail.weights.save import write_hf
-from tests.fault.saves import SIDES, Run
+from tests.helpers.saves import SIDES, Run
 
 Inode = tuple[int, int]
 

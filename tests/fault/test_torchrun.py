@@ -14,10 +14,10 @@ import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # it is public
 
 from dovetail.system import children_of
-from tests.commands.program import read_rows, start, write_recipe, write_rows
-from tests.fault.processes import GRADER, SECONDS, all_gone, ranks_of, waited
-from tests.forked import popen
-from tests.harness import template
+from tests.helpers.forked import popen
+from tests.helpers.harness import template
+from tests.helpers.processes import GRADER, SECONDS, all_gone, ranks_of, waited
+from tests.helpers.program import read_rows, start, write_recipe, write_rows
 
 HOST = socket.gethostname()
 TORCHRUN = "from torch.distributed.run import main\nmain()\n"

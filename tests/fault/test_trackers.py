@@ -16,7 +16,7 @@ import pytest
 
 from dovetail.recipe.tracking import LoggerSection
 from dovetail.run.loggers import RunFacts, start_logger
-from tests.commands.program import program, read_rows, write_recipe, write_rows
+from tests.helpers.program import program, read_rows, write_recipe, write_rows
 
 RUN = "0123456789abcdef"
 FULL: dict[str, Any] = {

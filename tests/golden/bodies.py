@@ -20,7 +20,7 @@ from dovetail.rl.step_metrics import Row
 from dovetail.rl.tasks import RLTask
 from dovetail.run.trainer import train
 from tests.golden.job import builder_of
-from tests.probe import parameters
+from tests.helpers.probe import parameters
 
 
 @dataclass

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.golden.job import Played, play, rl, sft, write_inputs
-from tests.harness import close_workers, run
-from tests.tolerances import SMALL_SHARE
+from tests.helpers.harness import close_workers, run
+from tests.helpers.tolerances import SMALL_SHARE
 
 FILE = Path(__file__).with_name("curves.json")
 KEYS = ("loss", "grad_norm", "reward_mean", "response_length_mean", "entropy_mean", "kl_mean", "clip_fraction",

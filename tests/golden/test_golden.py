@@ -7,8 +7,8 @@ import pytest
 from tests.golden.bugs import BUGS
 from tests.golden.curves import RECIPES, curve, distance, golden, recipe, warm
 from tests.golden.job import Played, play, rl, write_inputs
-from tests.harness import run
-from tests.tolerances import GOLDEN_BUG, GOLDEN_FP32
+from tests.helpers.harness import run
+from tests.helpers.tolerances import GOLDEN_BUG, GOLDEN_FP32
 
 RL_STEPS, SHOWN = (
     50,

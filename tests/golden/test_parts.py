@@ -18,8 +18,8 @@ from tests.golden.bodies import (
     record,
 )
 from tests.golden.job import MODEL, RL_ROWS, SFT_ROWS, play, rl, sft, write_inputs
-from tests.harness import RankFailed, run
-from tests.tolerances import CURVE_FP32, MODEL_FP32, SAME_POLICY_FP32
+from tests.helpers.harness import RankFailed, run
+from tests.helpers.tolerances import CURVE_FP32, MODEL_FP32, SAME_POLICY_FP32
 
 DIGITS = {"import": "digit_rewards:share_of_digits"}  # a random model gets some of it
 ALWAYS = {

@@ -13,8 +13,8 @@ from dovetail.kernels import cuda, cudnn, fa4, reference
 from dovetail.kernels.reference import Spans
 from dovetail.kernels.registry import kernels_for
 from dovetail.nn.activation_checkpoint import Recompute
-from tests.tolerances import OP_BF16, assert_close, max_abs, worst_error
-from tests.unit.blocks import Blocks, Runs
+from tests.helpers.blocks import Blocks, Runs
+from tests.helpers.tolerances import OP_BF16, assert_close, max_abs, worst_error
 
 pytestmark = [
     pytest.mark.gpu,

@@ -11,7 +11,7 @@ from torch import Tensor
 from dovetail.kernels import reference
 from dovetail.kernels.registry import KernelSet, kernels_for
 from tests.gpu.test_head import no_waiting
-from tests.tolerances import OP_BF16, assert_close
+from tests.helpers.tolerances import OP_BF16, assert_close
 
 pytestmark = [
     pytest.mark.gpu,
@@ -77,7 +77,7 @@ def poison() -> None:
 
 
 def test_small_and_odd_ones_equal_the_reference() -> None:
-    from tests.unit.block_rows import check, measure
+    from tests.helpers.block_rows import check, measure
 
     poison()
     check(measure("cuda"), GAIN, rounds=True)

@@ -17,8 +17,8 @@ import yaml
 from transformers import Qwen2Config
 
 from examples.quickstart.scratch import character_tokenizer
-from tests.fault.processes import waited
-from tests.parity.configs import tiny_model
+from tests.helpers.parity_configs import tiny_model
+from tests.helpers.processes import waited
 
 pytestmark = [
     pytest.mark.gpu,

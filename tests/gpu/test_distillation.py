@@ -5,8 +5,8 @@ import torch
 
 from bench.distillation_head import ALLOWED_MEMORY, GIB, Work, error_of, extra_gib, ours, plain_head
 from dovetail.kernels.divergence import Kind
-from tests.tolerances import OP_BF16, OP_FP32
-from tests.unit.divergence_rows import measure
+from tests.helpers.divergence_rows import measure
+from tests.helpers.tolerances import OP_BF16, OP_FP32
 
 pytestmark = [
     pytest.mark.gpu,

@@ -18,8 +18,8 @@ from dovetail.kernels.registry import kernels_for
 from dovetail.nn.heads import VocabShard, combine, fused_loss, fused_token_stats
 from dovetail.nn.products import Products
 from dovetail.parallel.mesh import Axis
-from tests.tolerances import HEAD_LOGPROB, OP_BF16, OP_FP32, assert_close, max_abs
-from tests.unit.head_memory import Policy
+from tests.helpers.head_memory import Policy
+from tests.helpers.tolerances import HEAD_LOGPROB, OP_BF16, OP_FP32, assert_close, max_abs
 
 pytestmark = [
     pytest.mark.gpu,
@@ -91,7 +91,7 @@ def exact(x: Tensor, shard: VocabShard, batch: PackedBatch) -> TokenStats:
 
 def test_the_row_kernels_are_chosen_and_equal_the_reference() -> None:
     pytest.importorskip("triton")
-    from tests.unit.head_rows import measure
+    from tests.helpers.head_rows import measure
 
     assert kernels_for(torch.device("cuda")).describe()["vocab_grad_"] == "logprob_triton"
     for case, errors in measure("cuda").items():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dovetail.kernels import cuda, reference
-from tests.tolerances import OP_BF16, assert_close
+from tests.helpers.tolerances import OP_BF16, assert_close
 from tests.unit.test_kernels import GROUPS, experts
 
 pytestmark = [

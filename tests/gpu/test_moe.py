@@ -14,7 +14,7 @@ from dovetail.nn.moe import MoE
 from dovetail.parallel.mesh import Mesh
 from tests.gpu.test_block import poison
 from tests.gpu.test_head import no_waiting
-from tests.tolerances import HALF_SHARE, OP_BF16, OP_FP32, assert_close
+from tests.helpers.tolerances import HALF_SHARE, OP_BF16, OP_FP32, assert_close
 
 pytestmark = [
     pytest.mark.gpu,

@@ -18,7 +18,7 @@ from dovetail.optim.optimizer import OptimSettings
 from dovetail.optim.replicas import hash_bits
 from dovetail.rl.losses import SFTLoss
 from tests.gpu.test_head import no_waiting
-from tests.parity.configs import tiny_model
+from tests.helpers.parity_configs import tiny_model
 
 pytestmark = [
     pytest.mark.gpu,

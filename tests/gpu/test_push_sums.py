@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dovetail.rollout.remote.sums import sums_of
-from tests.unit.sum_words import pairs
+from tests.helpers.sum_words import pairs
 from tests.unit.test_push_sums import DTYPES, SIZES, tensor
 
 pytestmark = [

@@ -21,9 +21,9 @@ from dovetail.nn.products import Products
 from dovetail.parallel.mesh import Mesh
 from tests.gpu.test_block import poison
 from tests.gpu.test_head import no_waiting
-from tests.parity.configs import tiny_configs
-from tests.tolerances import EXACT, HALF_SHARE, OP_BF16, OP_FP32, assert_close
-from tests.unit.held import Held
+from tests.helpers.held import Held
+from tests.helpers.parity_configs import tiny_configs
+from tests.helpers.tolerances import EXACT, HALF_SHARE, OP_BF16, OP_FP32, assert_close
 
 pytestmark = [
     pytest.mark.gpu,

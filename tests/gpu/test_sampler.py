@@ -19,8 +19,8 @@ from dovetail.rollout.base import Completion, Prompt, SamplingParams
 from dovetail.rollout.kv_cache import PagedCache
 from dovetail.rollout.model_runner import CapturedStep, cuda_capture
 from dovetail.rollout.native import NativeSampler, SamplerOptions
-from tests.parity.configs import VOCAB, moe_configs, tiny_configs, tiny_model
-from tests.tolerances import HALF_SHARE, MODEL_FP32, OP_BF16, OP_FP32, assert_close
+from tests.helpers.parity_configs import VOCAB, moe_configs, tiny_configs, tiny_model
+from tests.helpers.tolerances import HALF_SHARE, MODEL_FP32, OP_BF16, OP_FP32, assert_close
 from tests.unit.test_sampler import some_prompts
 
 pytestmark = [
@@ -70,7 +70,10 @@ def drawn(done: list[Completion]) -> Tensor:
 
 def test_kernels_equal_the_reference() -> None:
     pytest.importorskip("triton")
-    from tests.unit.decode_rows import measure, written  # triton is there only where a GPU may be
+    from tests.helpers.decode_rows import (  # triton is there only where a GPU may be
+        measure,
+        written,
+    )
 
     for case, error in {**measure("cuda"), **written("cuda")}.items():
         assert error <= (OP_FP32 if "float32" in case else OP_BF16), case
@@ -78,7 +81,7 @@ def test_kernels_equal_the_reference() -> None:
 
 def test_draws_are_those_of_torch() -> None:
     pytest.importorskip("triton")
-    from tests.unit.draw_rows import measure, odd
+    from tests.helpers.draw_rows import measure, odd
 
     for case, (others, error) in measure("cuda").items():
         assert others == 0, case

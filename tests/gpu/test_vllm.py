@@ -29,9 +29,9 @@ from dovetail.rollout.remote.push import Pusher
 from dovetail.rollout.remote.sampler import RemoteSampler
 from dovetail.rollout.remote.vllm import Vllm
 from dovetail.rollout.remote.wire import RETURNS_ROUTES
+from tests.helpers.tolerances import ENGINE_LOGPROB_BF16
+from tests.helpers.vllm_stand_in import PLUGIN, install_plugin
 from tests.remote.test_vllm import PYTHON, VersionPusher, free_port
-from tests.tolerances import ENGINE_LOGPROB_BF16
-from tests.unit.vllm_stand_in import PLUGIN, install_plugin
 
 pytestmark = [
     pytest.mark.gpu,

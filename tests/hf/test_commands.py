@@ -7,7 +7,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.commands.program import (
+from tests.helpers.families import TEXT
+from tests.helpers.parity_configs import tiny_model
+from tests.helpers.program import (
     VOCAB,
     here,
     make_model,
@@ -18,9 +20,7 @@ from tests.commands.program import (
     write_recipe,
     write_rows,
 )
-from tests.hf.families import TEXT
-from tests.parity.configs import tiny_model
-from tests.tolerances import CURVE_FP32, MODEL_FP32, RL_LOSS_FP32
+from tests.helpers.tolerances import CURVE_FP32, MODEL_FP32, RL_LOSS_FP32
 from tests.unit.test_data import make_tokenizer
 
 ROWS: list[dict[str, Any]] = [

@@ -34,9 +34,12 @@ from dovetail.hf.transformers_model import TransformersModel, make_model
 from dovetail.kernels.registry import KernelSet
 from dovetail.parallel.layout import Layout
 from dovetail.parallel.mesh import Mesh
-from tests.harness import run
-from tests.hf.families import IMAGE, TEXT, WORDS, _make
-from tests.hf.sights import (
+from tests.helpers.families import IMAGE, TEXT, WORDS, _make
+from tests.helpers.harness import run
+from tests.helpers.parity_configs import VOCAB, tiny_model
+from tests.helpers.parity_reference import objective, write_outputs
+from tests.helpers.probe import PROBE, gradients
+from tests.helpers.sights import (
     CLIP,
     SMALL,
     STILL,
@@ -49,11 +52,8 @@ from tests.hf.sights import (
     sights,
     tiny_sighted,
 )
+from tests.helpers.tolerances import MODEL_FP32, OP_FP32, max_abs, worst_error
 from tests.hf.test_parity import check, figures
-from tests.parity.configs import VOCAB, tiny_model
-from tests.parity.reference import objective, write_outputs
-from tests.probe import PROBE, gradients
-from tests.tolerances import MODEL_FP32, OP_FP32, max_abs, worst_error
 
 
 @pytest.fixture(scope="module")

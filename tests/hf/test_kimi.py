@@ -22,22 +22,22 @@ from dovetail.factory.engine import EngineOptions, from_pretrained
 from dovetail.hf.kimi import KimiImages, published
 from dovetail.hf.transformers_model import known_config, make_model
 from dovetail.parallel.layout import Layout
-from tests.checkpoints import digests
-from tests.commands.program import here, on_ranks, read_rows, refusal, write_rows
-from tests.harness import run
-from tests.hf.eyes import IMAGE_ID, SEEN, VOCAB, encoded, picture, said, seeing_tokenizer, user
-from tests.hf.families import MLA, VISION
+from tests.helpers.checkpoints import digests
+from tests.helpers.eyes import IMAGE_ID, SEEN, VOCAB, encoded, picture, said, seeing_tokenizer, user
+from tests.helpers.families import MLA, VISION
+from tests.helpers.harness import run
+from tests.helpers.parity_bodies import compare
+from tests.helpers.parity_configs import moe_configs, tiny
+from tests.helpers.parity_reference import GRAD, objective, outputs_of, write_reference
+from tests.helpers.probe import PROBE, gradients
+from tests.helpers.program import here, on_ranks, read_rows, refusal, write_rows
+from tests.helpers.sights import MIXED, sights, write_sights
+from tests.helpers.tolerances import MODEL_FP32, max_abs, worst_error
 from tests.hf.kimi_vl.configuration_kimi_vl import KimiVLConfig
 from tests.hf.kimi_vl.image_processing_kimi_vl import KimiVLImageProcessor
 from tests.hf.kimi_vl.modeling_kimi_vl import KimiVLForConditionalGeneration
-from tests.hf.sights import MIXED, sights, write_sights
 from tests.hf.test_media_training import rl_rows, trained
 from tests.hf.test_parity import check, figures
-from tests.parity.bodies import compare
-from tests.parity.configs import moe_configs, tiny
-from tests.parity.reference import GRAD, objective, outputs_of, write_reference
-from tests.probe import PROBE, gradients
-from tests.tolerances import MODEL_FP32, max_abs, worst_error
 
 # What transformers 5 lacks of the names that the published file imports, behind a line that says whether it ran.
 CODE = """

@@ -26,9 +26,9 @@ from dovetail.factory.layouts import check_layout
 from dovetail.factory.sampler import backend_layout
 from dovetail.parallel.layout import Layout
 from dovetail.weights.hf_directory import Pretrained
-from tests.commands.program import here, make_model, read_rows, write_recipe, write_rows
-from tests.parity.configs import VOCAB, WINDOW, latent, tiny, tiny_model
-from tests.tolerances import MODEL_FP32
+from tests.helpers.parity_configs import VOCAB, WINDOW, latent, tiny, tiny_model
+from tests.helpers.program import here, make_model, read_rows, write_recipe, write_rows
+from tests.helpers.tolerances import MODEL_FP32
 
 MIXED = ["sliding_attention", "full_attention"]
 OPTIONS: Mapping[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {

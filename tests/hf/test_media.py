@@ -9,8 +9,7 @@ import pytest
 from PIL import Image
 
 from dovetail.parallel.layout import Layout
-from tests.commands.program import here, on_ranks, read_rows, refusal, write_rows
-from tests.hf.eyes import (
+from tests.helpers.eyes import (
     FAMILIES,
     MIXTURES,
     SEEN,
@@ -22,7 +21,8 @@ from tests.hf.eyes import (
     save_seeing,
     user,
 )
-from tests.tolerances import MODEL_FP32
+from tests.helpers.program import here, on_ranks, read_rows, refusal, write_rows
+from tests.helpers.tolerances import MODEL_FP32
 
 TALL, WIDE, SMALL = picture(37, 14, 1), picture(9, 33, 2), picture(8, 8, 3)
 LAYOUT = "cp=2,dp=2"

@@ -15,10 +15,10 @@ from dovetail.data.examples import Limits, load_prompts
 from dovetail.factory.tokenizer import load_processor, load_tokenizer
 from dovetail.hf.vision import kinds_of
 from dovetail.weights.hf_directory import Pretrained
-from tests.commands.program import on_ranks, read_rows, write_rows
-from tests.hf.eyes import SEEN, Peer, encoded, picture, save_seeing, user
-from tests.hf.sights import GLM, logits_of
-from tests.tolerances import MODEL_FP32
+from tests.helpers.eyes import SEEN, Peer, encoded, picture, save_seeing, user
+from tests.helpers.program import on_ranks, read_rows, write_rows
+from tests.helpers.sights import GLM, logits_of
+from tests.helpers.tolerances import MODEL_FP32
 
 SIZES: dict[str, Any] = {"patch_size": 4, "merge_size": 2}
 FRAMES = 4

@@ -7,8 +7,7 @@ import pytest
 import torch
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
 
-from tests.commands.program import here, on_ranks, read_rows, refusal, write_recipe, write_rows
-from tests.hf.eyes import (
+from tests.helpers.eyes import (
     IMAGE_ID,
     SEEN,
     TOKENS,
@@ -19,7 +18,8 @@ from tests.hf.eyes import (
     save_seeing,
     user,
 )
-from tests.tolerances import CURVE_FP32, RL_LOSS_FP32
+from tests.helpers.program import here, on_ranks, read_rows, refusal, write_recipe, write_rows
+from tests.helpers.tolerances import CURVE_FP32, RL_LOSS_FP32
 
 REWARD = """
 def of_characters(prompts, completions, **columns):

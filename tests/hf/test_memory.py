@@ -21,11 +21,11 @@ from tests.distributed.test_weights_memory import (
     resident,
     write_large,
 )
-from tests.harness import run
-from tests.hf.families import TEXT, _make
-from tests.parity.configs import tiny_model
-from tests.parity.reference import objective
-from tests.probe import PROBE
+from tests.helpers.families import TEXT, _make
+from tests.helpers.harness import run
+from tests.helpers.parity_configs import tiny_model
+from tests.helpers.parity_reference import objective
+from tests.helpers.probe import PROBE
 
 FOREIGN = EngineOptions(engine="transformers")
 SHARE = 1.02  # of an even split, which the few statistics of a token are not part of

@@ -15,11 +15,11 @@ from dovetail.factory.engine import from_pretrained
 from dovetail.hf.transformers_model import make_model
 from dovetail.nn.activation_checkpoint import Recompute
 from dovetail.parallel.layout import Layout
-from tests.harness import run
+from tests.helpers.harness import run
+from tests.helpers.parity_configs import VOCAB, tiny_model
+from tests.helpers.parity_reference import LENGTHS, write_outputs
+from tests.helpers.tolerances import MODEL_FP32, max_abs
 from tests.hf.test_parity import as_stored, check, figures
-from tests.parity.configs import VOCAB, tiny_model
-from tests.parity.reference import LENGTHS, write_outputs
-from tests.tolerances import MODEL_FP32, max_abs
 
 # Three key-value heads, heads of 24 channels, windows shorter than the sequences, dropout of every kind.
 SIZES: dict[str, Any] = {

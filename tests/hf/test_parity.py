@@ -26,10 +26,10 @@ from dovetail.kernels.registry import KernelSet
 from dovetail.nn.activation_checkpoint import Recompute
 from dovetail.parallel.layout import Layout
 from dovetail.parallel.mesh import Mesh
-from tests.harness import run
-from tests.hf.families import TEXT, _make
-from tests.parity.configs import tiny, tiny_model
-from tests.parity.reference import (
+from tests.helpers.families import TEXT, _make
+from tests.helpers.harness import run
+from tests.helpers.parity_configs import tiny, tiny_model
+from tests.helpers.parity_reference import (
     GRAD,
     make_batch,
     objective,
@@ -37,8 +37,8 @@ from tests.parity.reference import (
     value_objective,
     write_outputs,
 )
-from tests.probe import PROBE, gradients
-from tests.tolerances import (
+from tests.helpers.probe import PROBE, gradients
+from tests.helpers.tolerances import (
     GRAD_RATIO_FP32,
     MODEL_FP32,
     STEP_BF16,

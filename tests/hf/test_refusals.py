@@ -37,9 +37,9 @@ from dovetail.parallel.layout import Layout
 from dovetail.parallel.mesh import Mesh
 from dovetail.rollout.transformers import TransformersSampler
 from dovetail.weights.hf_directory import Pretrained
-from tests.commands.program import here, refusal, write_rows
-from tests.hf.families import TEXT, VISION, _make
-from tests.parity.configs import tiny_model
+from tests.helpers.families import TEXT, VISION, _make
+from tests.helpers.parity_configs import tiny_model
+from tests.helpers.program import here, refusal, write_rows
 
 FULL = ["full_attention", "full_attention"]
 QUANTIZED = {

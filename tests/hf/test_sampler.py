@@ -18,12 +18,21 @@ from dovetail.parallel.mesh import Mesh
 from dovetail.rollout.base import Completion, Prompt, SamplingParams
 from dovetail.rollout.transformers import TransformersSampler
 from dovetail.weights.hf_directory import Pretrained
-from tests.harness import run
-from tests.hf.families import TEXT, WORDS
-from tests.hf.sights import CLIP, FILM, SMALL, Rows, save_sighted, sights, stored_name, tiny_sighted
+from tests.helpers.families import TEXT, WORDS
+from tests.helpers.harness import run
+from tests.helpers.parity_configs import MAX_POSITIONS, VOCAB, tiny, tiny_configs, tiny_model
+from tests.helpers.sights import (
+    CLIP,
+    FILM,
+    SMALL,
+    Rows,
+    save_sighted,
+    sights,
+    stored_name,
+    tiny_sighted,
+)
+from tests.helpers.tolerances import MODEL_FP32
 from tests.hf.test_other_families import small
-from tests.parity.configs import MAX_POSITIONS, VOCAB, tiny, tiny_configs, tiny_model
-from tests.tolerances import MODEL_FP32
 
 PROMPTS = [Prompt(0, (3, 4, 5, 6)), Prompt(1, (9,)), Prompt(5, (7, 8, 9, 10, 11, 12, 13))]
 PARAMS = SamplingParams(

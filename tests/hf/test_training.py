@@ -11,11 +11,11 @@ from dovetail.optim.optimizer import OptimSettings
 from dovetail.parallel.layout import Layout
 from dovetail.rl.losses import SFTLoss
 from dovetail.weights.hf_directory import EngineName
-from tests.distributed.bodies import ragged
-from tests.harness import run
-from tests.hf.families import TEXT
-from tests.parity.configs import tiny_model
-from tests.tolerances import CURVE_FP32
+from tests.helpers.families import TEXT
+from tests.helpers.harness import run
+from tests.helpers.layout_bodies import ragged
+from tests.helpers.parity_configs import tiny_model
+from tests.helpers.tolerances import CURVE_FP32
 
 STEPS = 6
 

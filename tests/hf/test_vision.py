@@ -17,11 +17,13 @@ from dovetail.hf.transformers_model import TransformersModel
 from dovetail.hf.vision import balance_images
 from dovetail.nn.activation_checkpoint import Recompute
 from dovetail.parallel.layout import Layout
-from tests.checkpoints import assert_same_tensors, tensors_of
-from tests.commands.program import here, on_ranks
-from tests.harness import run
-from tests.hf.families import VISION
-from tests.hf.sights import (
+from tests.helpers.checkpoints import assert_same_tensors, tensors_of
+from tests.helpers.families import VISION
+from tests.helpers.harness import run
+from tests.helpers.parity_reference import objective, read_reference
+from tests.helpers.probe import PROBE, gradients
+from tests.helpers.program import here, on_ranks
+from tests.helpers.sights import (
     CLIP,
     SMALL,
     TALL,
@@ -33,10 +35,8 @@ from tests.hf.sights import (
     tiny_sighted,
     write_sights,
 )
+from tests.helpers.tolerances import HALF_SHARE, MODEL_FP32, max_abs
 from tests.hf.test_parity import check, figures
-from tests.parity.reference import objective, read_reference
-from tests.probe import PROBE, gradients
-from tests.tolerances import HALF_SHARE, MODEL_FP32, max_abs
 
 BUDGET = 80
 TIGHT = 16  # of tokens: a sequence of LONELY each

@@ -26,9 +26,9 @@ from importlib.metadata import version
 from pathlib import Path
 from platform import python_version
 
-from tests.distributed.matrix import name_of
 from tests.distributed.test_matrix import QUICK
-from tests.tolerances import EXACT, GRAD_RATIO_FP32, SUM_ORDER
+from tests.helpers.matrix import name_of
+from tests.helpers.tolerances import EXACT, GRAD_RATIO_FP32, SUM_ORDER
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

@@ -20,11 +20,11 @@ from dovetail.kernels.registry import KernelSet, npu_kernels
 from dovetail.nn.decoder import Decoder
 from dovetail.nn.model import StagedModel
 from dovetail.parallel.mesh import Mesh
-from tests.hf.families import TEXT
-from tests.npu.stand_in import SIGNATURES, StandIn
-from tests.parity.configs import tiny_configs
-from tests.parity.reference import make_batch, objective
-from tests.tolerances import EXACT, MODEL_FP32, OP_FP32, assert_all_close, assert_close
+from tests.helpers.families import TEXT
+from tests.helpers.npu_stand_in import SIGNATURES, StandIn
+from tests.helpers.parity_configs import tiny_configs
+from tests.helpers.parity_reference import make_batch, objective
+from tests.helpers.tolerances import EXACT, MODEL_FP32, OP_FP32, assert_all_close, assert_close
 from tools.npu_signatures import DOCUMENTS, FUNCTIONS, LIBRARY, OPERATIONS, read_wheel
 
 Op = Callable[[KernelSet, Tensor, Tensor, Tensor], Tensor]

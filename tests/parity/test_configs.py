@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from dovetail.arch.registry import spec_from_config, validate_layout
 from dovetail.parallel.layout import Layout
-from tests.parity.configs import MAX_POSITIONS, WINDOW, save_tiny, tiny_configs, tiny_model
+from tests.helpers.parity_configs import MAX_POSITIONS, WINDOW, save_tiny, tiny_configs, tiny_model
 
 every_variant = pytest.mark.parametrize("name", sorted(tiny_configs()))
 

@@ -13,11 +13,11 @@ from dovetail.batch.loss import TokenStats
 from dovetail.batch.packed import PackedBatch
 from dovetail.factory.engine import EngineOptions, from_pretrained
 from dovetail.parallel.layout import Layout
-from tests.harness import run
-from tests.parity.configs import VOCAB, save_tiny, tiny_configs
-from tests.parity.reference import objective, rows_of
-from tests.probe import PROBE, gradients
-from tests.tolerances import HALF_SHARE, P99
+from tests.helpers.harness import run
+from tests.helpers.parity_configs import VOCAB, save_tiny, tiny_configs
+from tests.helpers.parity_reference import objective, rows_of
+from tests.helpers.probe import PROBE, gradients
+from tests.helpers.tolerances import HALF_SHARE, P99
 
 NAMES = ("llama", "mistral_window", "qwen2", "qwen3_tied")
 FEW = ("qwen3_tied",)

@@ -8,7 +8,7 @@ from itertools import product
 
 import pytest
 
-from tests.parity.configs import moe_configs
+from tests.helpers.parity_configs import moe_configs
 from tests.parity.test_transformers import VALUES, References, check
 
 QUICK = {

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from dovetail.parallel.layout import Layout
-from tests.harness import run
-from tests.parity.bodies import Figures, compare
-from tests.parity.configs import PADS, tiny_configs
-from tests.parity.reference import make_batch, write_reference
-from tests.tolerances import EXACT, GRAD_RATIO_FP32, MODEL_FP32
+from tests.helpers.harness import run
+from tests.helpers.parity_bodies import Figures, compare
+from tests.helpers.parity_configs import PADS, tiny_configs
+from tests.helpers.parity_reference import make_batch, write_reference
+from tests.helpers.tolerances import EXACT, GRAD_RATIO_FP32, MODEL_FP32
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "apertus")
 VALUES = "values of "

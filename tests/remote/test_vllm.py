@@ -29,7 +29,7 @@ from dovetail.rollout.remote.push import Pusher
 from dovetail.rollout.remote.sampler import RemoteSampler
 from dovetail.rollout.remote.vllm import Vllm
 from dovetail.system import children_of
-from tests.tolerances import ENGINE_LOGPROB
+from tests.helpers.tolerances import ENGINE_LOGPROB
 
 PYTHON, MODEL = (
     os.environ.get("DOVETAIL_VLLM_PYTHON"),

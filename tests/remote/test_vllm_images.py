@@ -19,8 +19,9 @@ from dovetail.rollout.remote.http import Client
 from dovetail.rollout.remote.images import PIXELS
 from dovetail.rollout.remote.sampler import RemoteSampler
 from dovetail.rollout.remote.vllm import Vllm
-from tests.hf.families import END, IMAGE, START
-from tests.hf.sights import SMALL, TALL, WIDE, layout_of, media_of
+from tests.helpers.families import END, IMAGE, START
+from tests.helpers.sights import SMALL, TALL, WIDE, layout_of, media_of
+from tests.helpers.tolerances import ENGINE_LOGPROB
 from tests.hf.test_media_torchvision import save_watching, torchvision_works
 from tests.remote.test_vllm import (
     CPU,
@@ -29,7 +30,6 @@ from tests.remote.test_vllm import (
     free_port,
     process_group as process_group,
 )
-from tests.tolerances import ENGINE_LOGPROB
 
 pytestmark = [
     pytest.mark.soak,

@@ -28,8 +28,8 @@ from dovetail.recipe.rollout import PushSection
 from dovetail.rollout.remote.http import Client, EngineError
 from dovetail.rollout.remote.push import Pusher
 from dovetail.rollout.remote.transports import Bucket
-from tests.tolerances import ENGINE_LOGPROB
-from tests.unit.vllm_stand_in import PLUGIN, install_plugin
+from tests.helpers.tolerances import ENGINE_LOGPROB
+from tests.helpers.vllm_stand_in import PLUGIN, install_plugin
 
 PYTHON, MODEL = (
     os.environ.get("DOVETAIL_VLLM_PYTHON"),
@@ -229,7 +229,7 @@ def test_a_trainer_that_is_killed_in_a_push_and_starts_again(client: Client, pol
     made.close()
     for delay in (0.0, 0.7, 2.0):
         trainer = subprocess.Popen(
-            [sys.executable, "-m", "tests.remote.pushing", client.url], stdout=subprocess.PIPE
+            [sys.executable, "-m", "tests.helpers.pushing", client.url], stdout=subprocess.PIPE
         )
         assert trainer.stdout is not None
         assert trainer.stdout.readline() == b"pushing\n"

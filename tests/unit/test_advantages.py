@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dovetail.batch.packed import PackedBatch, Sequence
 from dovetail.rl.advantages import gae, group_relative, leave_one_out, terminal_rewards, whiten
-from tests.tolerances import EXACT, SUM_ORDER, assert_close, assert_sum_close
+from tests.helpers.tolerances import EXACT, SUM_ORDER, assert_close, assert_sum_close
 
 F64 = torch.float64
 

@@ -18,7 +18,7 @@ from dovetail.arch.spec import ArchSpec
 from dovetail.errors import LayoutError, ModelError
 from dovetail.parallel.layout import Layout
 from dovetail.pipeline.partition import partition
-from tests.parity.configs import moe_configs
+from tests.helpers.parity_configs import moe_configs
 
 CONFIGS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "qwen3_moe": (Qwen3MoeConfig, {}),

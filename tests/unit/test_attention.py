@@ -15,7 +15,8 @@ from dovetail.batch.packed import cumulative
 from dovetail.kernels import cuda, cudnn, fa4, reference
 from dovetail.kernels.reference import QUERY_BLOCK, Spans
 from dovetail.kernels.registry import kernels_for
-from tests.tolerances import (
+from tests.helpers.fa4_stand_in import installed
+from tests.helpers.tolerances import (
     GRADCHECK,
     OP_BF16,
     OP_FP64,
@@ -23,7 +24,6 @@ from tests.tolerances import (
     assert_close,
     tensor_error,
 )
-from tests.unit.fa4_stand_in import installed
 
 C = 4
 

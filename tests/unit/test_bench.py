@@ -34,9 +34,9 @@ from bench.long_context import moments_seconds
 from bench.ranks import ROOT, run_ranks
 from dovetail.batch.packed import PackedBatch
 from dovetail.factory.layouts import check_layout, sampling_layout
-from tests.forked import output_of
-from tests.harness import template
-from tests.tolerances import OP_FP64
+from tests.helpers.forked import output_of
+from tests.helpers.harness import template
+from tests.helpers.tolerances import OP_FP64
 
 PEER_LAYOUTS = sorted({peer.layout for peer in PEERS})
 
@@ -321,4 +321,4 @@ def test_a_benchmark_for_gpus_says_that_there_are_none(
 def test_every_kernel_of_block_sizes_is_called_as_it_is_now() -> None:
     """By Triton's interpreter, the first choice of each: their arguments are given by hand there."""
     pytest.importorskip("triton")
-    assert output_of(template, "tests.unit.block_size_launches", TRITON_INTERPRET="1") == ""
+    assert output_of(template, "tests.helpers.block_size_launches", TRITON_INTERPRET="1") == ""

@@ -20,7 +20,7 @@ from dovetail.rl.correction import importance_weights, lag_metrics, mismatch
 from dovetail.rl.experience import pack_samples, sample_row
 from dovetail.rl.losses import Aggregation, PolicyLoss, weight_fields
 from dovetail.rl.tasks import RLTask
-from tests.tolerances import OP_FP32, SUM_ORDER, assert_close, assert_sum_close
+from tests.helpers.tolerances import OP_FP32, SUM_ORDER, assert_close, assert_sum_close
 from tests.unit.test_losses import (
     F64,
     LENGTHS,

@@ -19,7 +19,7 @@ from dovetail.rl.distillation import DistillationLoss
 from dovetail.rl.distillation_task import DistillationTask, prompt_of
 from examples import distillation
 from tests.golden.job import MODEL, RL_ROWS, SFT_ROWS, play, sft, write_inputs
-from tests.tolerances import SUM_ORDER
+from tests.helpers.tolerances import SUM_ORDER
 
 ROOT = Path(__file__).parents[2]
 TEACHER = "teacher"

@@ -18,11 +18,11 @@ from dovetail.nn.heads import VocabShard
 from dovetail.nn.products import Products
 from dovetail.parallel.mesh import Axis
 from dovetail.rl.distillation import DistillationLoss, SampledReverseKL
-from tests.forked import output_of
-from tests.harness import template
-from tests.tolerances import OP_BF16, OP_FP32, SUM_ORDER, assert_close, assert_sum_close
-from tests.unit.distillation_numbers import GKD_CASES, gkd_labels, gkd_logits
-from tests.unit.divergence_terms import terms_of
+from tests.helpers.distillation_numbers import GKD_CASES, gkd_labels, gkd_logits
+from tests.helpers.divergence_terms import terms_of
+from tests.helpers.forked import output_of
+from tests.helpers.harness import template
+from tests.helpers.tolerances import OP_BF16, OP_FP32, SUM_ORDER, assert_close, assert_sum_close
 
 WIDTH, TEACHER_WIDTH, VOCAB = 6, 4, 17
 KINDS: list[tuple[Kind, float]] = [
@@ -134,11 +134,11 @@ def trl() -> dict[str, Any]:
     """Of the installed TRL, or as written."""
     if importlib.util.find_spec("trl") is None:
         written: dict[str, Any] = json.loads(
-            Path(__file__).with_name("trl_distillation.json").read_text()
+            (Path(__file__).parents[1] / "helpers" / "trl_distillation.json").read_text()
         )
         return written
     found: dict[str, Any] = json.loads(
-        output_of(template, "tests.unit.distillation_numbers").splitlines()[-1]
+        output_of(template, "tests.helpers.distillation_numbers").splitlines()[-1]
     )
     return found
 
@@ -245,7 +245,7 @@ def test_sampled_tokens_follow_the_reverse_kl() -> None:
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 def test_row_kernels_equal_the_reference() -> None:
     """Triton's interpreter rounds results to bfloat16 towards zero, by less than OP_BF16 = 2^-7."""
-    found = json.loads(output_of(template, "tests.unit.divergence_rows", TRITON_INTERPRET="1"))
+    found = json.loads(output_of(template, "tests.helpers.divergence_rows", TRITON_INTERPRET="1"))
     assert len(found) == 12
     for case, errors in found.items():
         for what, error in errors.items():

@@ -21,7 +21,7 @@ from dovetail.recipe.schema import make_recipe
 from dovetail.rl.evaluation import EvalSet, average, majority, pass_at
 from dovetail.rl.experience import Sample
 from dovetail.rollout.base import Completion
-from tests.tolerances import OP_FP32
+from tests.helpers.tolerances import OP_FP32
 
 
 def sample(text: str, reward: float, group: int = 0, index: int = 0) -> Sample:

@@ -22,7 +22,7 @@ from dovetail.parallel.placement import as_index
 from dovetail.weights import parallel_read, safetensors
 from dovetail.weights.parallel_read import blocks, run_jobs
 from dovetail.weights.safetensors import TensorFile, TensorFileWriter, TensorSpec
-from tests.checkpoints import decoder_on, write_tiny
+from tests.helpers.checkpoints import decoder_on, write_tiny
 
 CPU = torch.device("cpu")
 

@@ -7,7 +7,7 @@ from typing import Any
 from dovetail.parallel.layout import Layout
 from dovetail.parallel.mesh import Mesh
 from dovetail.run.state import CHUNK, model_fingerprint, sampled_fingerprint
-from tests.harness import run
+from tests.helpers.harness import run
 
 
 def flip(file: Path, where: int) -> None:

@@ -14,7 +14,13 @@ from dovetail.kernels.registry import KernelSet
 from dovetail.nn.heads import VocabShard, fused_loss, fused_token_stats
 from dovetail.nn.products import Products
 from dovetail.parallel.mesh import Axis
-from tests.tolerances import OP_BF16, SUM_ORDER, assert_close, assert_sum_close, tensor_error
+from tests.helpers.tolerances import (
+    OP_BF16,
+    SUM_ORDER,
+    assert_close,
+    assert_sum_close,
+    tensor_error,
+)
 
 WIDTH, VOCAB = 6, 17
 LENGTHS = (5, 1, 9, 3)

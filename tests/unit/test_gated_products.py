@@ -22,10 +22,10 @@ from dovetail.nn.tiling import Tiled
 from dovetail.parallel.layout import Layout
 from dovetail.parallel.mesh import Axis, Mesh
 from dovetail.rollout.native import NativeSampler
-from tests.parity.configs import tiny_configs
-from tests.tolerances import SUM_ORDER, assert_all_close
-from tests.unit.blocks import Blocks
-from tests.unit.quack_stand_in import StandIn, everywhere, in_pairs, installed
+from tests.helpers.blocks import Blocks
+from tests.helpers.parity_configs import tiny_configs
+from tests.helpers.quack_stand_in import StandIn, everywhere, in_pairs, installed
+from tests.helpers.tolerances import SUM_ORDER, assert_all_close
 
 MICROS = (13, 1, 8)  # tokens
 WIDTH, FFN = 64, 96

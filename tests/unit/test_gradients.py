@@ -26,7 +26,7 @@ from dovetail.nn.layers import (
 from dovetail.nn.products import Products
 from dovetail.nn.tiling import Tiled
 from dovetail.parallel.mesh import Axis, Mesh
-from tests.tolerances import OP_BF16, OP_FP32, SUM_ORDER, assert_close, tensor_error
+from tests.helpers.tolerances import OP_BF16, OP_FP32, SUM_ORDER, assert_close, tensor_error
 from tests.unit.test_tiling import make, tokens
 
 MICROS = 3

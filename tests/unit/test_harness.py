@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from dovetail.parallel.layout import Layout
 from dovetail.parallel.mesh import Mesh
-from tests.harness import RankFailed, distributed, run, worker_ids
-from tests.tolerances import (
+from tests.helpers.harness import RankFailed, distributed, run, worker_ids
+from tests.helpers.tolerances import (
     EXACT,
     SUM_ORDER,
     assert_all_close,

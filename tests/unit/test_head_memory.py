@@ -4,14 +4,16 @@ import json
 
 import pytest
 
-from tests.forked import output_of
-from tests.harness import template
+from tests.helpers.forked import output_of
+from tests.helpers.harness import template
 
 SMALL = 1024  # bytes: the sums of two more chunks
 
 
 def measured(tokens: int, vocab: int) -> dict[str, int]:
-    found: dict[str, int] = json.loads(output_of(template, "tests.unit.head_memory", tokens, vocab))
+    found: dict[str, int] = json.loads(
+        output_of(template, "tests.helpers.head_memory", tokens, vocab)
+    )
     return found
 
 

@@ -29,7 +29,9 @@ from dovetail.parallel.consensus import refuse_different
 from dovetail.parallel.layout import Layout
 from dovetail.parallel.mesh import Mesh
 from dovetail.run import lock
-from tests.commands.program import (
+from tests.helpers.harness import run
+from tests.helpers.processes import SECONDS, all_gone, waited
+from tests.helpers.program import (
     Ended,
     _as_rank,
     here,
@@ -38,8 +40,6 @@ from tests.commands.program import (
     write_recipe,
     write_rows,
 )
-from tests.fault.processes import SECONDS, all_gone, waited
-from tests.harness import run
 
 HOST = socket.gethostname()
 

@@ -13,7 +13,7 @@ import pytest
 
 from dovetail.data.files import read_rows
 from dovetail.errors import DataError
-from tests.unit.hub_server import COMMIT, NAME, serve
+from tests.helpers.hub_server import COMMIT, NAME, serve
 
 ROWS = [{"prompt": f"{n}+{n}=", "answer": str(2 * n)} for n in range(3)]
 READ = (

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dovetail.kernels.reference import grouped_mm
-from tests.tolerances import OP_FP64, assert_close
+from tests.helpers.tolerances import OP_FP64, assert_close
 
 GROUPS = {
     "empty ones": (3, 0, 5, 0),

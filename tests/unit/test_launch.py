@@ -22,10 +22,10 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # it is p
 from dovetail import system
 from dovetail.errors import ConfigError, LayoutError, MachineError
 from dovetail.parallel import process_group
-from tests.commands.program import here, refusal
-from tests.fault.processes import SECONDS, all_gone, waited
-from tests.forked import popen
-from tests.harness import template
+from tests.helpers.forked import popen
+from tests.helpers.harness import template
+from tests.helpers.processes import SECONDS, all_gone, waited
+from tests.helpers.program import here, refusal
 
 START = """
 import os, runpy, sys, time, types

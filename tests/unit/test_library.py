@@ -20,8 +20,8 @@ from dovetail.errors import ConfigError, DataError, ModelError
 from dovetail.optim.optimizer import shards_of
 from dovetail.parallel.mesh import Axis, Mesh
 from examples import grpo_loss
-from tests.parity.configs import VOCAB, moe_configs, save_tiny, tiny_configs
-from tests.tolerances import MODEL_FP32
+from tests.helpers.parity_configs import VOCAB, moe_configs, save_tiny, tiny_configs
+from tests.helpers.tolerances import MODEL_FP32
 
 LOSS: Any = dt.Loss  # that wrong ones may be made
 SUM: Any = dt.Sum

@@ -16,9 +16,9 @@ import pytest
 from dovetail.errors import ConfigError
 from dovetail.run.lock import RunLock
 from dovetail.run.paths import LOCK
-from tests.commands.program import here, make_model, refusal, write_recipe, write_rows
-from tests.forked import popen
-from tests.harness import template
+from tests.helpers.forked import popen
+from tests.helpers.harness import template
+from tests.helpers.program import here, make_model, refusal, write_recipe, write_rows
 
 SECONDS = 2.0  # from the claim to the refusal
 HOLD = """

@@ -5,15 +5,15 @@ import json
 
 import pytest
 
-from tests.forked import output_of
-from tests.harness import template
-from tests.tolerances import OP_BF16, OP_FP32
+from tests.helpers.forked import output_of
+from tests.helpers.harness import template
+from tests.helpers.tolerances import OP_BF16, OP_FP32
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 def test_row_kernels_equal_the_reference() -> None:
     """In a process of its own: interpreted kernels and compiled ones cannot live in one."""
-    found = interpreted("tests.unit.head_rows")
+    found = interpreted("tests.helpers.head_rows")
     assert len(found) == 11
     for case, errors in found.items():
         for what, error in errors.items():
@@ -22,7 +22,7 @@ def test_row_kernels_equal_the_reference() -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 def test_what_a_product_leaves_by_tile_joins_to_whole_rows() -> None:
-    found = interpreted("tests.unit.head_products")
+    found = interpreted("tests.helpers.head_products")
     assert len(found) == 12
     for case, errors in found.items():
         for what, error in errors.items():
@@ -39,6 +39,6 @@ def interpreted(module: str) -> dict[str, dict[str, float]]:
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 def test_row_kernels_compile_for_hopper() -> None:
     """Without a GPU: the interpreter takes Python that the compiler refuses."""
-    found = json.loads(output_of(template, "tests.unit.head_compiled"))
+    found = json.loads(output_of(template, "tests.helpers.head_compiled"))
     pairs = {f"{name}{kind}" for name in ("_pair_sums", "_pair_grad") for kind in ("", 1, 2)}
     assert set(found) == {"_row_stats", "_row_grad", "_combine", *pairs} and all(found.values())

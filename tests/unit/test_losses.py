@@ -22,7 +22,7 @@ from dovetail.rl.losses import (
     kl_estimate,
     weight_fields,
 )
-from tests.tolerances import EXACT, GRADCHECK, SUM_ORDER, assert_close, assert_sum_close
+from tests.helpers.tolerances import EXACT, GRADCHECK, SUM_ORDER, assert_close, assert_sum_close
 
 F64 = torch.float64
 LENGTHS = [4, 7, 1, 5, 3]

@@ -16,7 +16,7 @@ from dovetail.data.media import MediaLocator, MediaRef, Picture
 from dovetail.data.processor import AHEAD, FileMedia, MediaCache, Processor
 from dovetail.errors import DataError
 from dovetail.run.state import rows_fingerprint
-from tests.hf.eyes import (
+from tests.helpers.eyes import (
     IMAGE_ID,
     SEEN,
     VIDEO_ID,

@@ -10,7 +10,7 @@ from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-de
 from dovetail.errors import MachineError
 from dovetail.parallel import process_group
 from dovetail.parallel.meeting import Meeting, _word_key
-from tests.fault.processes import SECONDS
+from tests.helpers.processes import SECONDS
 
 HOST = socket.gethostname()
 

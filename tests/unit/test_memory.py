@@ -27,10 +27,10 @@ from dovetail.memory import (
 )
 from dovetail.optim.optimizer import OptimSettings
 from dovetail.parallel.layout import Layout
-from tests.checkpoints import write_tiny
-from tests.distributed.bodies import ragged, tokenwise
-from tests.harness import run
-from tests.parity.configs import VOCAB
+from tests.helpers.checkpoints import write_tiny
+from tests.helpers.harness import run
+from tests.helpers.layout_bodies import ragged, tokenwise
+from tests.helpers.parity_configs import VOCAB
 
 DTYPES = st.sampled_from(
     [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool]

@@ -12,7 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dovetail.parallel.layout import Layout
 from dovetail.parallel.mesh import Mesh
-from tests.harness import Apart
+from tests.helpers.harness import Apart
 
 LARGE = Layout(tp=4, pp=4, cp=4, dp=16)
 SECONDS = 5.0

@@ -23,9 +23,9 @@ from dovetail.nn.moe import Experts
 from dovetail.nn.products import Products
 from dovetail.parallel.mesh import Axis, Mesh
 from dovetail.parallel.overlap import interleave, run_sync
-from tests.parity.configs import moe_configs
-from tests.tolerances import EXACT, GRADCHECK, OP_FP64, SUM_ORDER, assert_close
-from tests.unit.held import HandingOver
+from tests.helpers.held import HandingOver
+from tests.helpers.parity_configs import moe_configs
+from tests.helpers.tolerances import EXACT, GRADCHECK, OP_FP64, SUM_ORDER, assert_close
 
 E, K, D, F = 4, 3, 6, 5
 HERE = torch.tensor(

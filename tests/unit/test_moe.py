@@ -17,9 +17,9 @@ from dovetail.kernels.registry import KernelSet
 from dovetail.nn.moe import MoE, Router
 from dovetail.parallel.mesh import Axis, Mesh
 from dovetail.run.metrics import write_routes
-from tests.checkpoints import read_routes
-from tests.parity.configs import moe_configs
-from tests.tolerances import EXACT, GRADCHECK, OP_FP64, assert_close
+from tests.helpers.checkpoints import read_routes
+from tests.helpers.parity_configs import moe_configs
+from tests.helpers.tolerances import EXACT, GRADCHECK, OP_FP64, assert_close
 
 E, K, T = 8, 3, 11
 

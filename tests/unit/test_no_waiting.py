@@ -35,7 +35,7 @@ from dovetail.nn.tiling import tile_mlps
 from dovetail.parallel import collectives
 from dovetail.parallel.mesh import Axis, ContextAxes, Mesh
 from dovetail.rl.losses import PolicyLoss, SFTLoss, ValueLoss, weight_fields
-from tests.parity.configs import VOCAB, moe_configs, tiny_configs
+from tests.helpers.parity_configs import VOCAB, moe_configs, tiny_configs
 
 FAMILIES = ("llama_tied", "qwen2_window", "llama_dynamic", "qwen2_yarn", "apertus")
 EXPERTS = ("deepseek_v2", "deepseek_v3", "mixtral", "qwen2_moe")

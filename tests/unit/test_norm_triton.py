@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from tests.forked import output_of
-from tests.harness import template
-from tests.tolerances import MODEL_FP32, OP_BF16
+from tests.helpers.forked import output_of
+from tests.helpers.harness import template
+from tests.helpers.tolerances import MODEL_FP32, OP_BF16
 
-check = pytest.importorskip("tests.unit.block_rows", reason="needs triton").check
+check = pytest.importorskip("tests.helpers.block_rows", reason="needs triton").check
 ROUNDINGS = 4  # norm, gain, angle, sum: the most on one way
 
 
@@ -29,7 +29,7 @@ def test_kernels_equal_the_reference(dtypes: tuple[str, ...]) -> None:
     found = json.loads(
         output_of(
             template,
-            "tests.unit.block_rows",
+            "tests.helpers.block_rows",
             *(f"torch.{name}" for name in dtypes),
             TRITON_INTERPRET="1",
         )
@@ -40,7 +40,7 @@ def test_kernels_equal_the_reference(dtypes: tuple[str, ...]) -> None:
 
 def test_kernels_compile_for_hopper() -> None:
     """Without a GPU: the interpreter takes Python that the compiler refuses. Rows are read and written 16 bytes at a time."""
-    found = json.loads(output_of(template, "tests.unit.block_compiled"))
+    found = json.loads(output_of(template, "tests.helpers.block_compiled"))
     assert len(found) == 30
     for name, code, widest in found:
         assert code > 0, name
@@ -59,6 +59,6 @@ def test_kernels_compile_for_hopper() -> None:
 @pytest.mark.soak
 def test_whole_models() -> None:
     """Norms of queries and keys, experts, latent attention; recomputed in full, but for attention, and not at all."""
-    found = json.loads(output_of(template, "tests.unit.block_models", TRITON_INTERPRET="1"))
+    found = json.loads(output_of(template, "tests.helpers.block_models", TRITON_INTERPRET="1"))
     assert len(found) == 4
     assert all(error <= MODEL_FP32 for error in found.values()), found

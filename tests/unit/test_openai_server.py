@@ -15,7 +15,7 @@ from dovetail.rollout.remote.http import Client
 from dovetail.serving.http_server import HttpServer, listen
 from dovetail.serving.text import Detokenizer, StopStrings
 from examples.tutorials.tiny import language_model
-from tests.tolerances import MODEL_FP32, assert_close
+from tests.helpers.tolerances import MODEL_FP32, assert_close
 from tests.unit.test_server import running
 
 TEMPLATE = (

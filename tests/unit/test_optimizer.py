@@ -12,9 +12,9 @@ from dovetail.optim.groups import ParamGroup
 from dovetail.optim.optimizer import OptimSettings, param_groups, shards_of
 from dovetail.optim.rules import make_rule
 from dovetail.parallel.mesh import Mesh
-from tests.harness import run
-from tests.parity.configs import save_tiny, tiny_configs
-from tests.parity.reference import make_batch, objective
+from tests.helpers.harness import run
+from tests.helpers.parity_configs import save_tiny, tiny_configs
+from tests.helpers.parity_reference import make_batch, objective
 
 SETTINGS = OptimSettings(
     lr=2.0,

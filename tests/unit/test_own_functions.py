@@ -27,9 +27,9 @@ from dovetail.rl.advantages import whiten
 from dovetail.rl.correction import importance_weights
 from dovetail.rl.experience import own_advantages, with_advantages
 from dovetail.rl.losses import PolicyLoss, weight_fields
-from tests.tolerances import SUM_ORDER, assert_close, assert_sum_close
-from tests.unit.loss_numbers import LENGTHS, LONGEST, TRL_LOSSES, random_numbers
-from tests.unit.of_trl import of_trl
+from tests.helpers.loss_numbers import LENGTHS, LONGEST, TRL_LOSSES, random_numbers
+from tests.helpers.of_trl import of_trl
+from tests.helpers.tolerances import SUM_ORDER, assert_close, assert_sum_close
 from tests.unit.test_losses import counted, full_batch, random_stats
 from tests.unit.test_tasks import SAMPLES, batch_of
 

@@ -11,8 +11,8 @@ import torch
 import dovetail as dt
 from bench.models import one_rank
 from dovetail.errors import DataError, ModelError
-from tests.parity.configs import save_tiny, tiny_configs
-from tests.tolerances import MODEL_FP32
+from tests.helpers.parity_configs import save_tiny, tiny_configs
+from tests.helpers.tolerances import MODEL_FP32
 
 ROOT = Path(__file__).parents[2]
 

@@ -17,7 +17,15 @@ from dovetail.nn.context_parallel import cut_chunks
 from dovetail.parallel.layout import Layout
 from dovetail.pipeline.schedule import Costs, Plan, make_plan, simulate
 from dovetail.recipe.schema import make_recipe
-from tests.traffic import DOC, EACH_MICRO_BATCH, ONCE_A_STEP, Step, expected, table, value_of
+from tests.helpers.traffic import (
+    DOC,
+    EACH_MICRO_BATCH,
+    ONCE_A_STEP,
+    Step,
+    expected,
+    table,
+    value_of,
+)
 
 TOKENS = 32768
 HALVED = Costs(0.5, 0.5, 0.5)  # of a stage half as large

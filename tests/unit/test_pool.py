@@ -17,7 +17,7 @@ from dovetail.rollout.base import Completion
 from dovetail.rollout.feed import Feed
 from dovetail.rollout.journal import FinishedGroup, Journal
 from dovetail.rollout.pool import Pool
-from tests.unit.pool_loop import BATCH, STEPS, Checkpoint, Engines, train
+from tests.helpers.pool_loop import BATCH, STEPS, Checkpoint, Engines, train
 
 
 def drive(pool: Pool, luck: random.Random, restarts: float) -> list[list[int]]:

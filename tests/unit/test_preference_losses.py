@@ -24,9 +24,8 @@ from dovetail.rl.preference_losses import (
     last_tokens,
     nll_fields,
 )
-from tests.tolerances import OP_FP32, SUM_ORDER, assert_close, assert_sum_close
-from tests.unit.of_trl import of_trl
-from tests.unit.preference_numbers import (
+from tests.helpers.of_trl import of_trl
+from tests.helpers.preference_numbers import (
     CHOSEN,
     KL,
     LABELS,
@@ -35,6 +34,7 @@ from tests.unit.preference_numbers import (
     TRL_PREFERENCES,
     random_logits,
 )
+from tests.helpers.tolerances import OP_FP32, SUM_ORDER, assert_close, assert_sum_close
 from tests.unit.test_losses import counted
 
 F64 = torch.float64

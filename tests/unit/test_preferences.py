@@ -18,7 +18,7 @@ from dovetail.recipe.schema import make_recipe
 from dovetail.rl.preference_task import mismatched
 from examples import dpo
 from tests.golden.job import MODEL, play, sft, write_inputs
-from tests.tolerances import OP_FP32
+from tests.helpers.tolerances import OP_FP32
 from tests.unit.test_data import make_tokenizer
 
 ROOT = Path(__file__).parents[2]

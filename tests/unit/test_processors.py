@@ -26,7 +26,9 @@ FAILS_IN_TORCH = "tests/parity/test_half_precision.py::test_error_is_at_most_tha
 def numeric_files() -> list[str]:
     """Test files that use a tolerance, from the repository's root."""
     files = sorted((ROOT / "tests").rglob("test_*.py"))
-    numeric = [path for path in files if "tests.tolerances" in path.read_text(encoding="utf-8")]
+    numeric = [
+        path for path in files if "tests.helpers.tolerances" in path.read_text(encoding="utf-8")
+    ]
     paths = [path.relative_to(ROOT).as_posix() for path in numeric]
     return [path for path in paths if not path.startswith(APART)]
 

@@ -19,7 +19,7 @@ from dovetail.report.page import page_data, render
 from dovetail.report.read import read_runs
 from dovetail.report.trace import read_events, summarize
 from dovetail.run.profiler import Profiler
-from tests.unit.report_runs import Page, make_run
+from tests.helpers.report_runs import Page, make_run
 
 RECIPE = {"model": {"path": "M"}, "data": {"train": "rows.jsonl"}, "run_dir": "run"}
 

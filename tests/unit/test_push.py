@@ -19,9 +19,9 @@ from dovetail.rollout.remote.background import in_background
 from dovetail.rollout.remote.http import Client
 from dovetail.rollout.remote.push import Pusher
 from dovetail.rollout.remote.transports import SLOTS
-from tests.forked import popen
-from tests.harness import template
-from tests.unit import vllm_stand_in as stand_in
+from tests.helpers import vllm_stand_in as stand_in
+from tests.helpers.forked import popen
+from tests.helpers.harness import template
 from tests.unit.test_push_plugin import WEIGHTS
 
 SHAPES = {name: tuple(tensor.shape) for name, tensor in WEIGHTS.items()}
@@ -170,7 +170,7 @@ def test_by_gloo_between_two_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     command = [
         sys.executable,
         "-m",
-        "tests.unit.vllm_stand_in",
+        "tests.helpers.vllm_stand_in",
         "dovetail_nccl",
         json.dumps(SHAPES),
     ]

@@ -14,7 +14,7 @@ from dovetail.recipe.rollout import PushSection
 from dovetail.rollout.remote.checksums import EMPTY, ExpectedDigests
 from dovetail.rollout.remote.http import Client
 from dovetail.rollout.remote.push import Pusher
-from tests.remote.fake_engine import FakeEngine
+from tests.helpers.fake_engine import FakeEngine
 
 WIDTH, HEADS, KV, HEAD, FFN, VOCAB = 8, 4, 2, 4, 12, 70
 LAYER = "model.layers.0."

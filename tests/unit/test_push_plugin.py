@@ -15,9 +15,11 @@ import pytest
 import torch
 
 from dovetail.rollout.remote.transports import Bucket, FileTransport, fill
-from tests.unit import vllm_stand_in as stand_in
+from tests.helpers import vllm_stand_in as stand_in
 
-SIGNATURES = json.loads(Path(__file__).with_name("vllm_signatures.json").read_text())
+SIGNATURES = json.loads(
+    (Path(__file__).parents[1] / "helpers" / "vllm_signatures.json").read_text()
+)
 BUCKET = 4096
 WEIGHTS = {
     f"model.layers.{i}.{name}": torch.randn(shape, generator=torch.Generator().manual_seed(i)).to(

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from dovetail.rollout.remote.sums import FIRST, MASK, SECOND, STEP, add_words, sums_of
-from tests.forked import output_of
-from tests.harness import template
-from tests.unit.vllm_stand_in import PLUGIN
+from tests.helpers.forked import output_of
+from tests.helpers.harness import template
+from tests.helpers.vllm_stand_in import PLUGIN
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8, torch.int64, torch.bool)
 SIZES = (0, 1, 7, 8, 9, 1023, 70_001)
@@ -59,7 +59,7 @@ def test_all_definitions_agree(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_kernel_has_the_definition_s_bits() -> None:
     pytest.importorskip("triton")
     for got, expected in json.loads(
-        output_of(template, "tests.unit.sum_words", TRITON_INTERPRET="1")
+        output_of(template, "tests.helpers.sum_words", TRITON_INTERPRET="1")
     ):
         assert got == expected
 

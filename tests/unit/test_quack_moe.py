@@ -5,9 +5,9 @@ import json
 
 import pytest
 
-from tests.forked import output_of
-from tests.harness import template
-from tests.tolerances import OP_BF16
+from tests.helpers.forked import output_of
+from tests.helpers.harness import template
+from tests.helpers.tolerances import OP_BF16
 
 CHAIN = 2 * OP_BF16  # two products one after the other, each operand and result rounded
 
@@ -15,7 +15,7 @@ CHAIN = 2 * OP_BF16  # two products one after the other, each operand and result
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 def test_a_mixture_equals_the_reference() -> None:
     """Values, and gradients of tokens, weights and both of every expert's matrices; nowhere entries cost and learn nothing."""
-    found = json.loads(output_of(template, "tests.unit.quack_rows", TRITON_INTERPRET="1"))
+    found = json.loads(output_of(template, "tests.helpers.quack_rows", TRITON_INTERPRET="1"))
     assert len(found) == 5
     for case, errors in found.items():
         assert errors.pop("of nowhere") == 0, case

@@ -11,7 +11,7 @@ import torch
 import dovetail as dt
 from bench.models import one_rank
 from dovetail.batch.loss import Loss, TokenStats
-from tests.parity.configs import save_tiny, tiny_configs
+from tests.helpers.parity_configs import save_tiny, tiny_configs
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src/dovetail"

@@ -25,7 +25,8 @@ from dovetail.run.paths import FinishedError, changed
 from dovetail.run.resume import Resumed, find
 from dovetail.run.state import RunState, random_state
 from dovetail.weights.safe_paths import MANIFEST
-from tests.commands.program import (
+from tests.golden.job import _merged as merged
+from tests.helpers.program import (
     here,
     make_model,
     on_ranks,
@@ -34,8 +35,7 @@ from tests.commands.program import (
     write_recipe,
     write_rows,
 )
-from tests.fault.training_checkpoint import state_of
-from tests.golden.job import _merged as merged
+from tests.helpers.training_checkpoint import state_of
 from tests.unit.test_sharded import _forge as forge
 
 BASE: dict[str, Any] = {

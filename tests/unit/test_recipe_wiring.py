@@ -29,8 +29,8 @@ from dovetail.rollout.remote.http import Client
 from dovetail.rollout.remote.wire import Abilities
 from dovetail.run.directory import RunDirectory
 from examples.quickstart.scratch import character_tokenizer
-from tests.unit.wired_keys import RANKS, TABLE
-from tests.unit.wiring import (
+from tests.helpers.wired_keys import RANKS, TABLE
+from tests.helpers.wiring import (
     DISTILLED,
     LAYOUT,
     PAIRED,

@@ -16,9 +16,9 @@ from dovetail.nn.activation_checkpoint import (
     is_attention,
     runner,
 )
-from tests.tolerances import EXACT, worst_error
-from tests.unit.blocks import Blocks
-from tests.unit.fa4_stand_in import installed
+from tests.helpers.blocks import Blocks
+from tests.helpers.fa4_stand_in import installed
+from tests.helpers.tolerances import EXACT, worst_error
 
 RECOMPUTES: tuple[Recompute, ...] = ("light", "selective", "full")
 

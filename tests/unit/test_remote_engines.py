@@ -20,8 +20,8 @@ from dovetail.rollout.remote.sampler import RemoteSampler
 from dovetail.rollout.remote.sglang import Sglang
 from dovetail.rollout.remote.vllm import Vllm
 from dovetail.rollout.remote.wire import Reply, Request, check_log_probs
-from tests.remote.fake_engine import VOCABULARY, FakeEngine, hashed_logits, log_softmax
-from tests.tolerances import OP_FP64
+from tests.helpers.fake_engine import VOCABULARY, FakeEngine, hashed_logits, log_softmax
+from tests.helpers.tolerances import OP_FP64
 
 WIRES: dict[str, Wire] = {"vllm": Vllm(), "sglang": Sglang()}
 PROMPT = [3, 1, 4, 1, 5]

@@ -16,10 +16,10 @@ from dovetail.rollout.base import Prompt, SamplingParams
 from dovetail.rollout.remote.images import check_media, image_features
 from dovetail.rollout.remote.sampler import RemoteSampler
 from dovetail.rollout.remote.wire import Abilities
-from tests.remote.fake_engine import VOCABULARY, FakeEngine
+from tests.helpers.fake_engine import VOCABULARY, FakeEngine
 from tests.unit.test_remote_engines import fleet
 
-RECORDED = json.loads((Path(__file__).parents[1] / "remote" / "vllm_replies.json").read_text())
+RECORDED = json.loads((Path(__file__).parents[1] / "helpers" / "vllm_replies.json").read_text())
 IMAGE = 20
 
 

@@ -13,10 +13,10 @@ from dovetail.arch.spec import MoeSpec
 from dovetail.errors import MachineError
 from dovetail.rollout.base import SamplingParams
 from dovetail.rollout.remote.routes import read_experts
-from tests.remote.fake_engine import FakeEngine, as_int32, as_npy, hashed_experts
+from tests.helpers.fake_engine import FakeEngine, as_int32, as_npy, hashed_experts
 from tests.unit.test_remote_engines import KINDS, PROMPT, fleet, probe, request
 
-RECORDED = json.loads((Path(__file__).parents[1] / "remote" / "vllm_replies.json").read_text())
+RECORDED = json.loads((Path(__file__).parents[1] / "helpers" / "vllm_replies.json").read_text())
 MOE = MoeSpec(layers=(False, True, True), num_experts=8, top_k=2, ffn_width=16)
 
 

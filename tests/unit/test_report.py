@@ -11,7 +11,7 @@ from dovetail.errors import ConfigError
 from dovetail.report.page import MOST_POINTS, SAMPLE_BYTES, page_data, render, write_report
 from dovetail.report.read import read_runs, text_of
 from dovetail.report.samples import choose, describe, select, sort
-from tests.unit.report_runs import HOSTILE, SHOWN, Page, make_run, metrics, sample, write_lines
+from tests.helpers.report_runs import HOSTILE, SHOWN, Page, make_run, metrics, sample, write_lines
 
 MOST_BYTES = 5_000_000  # of the report of 200 steps
 

@@ -21,7 +21,7 @@ from dovetail.rewards.runner import (
     RewardRunner,
 )
 from dovetail.rl.reward_manager import RewardManager
-from tests.fault.processes import all_gone, is_alive
+from tests.helpers.processes import all_gone, is_alive
 
 HANG = 2.0  # seconds that a reward may take; any but the one that hangs takes none, on a busy machine, too
 SPAWNING = """

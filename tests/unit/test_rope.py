@@ -15,7 +15,7 @@ from dovetail.errors import ModelError
 from dovetail.kernels import reference
 from dovetail.nn.attention import rope_tables
 from dovetail.nn.rope import inverse_frequencies
-from tests.tolerances import EXACT, OP_FP64, assert_close
+from tests.helpers.tolerances import EXACT, OP_FP64, assert_close
 
 LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 VARIANTS: list[dict[str, Any]] = [

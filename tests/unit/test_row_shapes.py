@@ -19,8 +19,8 @@ from dovetail.data.formats import FORMATS, rows_of
 from dovetail.errors import DataError
 from dovetail.recipe.data import DataSection
 from dovetail.recipe.types import RowFormat
-from tests.unit.of_trl import of_trl
-from tests.unit.row_shapes import SHAPES, TEMPLATE, Shape, said
+from tests.helpers.of_trl import of_trl
+from tests.helpers.row_shapes import SHAPES, TEMPLATE, Shape, said
 from tests.unit.test_data import ASSISTANT, USER, make_tokenizer, spelled, write
 
 TOKENIZER = make_tokenizer(template=TEMPLATE)

@@ -27,8 +27,8 @@ from dovetail.rollout.native import NativeSampler, capture_for
 from dovetail.rollout.sampling import uniforms
 from dovetail.rollout.transformers import plan_static_batches
 from dovetail.weights.hf_directory import Pretrained
-from tests.parity.configs import MAX_POSITIONS, VOCAB, moe_configs, tiny_configs, tiny_model
-from tests.tolerances import MODEL_FP32, SUM_ORDER, assert_close
+from tests.helpers.parity_configs import MAX_POSITIONS, VOCAB, moe_configs, tiny_configs, tiny_model
+from tests.helpers.tolerances import MODEL_FP32, SUM_ORDER, assert_close
 
 LENGTHS = (9, 3, 17, 9, 1, 12)
 

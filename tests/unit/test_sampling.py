@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dovetail.rollout.base import SamplingParams
 from dovetail.rollout.sampling import cut, draw, inverse_cdf, uniforms
-from tests.tolerances import MODEL_FP32, assert_close
+from tests.helpers.tolerances import MODEL_FP32, assert_close
 
 CHI_SQUARE_LIMIT = {
     2: 13.8,

@@ -26,7 +26,7 @@ from dovetail.parallel.mesh import Axis, Mesh
 from dovetail.rl.step_metrics import Row
 from dovetail.rl.tasks import SupervisedTask
 from dovetail.weights.safetensors import TensorFileWriter
-from tests.commands.program import (
+from tests.helpers.program import (
     Ended,
     failure,
     here,
@@ -36,8 +36,8 @@ from tests.commands.program import (
     write_recipe,
     write_rows,
 )
-from tests.fault.saves import NAMES, SIDES, export_of, made_of, order_of
-from tests.fault.training_checkpoint import state_of
+from tests.helpers.saves import NAMES, SIDES, export_of, made_of, order_of
+from tests.helpers.training_checkpoint import state_of
 
 
 @pytest.mark.parametrize("rounds", [20, pytest.param(200, marks=pytest.mark.soak)])

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from dovetail.pipeline.schedule import Action, Costs, Kind, Plan, PlanError, make_plan, simulate
-from tests.tolerances import SUM_ORDER
+from tests.helpers.tolerances import SUM_ORDER
 
 RANKS, VIRTUAL, MICROS = range(1, 9), range(1, 5), range(1, 33)
 

@@ -24,8 +24,8 @@ from dovetail.rollout.kv_cache import PageBudget, PagedCache, PagePool
 from dovetail.rollout.model_runner import GraphPool, ModelRunner, pad_to_bucket
 from dovetail.rollout.native import NativeSampler, SamplerOptions
 from dovetail.rollout.scheduler import Group, Request, Scheduler
-from tests.parity.configs import VOCAB, moe_configs, tiny_configs, tiny_model
-from tests.tolerances import SUM_ORDER, assert_close
+from tests.helpers.parity_configs import VOCAB, moe_configs, tiny_configs, tiny_model
+from tests.helpers.tolerances import SUM_ORDER, assert_close
 from tests.unit.test_sampler import some_prompts
 
 PARAMS = SamplingParams(

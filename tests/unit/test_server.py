@@ -36,9 +36,9 @@ from dovetail.rollout.server import SamplerServer
 from dovetail.serving.app import Settings
 from dovetail.serving.http_server import HttpServer, listen
 from dovetail.serving.text import Text
-from tests.parity.configs import VOCAB, tiny_configs, tiny_model
-from tests.remote.fake_engine import FakeEngine
-from tests.tolerances import MODEL_FP32, SUM_ORDER, assert_close
+from tests.helpers.fake_engine import FakeEngine
+from tests.helpers.parity_configs import VOCAB, tiny_configs, tiny_model
+from tests.helpers.tolerances import MODEL_FP32, SUM_ORDER, assert_close
 from tests.unit.test_sampler import some_prompts
 from tests.unit.test_scheduler import PARAMS, sampler_of
 

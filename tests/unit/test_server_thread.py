@@ -12,7 +12,7 @@ from dovetail.rollout import server as server_module
 from dovetail.rollout.base import Prompt, SamplingParams
 from dovetail.rollout.served_sample import Event, Sample
 from dovetail.rollout.server import SamplerServer
-from tests.parity.configs import VOCAB
+from tests.helpers.parity_configs import VOCAB
 from tests.unit.test_scheduler import sampler_of
 
 MODEL = "qwen2_window"

@@ -25,7 +25,13 @@ from dovetail.weights.load import load
 from dovetail.weights.safe_paths import MANIFEST, auxiliary_files
 from dovetail.weights.save import save
 from dovetail.weights.stream import stream
-from tests.checkpoints import assert_same_tensors, decoder_on, digests, tensors_of, write_tiny
+from tests.helpers.checkpoints import (
+    assert_same_tensors,
+    decoder_on,
+    digests,
+    tensors_of,
+    write_tiny,
+)
 
 LAYOUT = Layout(tp=2, dp=2)
 

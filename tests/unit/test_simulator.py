@@ -12,7 +12,7 @@ import pytest
 from dovetail.cli.main import run_command
 from dovetail.cli.plan import lengths_of
 from dovetail.rollout.simulator import Engine, Setup, Simulation, lognormal, token_ms
-from tests.tolerances import SUM_ORDER
+from tests.helpers.tolerances import SUM_ORDER
 
 DECODE = ((1, 100.0), (9, 300.0))  # 10 and 30 ms a token
 PLAIN = Setup(

@@ -14,8 +14,8 @@ from bench.models import one_rank
 from dovetail.errors import CheckpointError, ConfigError, ModelError
 from examples import own_loop
 from tests.golden.job import MODEL, write_inputs
-from tests.parity.configs import moe_configs, save_tiny, tiny_configs
-from tests.tolerances import SUM_ORDER, assert_all_close
+from tests.helpers.parity_configs import moe_configs, save_tiny, tiny_configs
+from tests.helpers.tolerances import SUM_ORDER, assert_all_close
 
 ROOT = Path(__file__).parents[2]
 ROWS = [[1, 5, 7, 2, 9, 4], [3, 8, 2, 6], [4, 4, 1], [9, 2, 5, 5, 3], [7, 7, 2, 6, 1, 1, 3]]

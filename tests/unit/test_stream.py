@@ -28,8 +28,10 @@ from dovetail.rollout.base import Prompt, SamplingParams
 from dovetail.rollout.remote.wire import Request
 from dovetail.rollout.stream import StreamSampler
 from dovetail.run.directory import POLICY
-from tests.checkpoints import assert_same_tensors, tensors_of
-from tests.commands.program import (
+from tests.helpers.checkpoints import assert_same_tensors, tensors_of
+from tests.helpers.harness import run
+from tests.helpers.model_engine import ModelEngine
+from tests.helpers.program import (
     _as_rank,
     _captured,
     make_model,
@@ -37,8 +39,6 @@ from tests.commands.program import (
     write_recipe,
     write_rows,
 )
-from tests.harness import run
-from tests.remote.model_engine import ModelEngine
 
 BATCH, SAMPLES, ROWS = 2, 2, 7
 NUMBERS = (

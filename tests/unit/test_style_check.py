@@ -48,9 +48,13 @@ SRC = "src/dovetail/nn/attention.py"
         (
             "tests/unit/test_a.py",
             "assert_close(a, b, rtol=1e-3)\n",
-            "use a name of tests/tolerances.py",
+            "use a name of tests/helpers/tolerances.py",
         ),
-        ("tests/unit/test_a.py", "assert error < 1e-5\n", "use a name of tests/tolerances.py"),
+        (
+            "tests/unit/test_a.py",
+            "assert error < 1e-5\n",
+            "use a name of tests/helpers/tolerances.py",
+        ),
     ],
 )
 def test_planted_violation_is_found(path: str, code: str, message: str) -> None:
@@ -73,7 +77,7 @@ def test_planted_violation_is_found(path: str, code: str, message: str) -> None:
         ("src/dovetail/cli/main.py", "import os\nos.environ['RANK']\n"),
         ("src/dovetail/arch/registry.py", "if model_type == 'llama':\n    x = 1\n"),
         ("tests/unit/test_a.py", "assert error <= SUM_ORDER\nassert seconds < 0.5\n"),
-        ("tests/tolerances.py", "assert error <= 1e-9\n"),
+        ("tests/helpers/tolerances.py", "assert error <= 1e-9\n"),
     ],
 )
 def test_good_code_passes(path: str, code: str) -> None:

@@ -28,7 +28,7 @@ from dovetail.launch.progress import (
 )
 from dovetail.launch.supervisor import PORTS
 from dovetail.parallel.collectives import Handle
-from tests.fault.processes import SECONDS, is_alive, waited
+from tests.helpers.processes import SECONDS, is_alive, waited
 
 WAITS = Stack(
     (

@@ -24,7 +24,7 @@ from dovetail.rl.step_metrics import mean, sample_metrics
 from dovetail.rl.tasks import RLTask, inner_batches, step_rows, weighted
 from dovetail.rollout.base import Completion, SamplingParams
 from dovetail.run.callbacks import Callbacks, TrainerCallback, TrainerState
-from tests.tolerances import OP_FP32, assert_close
+from tests.helpers.tolerances import OP_FP32, assert_close
 
 
 def recipe_of(name: str = "grpo", shuffle: bool = True, **algorithm: Any) -> Recipe:

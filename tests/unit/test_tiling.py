@@ -16,9 +16,9 @@ from dovetail.kernels.registry import KernelSet
 from dovetail.nn.mlp import make_mlp
 from dovetail.nn.tiling import Tiled, tile_mlps
 from dovetail.parallel.mesh import Mesh
-from tests.parity.configs import tiny_configs
-from tests.tolerances import EXACT, SUM_ORDER, assert_close
-from tests.unit.head_memory import Storages
+from tests.helpers.head_memory import Storages
+from tests.helpers.parity_configs import tiny_configs
+from tests.helpers.tolerances import EXACT, SUM_ORDER, assert_close
 
 FAMILIES = ("llama_biases", "apertus")  # gated, plain
 

@@ -9,8 +9,8 @@ from torch import Tensor
 from dovetail.batch.loss import TokenStats
 from dovetail.kernels.reference import vocab_grad_, vocab_stats
 from dovetail.nn.heads import combine
-from tests.tolerances import GRADCHECK, OP_FP32, OP_FP64, assert_close
-from tests.unit.large_logits import gradient_errors
+from tests.helpers.large_logits import gradient_errors
+from tests.helpers.tolerances import GRADCHECK, OP_FP32, OP_FP64, assert_close
 
 
 class _Split(torch.autograd.Function):

@@ -18,8 +18,8 @@ from dovetail.optim.matrices import LocalShard, assign_owners, matrix_shards
 from dovetail.optim.optimizer import Optimizer, OptimSettings
 from dovetail.parallel.mesh import Mesh
 from dovetail.parallel.placement import Region
-from tests.parity.configs import save_tiny, tiny_configs
-from tests.tolerances import EXACT, OP_FP32, OP_FP64, assert_all_close
+from tests.helpers.parity_configs import save_tiny, tiny_configs
+from tests.helpers.tolerances import EXACT, OP_FP32, OP_FP64, assert_all_close
 
 STEPS, COUNT = 4, 3.0
 KEYS: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1, "clip_norm": 2.0, "frozen": ("embed.*",)}

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from dovetail.cli.main import run_command
-from tests.unit.wrong_inputs import CASES, parts_of
+from tests.helpers.wrong_inputs import CASES, parts_of
 
 SECONDS = 2.0  # of the processor, which a loaded machine does not lengthen
 SIZES = {
