@@ -33,9 +33,9 @@ from bench.given import positive, run_main
 from bench.push import PLUGIN, started
 from dovetail import Layout
 from dovetail.arch.registry import spec_from_config
-from dovetail.rollout.remote.http import Client
-from dovetail.rollout.remote.vllm import GENERATE
-from dovetail.rollout.remote.wire import STREAMED
+from dovetail.inference_servers.http import Client
+from dovetail.inference_servers.protocol import STREAMED
+from dovetail.inference_servers.vllm import GENERATE
 from dovetail.rollout.simulator import Setup, Simulation
 
 PROMPT, ROWS = 128, 512

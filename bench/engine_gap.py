@@ -23,8 +23,8 @@ from bench.models import one_rank
 from dovetail.batch.packed import PackedBatch, Sequence as Row
 from dovetail.factory.engine import EngineOptions, SamplingEngine, from_pretrained
 from dovetail.factory.tokenizer import load_tokenizer
-from dovetail.rollout.remote.http import Client
-from dovetail.rollout.remote.vllm import GENERATE
+from dovetail.inference_servers.http import Client
+from dovetail.inference_servers.vllm import GENERATE
 from dovetail.weights.hf_directory import Pretrained
 
 PROMPT = 64

@@ -27,11 +27,11 @@ from bench.engines import SHAPES, Session, add_options, random_engine, spec_of, 
 from bench.given import run_main
 from dovetail import Layout
 from dovetail.engine.native import Engine
+from dovetail.inference_servers.checksums import sums_of
+from dovetail.inference_servers.http import Client, EngineError
+from dovetail.inference_servers.push import Pusher
+from dovetail.inference_servers.vllm_digests import ExpectedDigests
 from dovetail.recipe.rollout import PushSection
-from dovetail.rollout.remote.checksums import ExpectedDigests
-from dovetail.rollout.remote.http import Client, EngineError
-from dovetail.rollout.remote.push import Pusher
-from dovetail.rollout.remote.sums import sums_of
 
 PLUGIN = Path(__file__).parents[1] / "plugins" / "dovetail-vllm"
 WARM, STREAMS = 2, 8

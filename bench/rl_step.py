@@ -42,8 +42,8 @@ from dovetail.launch.progress import Phase, Progress
 from dovetail.rewards.runner import RewardResult
 from dovetail.rl.losses import PolicyLoss
 from dovetail.rl.tasks import RLTask
-from dovetail.rollout.base import Completion, SamplingParams
-from dovetail.rollout.native import NativeSampler
+from dovetail.sampler.base import Completion, SamplingParams
+from dovetail.sampler.native import NativeSampler
 
 PARTS = {"push": "weight push", "rollout": "rollout", "reward": "reward", "score": "old log-probs", "update": "update",
          "optimizer": "optimizer"}  # fmt: skip

@@ -24,8 +24,8 @@ from dovetail.arch.registry import spec_from_config
 from dovetail.device import peak_memory_gib
 from dovetail.kernels.registry import kernels_for
 from dovetail.parallel.mesh import Mesh
-from dovetail.rollout.base import Prompt, SamplingParams
-from dovetail.rollout.native import NativeSampler, SamplerOptions
+from dovetail.sampler.base import Prompt, SamplingParams
+from dovetail.sampler.native import NativeSampler, SamplerOptions
 
 SHAPES: dict[str, dict[str, int | bool]] = {
     "7b": {

@@ -33,6 +33,8 @@ TOKENS_PER_LINE: Mapping[str, float] = {
     "pipeline": 10.4,
     "report": 10.4,
     "rl": 10.2,
+    "rollout": 10.0,
+    "sampler": 10.4,
 }
 PROCESS_GROUP_FILES = (
     "parallel/process_group.py",

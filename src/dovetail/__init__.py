@@ -20,18 +20,18 @@ if TYPE_CHECKING:
     from dovetail.parallel.layout import Layout as Layout
     from dovetail.parallel.process_group import ensure_process_group as ensure_process_group
     from dovetail.rl.experience import Sample as Sample
-    from dovetail.rollout.base import Completion as Completion
     from dovetail.run.callbacks import (
         TrainerCallback as TrainerCallback,
         TrainerState as TrainerState,
     )
     from dovetail.run.trainer import Outcome as Outcome
+    from dovetail.sampler.base import Completion as Completion
 
 __version__ = "0.1.0"
 
 HOMES: Mapping[str, str] = {
     "BatchReport": "dovetail.engine.base",
-    "Completion": "dovetail.rollout.base",
+    "Completion": "dovetail.sampler.base",
     "Engine": "dovetail.engine.native",
     "EngineOptions": "dovetail.factory.engine",
     "Layout": "dovetail.parallel.layout",

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from dovetail.rollout.base import Completion, Prompt, SamplingParams
-from dovetail.rollout.native import NativeSampler
+from dovetail.sampler.base import Completion, Prompt, SamplingParams
+from dovetail.sampler.native import NativeSampler
 from tests.helpers.program import (
     here,
     make_model,

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from bench import engine_gap
 from dovetail.factory import remote
-from dovetail.rollout.remote.http import EngineError
+from dovetail.inference_servers.http import EngineError
 from tests.helpers.fake_engine import FakeEngine
 from tests.helpers.parity_configs import moe_configs, save_tiny
 from tests.helpers.program import VOCAB, here, read_rows, write_recipe, write_rows

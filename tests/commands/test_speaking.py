@@ -12,7 +12,7 @@ import dovetail
 from dovetail.cli import header as lines
 from dovetail.engine.native import Engine
 from dovetail.factory.notes import rows_line
-from dovetail.rollout.native import NativeSampler
+from dovetail.sampler.native import NativeSampler
 from tests.helpers.program import here, program, read_rows, start, write_recipe, write_rows
 
 HEADER_SECONDS = 5.0  # until the header; the machine of a test may be busy, so the CPU time of the process counts

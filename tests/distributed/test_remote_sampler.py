@@ -12,13 +12,13 @@ from torch import Tensor
 from dovetail.arch.spec import MoeSpec
 from dovetail.errors import DataError, MachineError
 from dovetail.factory.engine import make_mesh
+from dovetail.inference_servers.fleet import Fleet, Replica
+from dovetail.inference_servers.http import Client, EngineError
+from dovetail.inference_servers.push import Pusher
+from dovetail.inference_servers.remote_sampler import RemoteSampler
+from dovetail.inference_servers.vllm import Vllm
 from dovetail.parallel.layout import Layout
-from dovetail.rollout.base import Prompt, SamplingParams
-from dovetail.rollout.remote.fleet import Fleet, Replica
-from dovetail.rollout.remote.http import Client, EngineError
-from dovetail.rollout.remote.push import Pusher
-from dovetail.rollout.remote.sampler import RemoteSampler
-from dovetail.rollout.remote.vllm import Vllm
+from dovetail.sampler.base import Prompt, SamplingParams
 from tests.helpers.fake_engine import VOCABULARY, FakeEngine, hashed_experts
 from tests.helpers.harness import run
 

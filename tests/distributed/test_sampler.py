@@ -16,10 +16,10 @@ from dovetail.factory.engine import from_pretrained
 from dovetail.kernels.registry import KernelSet
 from dovetail.parallel.layout import Layout
 from dovetail.parallel.mesh import Mesh
-from dovetail.rollout import model_runner
-from dovetail.rollout.base import Completion, Prompt, SamplingParams
-from dovetail.rollout.native import NativeSampler
-from dovetail.rollout.sampling import draw
+from dovetail.sampler import model_runner
+from dovetail.sampler.base import Completion, Prompt, SamplingParams
+from dovetail.sampler.native import NativeSampler
+from dovetail.sampler.sampling import draw
 from tests.helpers.harness import distributed, run
 from tests.helpers.parity_configs import VOCAB, moe_configs, save_tiny, tiny_configs, tiny_model
 from tests.helpers.tolerances import MODEL_FP32, OP_FP64, SUM_ORDER, assert_close

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from dovetail.rollout.remote.http import Client, EngineError
+from dovetail.inference_servers.http import Client, EngineError
 from dovetail.serving import connection, guard
 from dovetail.serving.http_server import HttpServer
 from tests.helpers.server_attacks import CLOSED, GENERATE, KEY, Attack, attacks, fuzzed, post

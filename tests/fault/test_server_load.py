@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from dovetail import system
+from dovetail.inference_servers.http import Client, EngineError
 from dovetail.launch.process import python_module
-from dovetail.rollout.remote.http import Client, EngineError
 from tests.helpers.server_attacks import GENERATE, post
 
 MIB = 1 << 20

@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from dovetail.rollout.remote.sums import sums_of
+from dovetail.inference_servers.checksums import sums_of
 from tests.helpers.sum_words import pairs
 from tests.unit.test_push_sums import DTYPES, SIZES, tensor
 

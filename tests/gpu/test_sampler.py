@@ -15,10 +15,10 @@ from dovetail.batch.packed import PackedBatch, Sequence
 from dovetail.kernels import cuda
 from dovetail.kernels.registry import kernels_for
 from dovetail.parallel.mesh import Mesh
-from dovetail.rollout.base import Completion, Prompt, SamplingParams
-from dovetail.rollout.kv_cache import PagedCache
-from dovetail.rollout.model_runner import CapturedStep, cuda_capture
-from dovetail.rollout.native import NativeSampler, SamplerOptions
+from dovetail.sampler.base import Completion, Prompt, SamplingParams
+from dovetail.sampler.kv_cache import PagedCache
+from dovetail.sampler.model_runner import CapturedStep, cuda_capture
+from dovetail.sampler.native import NativeSampler, SamplerOptions
 from tests.helpers.parity_configs import VOCAB, moe_configs, tiny_configs, tiny_model
 from tests.helpers.tolerances import HALF_SHARE, MODEL_FP32, OP_BF16, OP_FP32, assert_close
 from tests.unit.test_sampler import some_prompts

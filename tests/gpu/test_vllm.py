@@ -18,17 +18,17 @@ from dovetail.arch.spec import ArchSpec
 from dovetail.batch.packed import PackedBatch, Sequence as Row
 from dovetail.engine.native import Engine
 from dovetail.factory.engine import from_pretrained
+from dovetail.inference_servers.fleet import Fleet, Replica
+from dovetail.inference_servers.http import Client
+from dovetail.inference_servers.protocol import RETURNS_ROUTES
+from dovetail.inference_servers.push import Pusher
+from dovetail.inference_servers.remote_sampler import RemoteSampler
+from dovetail.inference_servers.vllm import Vllm
 from dovetail.launch.engines import URLS, EngineStart, running
 from dovetail.parallel.mesh import Mesh
 from dovetail.parallel.process_group import temporary_process_group
 from dovetail.recipe.rollout import PushSection
-from dovetail.rollout.base import Completion, Prompt, SamplingParams
-from dovetail.rollout.remote.fleet import Fleet, Replica
-from dovetail.rollout.remote.http import Client
-from dovetail.rollout.remote.push import Pusher
-from dovetail.rollout.remote.sampler import RemoteSampler
-from dovetail.rollout.remote.vllm import Vllm
-from dovetail.rollout.remote.wire import RETURNS_ROUTES
+from dovetail.sampler.base import Completion, Prompt, SamplingParams
 from tests.helpers.tolerances import ENGINE_LOGPROB_BF16
 from tests.helpers.vllm_stand_in import PLUGIN, install_plugin
 from tests.remote.test_vllm import PYTHON, VersionPusher, free_port

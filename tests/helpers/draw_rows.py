@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 
 from dovetail.kernels import sampling_triton
-from dovetail.rollout.base import SamplingParams
-from dovetail.rollout.sampling import bits_at, draw, mask_of
+from dovetail.sampler.base import SamplingParams
+from dovetail.sampler.sampling import bits_at, draw, mask_of
 
 COLUMNS = (
     1,

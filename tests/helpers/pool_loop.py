@@ -14,10 +14,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dovetail.rollout.base import Completion
-from dovetail.rollout.feed import Feed
-from dovetail.rollout.journal import Journal
-from dovetail.rollout.pool import Pool
+from dovetail.rl.asynchronous.buffer import Feed
+from dovetail.rl.asynchronous.checkpoint import Journal
+from dovetail.rl.asynchronous.staleness import Pool
+from dovetail.sampler.base import Completion
 from dovetail.weights.atomic import replace_file
 
 BATCH, SAMPLES, LAG, STEPS, SAVE_EVERY = 3, 2, 2, 12, 2

@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
+from dovetail.inference_servers.http import Client
+from dovetail.inference_servers.push import Pusher
 from dovetail.recipe.rollout import PushSection
-from dovetail.rollout.remote.http import Client
-from dovetail.rollout.remote.push import Pusher
 
 MODEL = Path.home() / ".cache/dovetail/smollm2-135m-instruct/model.safetensors"
 

@@ -4,8 +4,8 @@ import json
 
 import torch
 
+from dovetail.inference_servers import checksums as sums
 from dovetail.kernels import sums_triton
-from dovetail.rollout.remote import sums
 
 
 def pairs(device: str) -> list[tuple[int, int]]:

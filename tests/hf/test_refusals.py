@@ -35,7 +35,7 @@ from dovetail.hf.transformers_model import TransformersModel, make_model
 from dovetail.kernels.registry import KernelSet
 from dovetail.parallel.layout import Layout
 from dovetail.parallel.mesh import Mesh
-from dovetail.rollout.transformers import TransformersSampler
+from dovetail.sampler.transformers import TransformersSampler
 from dovetail.weights.hf_directory import Pretrained
 from tests.helpers.families import TEXT, VISION, _make
 from tests.helpers.parity_configs import tiny_model

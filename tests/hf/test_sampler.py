@@ -15,8 +15,8 @@ from dovetail.factory.layouts import Backend
 from dovetail.factory.sampler import backend_layout, make_sampler
 from dovetail.parallel.layout import Layout
 from dovetail.parallel.mesh import Mesh
-from dovetail.rollout.base import Completion, Prompt, SamplingParams
-from dovetail.rollout.transformers import TransformersSampler
+from dovetail.sampler.base import Completion, Prompt, SamplingParams
+from dovetail.sampler.transformers import TransformersSampler
 from dovetail.weights.hf_directory import Pretrained
 from tests.helpers.families import TEXT, WORDS
 from tests.helpers.harness import run

@@ -19,15 +19,15 @@ import torch
 
 from dovetail.batch.packed import PackedBatch, Sequence as Row
 from dovetail.factory.engine import from_pretrained
+from dovetail.inference_servers.fleet import Fleet, Replica
+from dovetail.inference_servers.http import Client, EngineError
+from dovetail.inference_servers.push import Pusher
+from dovetail.inference_servers.remote_sampler import RemoteSampler
+from dovetail.inference_servers.vllm import Vllm
 from dovetail.launch.engines import URLS, EngineStart, running
 from dovetail.parallel.mesh import Mesh
 from dovetail.parallel.process_group import temporary_process_group
-from dovetail.rollout.base import Completion, Prompt, SamplingParams
-from dovetail.rollout.remote.fleet import Fleet, Replica
-from dovetail.rollout.remote.http import Client, EngineError
-from dovetail.rollout.remote.push import Pusher
-from dovetail.rollout.remote.sampler import RemoteSampler
-from dovetail.rollout.remote.vllm import Vllm
+from dovetail.sampler.base import Completion, Prompt, SamplingParams
 from dovetail.system import children_of
 from tests.helpers.tolerances import ENGINE_LOGPROB
 

@@ -11,14 +11,14 @@ import transformers
 
 from dovetail.batch.packed import PackedBatch, Sequence as Row
 from dovetail.factory.engine import from_pretrained
+from dovetail.inference_servers.fleet import Fleet, Replica
+from dovetail.inference_servers.http import Client
+from dovetail.inference_servers.images import PIXELS
+from dovetail.inference_servers.remote_sampler import RemoteSampler
+from dovetail.inference_servers.vllm import Vllm
 from dovetail.launch.engines import URLS, EngineStart, running
 from dovetail.parallel.mesh import Mesh
-from dovetail.rollout.base import Completion, Prompt, SamplingParams
-from dovetail.rollout.remote.fleet import Fleet, Replica
-from dovetail.rollout.remote.http import Client
-from dovetail.rollout.remote.images import PIXELS
-from dovetail.rollout.remote.sampler import RemoteSampler
-from dovetail.rollout.remote.vllm import Vllm
+from dovetail.sampler.base import Completion, Prompt, SamplingParams
 from tests.helpers.families import END, IMAGE, START
 from tests.helpers.sights import SMALL, TALL, WIDE, layout_of, media_of
 from tests.helpers.tolerances import ENGINE_LOGPROB

@@ -23,11 +23,11 @@ import torch
 
 from dovetail.batch.packed import PackedBatch, Sequence as Row
 from dovetail.factory.engine import from_pretrained
+from dovetail.inference_servers.http import Client, EngineError
+from dovetail.inference_servers.push import Pusher
+from dovetail.inference_servers.transports import Bucket
 from dovetail.parallel.process_group import temporary_process_group
 from dovetail.recipe.rollout import PushSection
-from dovetail.rollout.remote.http import Client, EngineError
-from dovetail.rollout.remote.push import Pusher
-from dovetail.rollout.remote.transports import Bucket
 from tests.helpers.tolerances import ENGINE_LOGPROB
 from tests.helpers.vllm_stand_in import PLUGIN, install_plugin
 
@@ -160,7 +160,7 @@ def test_what_is_not_as_sent_is_refused_by_name(
     part = [
         (name, tensor) for name, tensor in weights if ".layers.0." in name or ".layers.1." in name
     ]
-    made, module = pusher(client, 2), importlib.import_module("dovetail.rollout.remote.push")
+    made, module = pusher(client, 2), importlib.import_module("dovetail.inference_servers.push")
     fill = module.fill
     assert made.push(iter(weights), 10) == [None]
     right = log_probs(generated(client, 8))

@@ -16,11 +16,11 @@ import pytest
 
 from dovetail.errors import ConfigError, MachineError
 from dovetail.factory.engines import engine_start, push_settings
+from dovetail.inference_servers.fleet import Replica
+from dovetail.inference_servers.http import Client
+from dovetail.inference_servers.protocol import Abilities
 from dovetail.launch.engines import URLS, EngineStart, running
 from dovetail.recipe.schema import Recipe, make_recipe
-from dovetail.rollout.remote.fleet import Replica
-from dovetail.rollout.remote.http import Client
-from dovetail.rollout.remote.wire import Abilities
 
 SERVER = """
 import http.server, os, sys

@@ -20,7 +20,7 @@ from dovetail.recipe.evaluation import default_metrics
 from dovetail.recipe.schema import make_recipe
 from dovetail.rl.evaluation import EvalSet, average, majority, pass_at
 from dovetail.rl.experience import Sample
-from dovetail.rollout.base import Completion
+from dovetail.sampler.base import Completion
 from tests.helpers.tolerances import OP_FP32
 
 

@@ -21,7 +21,7 @@ from dovetail.nn.mlp import GatedMLP
 from dovetail.nn.tiling import Tiled
 from dovetail.parallel.layout import Layout
 from dovetail.parallel.mesh import Axis, Mesh
-from dovetail.rollout.native import NativeSampler
+from dovetail.sampler.native import NativeSampler
 from tests.helpers.blocks import Blocks
 from tests.helpers.parity_configs import tiny_configs
 from tests.helpers.quack_stand_in import StandIn, everywhere, in_pairs, installed

@@ -11,7 +11,7 @@ from openai import OpenAI
 from openai.types.chat import ChatCompletionMessageParam, ChatCompletionToolParam
 
 from dovetail.factory.serving import make_server
-from dovetail.rollout.remote.http import Client
+from dovetail.inference_servers.http import Client
 from dovetail.serving.http_server import HttpServer, listen
 from dovetail.serving.text import Detokenizer, StopStrings
 from examples.tutorials.tiny import language_model

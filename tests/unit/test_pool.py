@@ -13,10 +13,10 @@ import pytest
 
 from dovetail.data.rows import batch_rows
 from dovetail.errors import MachineError
-from dovetail.rollout.base import Completion
-from dovetail.rollout.feed import Feed
-from dovetail.rollout.journal import FinishedGroup, Journal
-from dovetail.rollout.pool import Pool
+from dovetail.rl.asynchronous.buffer import Feed
+from dovetail.rl.asynchronous.checkpoint import FinishedGroup, Journal
+from dovetail.rl.asynchronous.staleness import Pool
+from dovetail.sampler.base import Completion
 from tests.helpers.pool_loop import BATCH, STEPS, Checkpoint, Engines, train
 
 

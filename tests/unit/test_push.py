@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 
+from dovetail.inference_servers.background import in_background
+from dovetail.inference_servers.http import Client
+from dovetail.inference_servers.push import Pusher
+from dovetail.inference_servers.transports import SLOTS
 from dovetail.parallel.private_group import UNIQUE_ID, PrivateGroup
 from dovetail.recipe.rollout import PushSection
-from dovetail.rollout.remote.background import in_background
-from dovetail.rollout.remote.http import Client
-from dovetail.rollout.remote.push import Pusher
-from dovetail.rollout.remote.transports import SLOTS
 from tests.helpers import vllm_stand_in as stand_in
 from tests.helpers.forked import popen
 from tests.helpers.harness import template
@@ -54,9 +54,9 @@ def pusher(servers: list[Any], transport: Any, directory: Path, **options: Any) 
 
 def small(made: Pusher, monkeypatch: pytest.MonkeyPatch) -> Pusher:
     """Buckets of kilobytes."""
-    original = importlib.import_module("dovetail.rollout.remote.push").fill
+    original = importlib.import_module("dovetail.inference_servers.push").fill
     monkeypatch.setattr(
-        "dovetail.rollout.remote.push.fill",
+        "dovetail.inference_servers.push.fill",
         lambda weights, transport, _, **kw: original(weights, transport, 4096, **kw),
     )
     return made
@@ -122,7 +122,7 @@ def test_a_server_that_hangs_costs_its_own_time_alone(
     servers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     good, bad = servers("nccl"), servers("nccl")
-    monkeypatch.setattr("dovetail.rollout.remote.push_vllm.SETTLE", 0.2)
+    monkeypatch.setattr("dovetail.inference_servers.push_vllm.SETTLE", 0.2)
     made, over = (
         small(pusher([good, bad], "nccl", tmp_path, timeout=1.5), monkeypatch),
         threading.Event(),

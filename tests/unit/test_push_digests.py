@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file
 
 from dovetail.errors import ConfigError
+from dovetail.inference_servers.http import Client
+from dovetail.inference_servers.push import Pusher
+from dovetail.inference_servers.vllm_digests import EMPTY, ExpectedDigests
 from dovetail.recipe.rollout import PushSection
-from dovetail.rollout.remote.checksums import EMPTY, ExpectedDigests
-from dovetail.rollout.remote.http import Client
-from dovetail.rollout.remote.push import Pusher
 from tests.helpers.fake_engine import FakeEngine
 
 WIDTH, HEADS, KV, HEAD, FFN, VOCAB = 8, 4, 2, 4, 12, 70

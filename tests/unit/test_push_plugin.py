@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from dovetail.rollout.remote.transports import Bucket, FileTransport, fill
+from dovetail.inference_servers.transports import Bucket, FileTransport, fill
 from tests.helpers import vllm_stand_in as stand_in
 
 SIGNATURES = json.loads(

@@ -7,7 +7,8 @@ import random
 import pytest
 import torch
 
-from dovetail.rollout.remote.sums import FIRST, MASK, SECOND, STEP, add_words, sums_of
+from dovetail.inference_servers.checksums import add_words, sums_of
+from dovetail.kernels.splitmix import FIRST, MASK, SECOND, STEP
 from tests.helpers.forked import output_of
 from tests.helpers.harness import template
 from tests.helpers.vllm_stand_in import PLUGIN

@@ -21,12 +21,12 @@ from transformers import Qwen3MoeConfig
 from dovetail.factory import job, parts, rewards, tokenizer
 from dovetail.factory.job import Builder, Job
 from dovetail.factory.sampler import backend_layout
+from dovetail.inference_servers.fleet import Replica
+from dovetail.inference_servers.http import Client
+from dovetail.inference_servers.protocol import Abilities
 from dovetail.parallel.layout import Layout
 from dovetail.parallel.mesh import Mesh
 from dovetail.recipe.schema import Recipe, known_keys, make_recipe
-from dovetail.rollout.remote.fleet import Replica
-from dovetail.rollout.remote.http import Client
-from dovetail.rollout.remote.wire import Abilities
 from dovetail.run.directory import RunDirectory
 from examples.quickstart.scratch import character_tokenizer
 from tests.helpers.wired_keys import RANKS, TABLE

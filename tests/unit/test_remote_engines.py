@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from dovetail.errors import ConfigError
+from dovetail.inference_servers.fleet import Fleet, Replica, Wire
+from dovetail.inference_servers.http import Client, EngineError
+from dovetail.inference_servers.protocol import Reply, Request, check_log_probs
+from dovetail.inference_servers.remote_sampler import RemoteSampler
+from dovetail.inference_servers.sglang import Sglang
+from dovetail.inference_servers.vllm import Vllm
 from dovetail.parallel.mesh import Mesh
-from dovetail.rollout.base import Prompt, SamplingParams
-from dovetail.rollout.remote.fleet import Fleet, Replica, Wire
-from dovetail.rollout.remote.http import Client, EngineError
-from dovetail.rollout.remote.sampler import RemoteSampler
-from dovetail.rollout.remote.sglang import Sglang
-from dovetail.rollout.remote.vllm import Vllm
-from dovetail.rollout.remote.wire import Reply, Request, check_log_probs
+from dovetail.sampler.base import Prompt, SamplingParams
 from tests.helpers.fake_engine import VOCABULARY, FakeEngine, hashed_logits, log_softmax
 from tests.helpers.tolerances import OP_FP64
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from dovetail.errors import ConfigError
-from dovetail.rollout.remote.http import Client, EngineError
+from dovetail.inference_servers.http import Client, EngineError
 
 KEY = "sk-quite-secret"
 

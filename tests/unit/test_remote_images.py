@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from dovetail.errors import ConfigError, DataError, MachineError
+from dovetail.inference_servers.images import check_media, image_features
+from dovetail.inference_servers.protocol import Abilities
+from dovetail.inference_servers.remote_sampler import RemoteSampler
 from dovetail.parallel.mesh import Mesh
-from dovetail.rollout.base import Prompt, SamplingParams
-from dovetail.rollout.remote.images import check_media, image_features
-from dovetail.rollout.remote.sampler import RemoteSampler
-from dovetail.rollout.remote.wire import Abilities
+from dovetail.sampler.base import Prompt, SamplingParams
 from tests.helpers.fake_engine import VOCABULARY, FakeEngine
 from tests.unit.test_remote_engines import fleet
 

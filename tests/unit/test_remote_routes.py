@@ -11,8 +11,8 @@ import torch
 
 from dovetail.arch.spec import MoeSpec
 from dovetail.errors import MachineError
-from dovetail.rollout.base import SamplingParams
-from dovetail.rollout.remote.routes import read_experts
+from dovetail.inference_servers.routes import read_experts
+from dovetail.sampler.base import SamplingParams
 from tests.helpers.fake_engine import FakeEngine, as_int32, as_npy, hashed_experts
 from tests.unit.test_remote_engines import KINDS, PROMPT, fleet, probe, request
 

@@ -22,10 +22,10 @@ from dovetail.kernels import cuda
 from dovetail.kernels.registry import KernelSet
 from dovetail.parallel.layout import Layout
 from dovetail.parallel.mesh import Mesh
-from dovetail.rollout.base import Completion, Prompt, SamplingParams
-from dovetail.rollout.native import NativeSampler, capture_for
-from dovetail.rollout.sampling import uniforms
-from dovetail.rollout.transformers import plan_static_batches
+from dovetail.sampler.base import Completion, Prompt, SamplingParams
+from dovetail.sampler.native import NativeSampler, capture_for
+from dovetail.sampler.sampling import uniforms
+from dovetail.sampler.transformers import plan_static_batches
 from dovetail.weights.hf_directory import Pretrained
 from tests.helpers.parity_configs import MAX_POSITIONS, VOCAB, moe_configs, tiny_configs, tiny_model
 from tests.helpers.tolerances import MODEL_FP32, SUM_ORDER, assert_close

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dovetail.rollout.base import SamplingParams
-from dovetail.rollout.sampling import cut, draw, inverse_cdf, uniforms
+from dovetail.sampler.base import SamplingParams
+from dovetail.sampler.sampling import cut, draw, inverse_cdf, uniforms
 from tests.helpers.tolerances import MODEL_FP32, assert_close
 
 CHI_SQUARE_LIMIT = {

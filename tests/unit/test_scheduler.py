@@ -19,11 +19,11 @@ from dovetail.kernels import reference
 from dovetail.kernels.reference import Spans
 from dovetail.kernels.registry import KernelSet
 from dovetail.parallel.mesh import Mesh
-from dovetail.rollout.base import Completion, SamplingParams
-from dovetail.rollout.kv_cache import PageBudget, PagedCache, PagePool
-from dovetail.rollout.model_runner import GraphPool, ModelRunner, pad_to_bucket
-from dovetail.rollout.native import NativeSampler, SamplerOptions
-from dovetail.rollout.scheduler import Group, Request, Scheduler
+from dovetail.sampler.base import Completion, SamplingParams
+from dovetail.sampler.kv_cache import PageBudget, PagedCache, PagePool
+from dovetail.sampler.model_runner import GraphPool, ModelRunner, pad_to_bucket
+from dovetail.sampler.native import NativeSampler, SamplerOptions
+from dovetail.sampler.scheduler import Group, Request, Scheduler
 from tests.helpers.parity_configs import VOCAB, moe_configs, tiny_configs, tiny_model
 from tests.helpers.tolerances import SUM_ORDER, assert_close
 from tests.unit.test_sampler import some_prompts

@@ -20,21 +20,21 @@ from dovetail.cli import serve
 from dovetail.cli.main import run_command
 from dovetail.errors import ConfigError, MachineError
 from dovetail.factory import serving as serving_parts
+from dovetail.inference_servers import push, transports
+from dovetail.inference_servers.fleet import Fleet, Replica
+from dovetail.inference_servers.http import Client, EngineError
+from dovetail.inference_servers.protocol import Reply, Request
+from dovetail.inference_servers.push import Pusher
+from dovetail.inference_servers.remote_sampler import RemoteSampler
+from dovetail.inference_servers.sglang import Sglang
+from dovetail.inference_servers.vllm import Native, Vllm, generate_body
 from dovetail.parallel.mesh import Mesh
 from dovetail.recipe.rollout import PushSection
-from dovetail.rollout.base import Completion, Prompt, SamplingParams
-from dovetail.rollout.native import NativeSampler, cache_bytes
-from dovetail.rollout.remote import push, transports
-from dovetail.rollout.remote.fleet import Fleet, Replica
-from dovetail.rollout.remote.http import Client, EngineError
-from dovetail.rollout.remote.push import Pusher
-from dovetail.rollout.remote.sampler import RemoteSampler
-from dovetail.rollout.remote.sglang import Sglang
-from dovetail.rollout.remote.vllm import Native, Vllm, generate_body
-from dovetail.rollout.remote.wire import Reply, Request
-from dovetail.rollout.server import SamplerServer
+from dovetail.sampler.base import Completion, Prompt, SamplingParams
+from dovetail.sampler.native import NativeSampler, cache_bytes
 from dovetail.serving.app import Settings
 from dovetail.serving.http_server import HttpServer, listen
+from dovetail.serving.sampler_server import SamplerServer
 from dovetail.serving.text import Text
 from tests.helpers.fake_engine import FakeEngine
 from tests.helpers.parity_configs import VOCAB, tiny_configs, tiny_model
@@ -260,7 +260,7 @@ def test_a_push_that_is_not_whole_leaves_the_server_alive_and_silent(
     with serving() as server:
         made, client, given = pusher(server, tmp_path, monkeypatch), Client(server.url), weights()
         name = "model.layers.1.mlp.up_proj.weight"
-        monkeypatch.setattr("dovetail.rollout.remote.transports.FileTransport.publish", flipped)
+        monkeypatch.setattr("dovetail.inference_servers.transports.FileTransport.publish", flipped)
         (error,) = made.push(given.items(), 1)
         assert (
             error is not None and "its bytes have the sum" in error.message and error.status == 400
@@ -350,7 +350,7 @@ def test_a_pause_keeps_requests_and_clients_that_leave_free_their_pages() -> Non
 def test_a_batch_that_does_not_get_whole_begins_all_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("dovetail.rollout.server.HOLD_SECONDS", 0.1)
+    monkeypatch.setattr("dovetail.serving.sampler_server.HOLD_SECONDS", 0.1)
     with serving() as server:
         fleet = fleet_of(server)
         lone = replace(request([1], GREEDY), batch=("b", 2, 0))

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from dovetail.errors import CheckpointError
-from dovetail.rollout.remote import receive
-from dovetail.rollout.remote.http import Client, EngineError
-from dovetail.rollout.remote.receive import Receiver
-from dovetail.rollout.remote.transports import map_memory
-from dovetail.rollout.remote.wire import Request
+from dovetail.inference_servers.http import Client, EngineError
+from dovetail.inference_servers.protocol import Request
+from dovetail.inference_servers.transports import map_memory
+from dovetail.serving import receive
+from dovetail.serving.receive import Receiver
 from tests.unit.test_server import GREEDY, fleet_of, pusher, request, serving, weights
 
 BUCKET = {"bucket": 0, "num_bytes": 8, "tensors": [["a", "float32", [2], 0, "0"]]}

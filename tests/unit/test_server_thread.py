@@ -8,10 +8,10 @@ from typing import Any, Self
 
 import pytest
 
-from dovetail.rollout import server as server_module
-from dovetail.rollout.base import Prompt, SamplingParams
-from dovetail.rollout.served_sample import Event, Sample
-from dovetail.rollout.server import SamplerServer
+from dovetail.sampler.base import Prompt, SamplingParams
+from dovetail.serving import sampler_server as server_module
+from dovetail.serving.sampler_server import SamplerServer
+from dovetail.serving.served_sample import Event, Sample
 from tests.helpers.parity_configs import VOCAB
 from tests.unit.test_scheduler import sampler_of
 

@@ -18,7 +18,7 @@ MODULES = (
     "dovetail.cli.report",
     "dovetail.cli.rollouts",
     "dovetail.cli.plan",
-    "dovetail.rollout.pool",
+    "dovetail.rl.asynchronous.staleness",
 )
 
 
@@ -70,8 +70,8 @@ assert dovetail.Layout(tp=2).tp == 2 and "torch" not in sys.modules
 missing = "pydantic", "pydantic_core", "rich", "dovetail.recipe.schema", "dovetail.recipe.yaml"  # huggingface_hub needs yaml
 assert not sys.modules.keys() & set(missing)
 sys.modules.update(dict.fromkeys(missing))
-import dovetail.kernels, dovetail.rollout
-rooms = dovetail.kernels, dovetail.rollout
+import dovetail.kernels, dovetail.sampler, dovetail.inference_servers
+rooms = dovetail.kernels, dovetail.sampler, dovetail.inference_servers
 found = [f"{room.__name__}.{module.name}" for room in rooms for module in pkgutil.iter_modules(room.__path__)]
 found.remove("dovetail.kernels.quack_epilogue")  # needs cutlass, an extra
 library = "factory.engine", "factory.sampler", "rl.losses", "rl.advantages", "rl.tasks", "run.trainer"

@@ -18,16 +18,16 @@ from dovetail.errors import MachineError
 from dovetail.factory.job import Builder, Job
 from dovetail.factory.remote import make_stream
 from dovetail.factory.trainer import run_job
+from dovetail.inference_servers.protocol import Request
 from dovetail.launch.progress import Progress
 from dovetail.parallel.mesh import Mesh
 from dovetail.parallel.process_group import StopSignal, temporary_process_group
 from dovetail.recipe.schema import load_recipe
+from dovetail.rl.asynchronous.sampler import StreamSampler
 from dovetail.rl.experience import Sample
 from dovetail.rl.tasks import RLTask, step_rows
-from dovetail.rollout.base import Prompt, SamplingParams
-from dovetail.rollout.remote.wire import Request
-from dovetail.rollout.stream import StreamSampler
 from dovetail.run.directory import POLICY
+from dovetail.sampler.base import Prompt, SamplingParams
 from tests.helpers.checkpoints import assert_same_tensors, tensors_of
 from tests.helpers.harness import run
 from tests.helpers.model_engine import ModelEngine

@@ -22,8 +22,8 @@ from dovetail.rewards.runner import RecentFailures, RewardResult
 from dovetail.rl.experience import Sample, drop_equal_groups, pack_samples, with_advantages
 from dovetail.rl.step_metrics import mean, sample_metrics
 from dovetail.rl.tasks import RLTask, inner_batches, step_rows, weighted
-from dovetail.rollout.base import Completion, SamplingParams
 from dovetail.run.callbacks import Callbacks, TrainerCallback, TrainerState
+from dovetail.sampler.base import Completion, SamplingParams
 from tests.helpers.tolerances import OP_FP32, assert_close
 
 

@@ -17,10 +17,10 @@ from dovetail.device import peak_memory_gib, usage
 from dovetail.launch.progress import Phase, Progress
 from dovetail.rl.experience import Sample
 from dovetail.rl.step_metrics import length_metrics, sample_metrics
-from dovetail.rollout.base import Completion
 from dovetail.run.loggers import RunFacts
 from dovetail.run.metrics import Metrics
 from dovetail.run.trainer import phase_metrics
+from dovetail.sampler.base import Completion
 
 STEP_SECONDS, SHARE = 2.0, 0.01  # tracking may take this share of a short step
 

@@ -1,4 +1,4 @@
-"""The sum of a tensor's bytes, as Dovetail defines it (src/dovetail/rollout/remote/sums.py), and bit for bit equal to it."""
+"""The checksum of a tensor's bytes, bit for bit that of Dovetail (dovetail/inference_servers/checksums.py)."""
 
 import torch
 from torch import Tensor

@@ -15,9 +15,9 @@ from dovetail.factory.sampler import backend_layout, make_sampler
 from dovetail.factory.tokenizer import banned_ids, stop_ids, text_of
 from dovetail.launch.progress import Progress
 from dovetail.parallel.consensus import agreed
-from dovetail.rollout.base import Completion, Prompt, SamplingParams
-from dovetail.rollout.native import SamplerOptions
 from dovetail.run.state import refuse_other_models
+from dovetail.sampler.base import Completion, Prompt, SamplingParams
+from dovetail.sampler.native import SamplerOptions
 
 ON_CPU = 128
 ON_GPU = 2048  # samples of a replica between two writes

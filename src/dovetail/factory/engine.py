@@ -43,7 +43,7 @@ from dovetail.parallel.process_group import (
     pick_device,
 )
 from dovetail.pipeline.partition import partition
-from dovetail.rollout.base import Completion, Prompt, Sampler, SamplingParams
+from dovetail.sampler.base import Completion, Prompt, Sampler, SamplingParams
 from dovetail.weights.hf_directory import (
     LM_HEAD,
     CheckpointSource,

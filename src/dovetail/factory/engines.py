@@ -6,20 +6,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dovetail.errors import ConfigError, listing
-from dovetail.launch.engines import KEY, EngineStart
-from dovetail.launch.process import python_module
-from dovetail.rollout.params import SamplingParams
-from dovetail.rollout.remote.fleet import Replica, Wire
-from dovetail.rollout.remote.http import Client, EngineError
-from dovetail.rollout.remote.sglang import Sglang
-from dovetail.rollout.remote.vllm import DEV_MODE, SLEEP, STARTS, Native, Vllm
-from dovetail.rollout.remote.wire import (
+from dovetail.inference_servers.fleet import Replica, Wire
+from dovetail.inference_servers.http import Client, EngineError
+from dovetail.inference_servers.protocol import (
     KEEPS_PIXELS,
     RETURNS_ROUTES,
     SLEEP_MODE,
     check_log_probs,
     fitting_log_probs,
 )
+from dovetail.inference_servers.sglang import Sglang
+from dovetail.inference_servers.vllm import DEV_MODE, SLEEP, STARTS, Native, Vllm
+from dovetail.launch.engines import KEY, EngineStart
+from dovetail.launch.process import python_module
+from dovetail.sampler.params import SamplingParams
 from dovetail.weights.config_file import CONFIG, pinned, read_config
 
 if TYPE_CHECKING:

@@ -30,6 +30,7 @@ from dovetail.factory.rewards import Printed, make_rewards
 from dovetail.factory.rows import reads_answer
 from dovetail.factory.sampler import backend_layout, make_sampler
 from dovetail.factory.tokenizer import banned_ids, stop_ids, text_of
+from dovetail.inference_servers.remote_sampler import RemoteSampler
 from dovetail.parallel.consensus import agreed
 from dovetail.parallel.mesh import Mesh
 from dovetail.recipe.algorithms import PPO, SFT, AnyRL, CriticFree, PolicyGradient
@@ -37,22 +38,21 @@ from dovetail.recipe.distillation import SAMPLED, Distillation
 from dovetail.recipe.preferences import DPO, KTO, AnyPreference
 from dovetail.recipe.schema import Recipe
 from dovetail.recipe.types import LayoutSection
+from dovetail.rl.asynchronous.sampler import StreamSampler
 from dovetail.rl.distillation_task import DistillationTask, prompt_of
 from dovetail.rl.losses import PolicyLoss, ValueLoss
 from dovetail.rl.preference_task import PreferenceTask
 from dovetail.rl.reward_manager import FunctionReward, RewardManager
 from dovetail.rl.tasks import RLTask, SupervisedTask
-from dovetail.rollout.base import SamplingParams
-from dovetail.rollout.native import NativeSampler, SamplerOptions
-from dovetail.rollout.remote.sampler import RemoteSampler
-from dovetail.rollout.stream import StreamSampler
-from dovetail.rollout.transformers import TransformersSampler
 from dovetail.run.console import LOGS
 from dovetail.run.directory import CRITIC, POLICY, Contents, RunDirectory
 from dovetail.run.paths import CHECKPOINTS
 from dovetail.run.resume import refuse_other
 from dovetail.run.state import model_fingerprint
 from dovetail.run.trainer import Task
+from dovetail.sampler.base import SamplingParams
+from dovetail.sampler.native import NativeSampler, SamplerOptions
+from dovetail.sampler.transformers import TransformersSampler
 
 REWARDS_LOG = "rewards.log"  # what reward functions print
 AnySampler = NativeSampler | TransformersSampler | RemoteSampler

@@ -27,6 +27,7 @@ from dovetail.factory.rewards import Printed, own_metrics
 from dovetail.factory.rows import Given, listed, read_template, sources_of
 from dovetail.factory.sampler import longest_row
 from dovetail.factory.tokenizer import load_processor, load_tokenizer
+from dovetail.inference_servers.fleet import Replica
 from dovetail.kernels.reference import wide
 from dovetail.launch.engines import engine_key, started_engines
 from dovetail.launch.progress import Progress, collective_timeout
@@ -45,9 +46,8 @@ from dovetail.recipe.preferences import Reward
 from dovetail.recipe.reward import RewardModelSection
 from dovetail.recipe.schema import CriticSection, Recipe, ReferenceSection
 from dovetail.recipe.types import LayoutSection
+from dovetail.rl.asynchronous.sampler import StreamSampler
 from dovetail.rl.evaluation import EvalSet
-from dovetail.rollout.remote.fleet import Replica
-from dovetail.rollout.stream import StreamSampler
 from dovetail.run.directory import POLICY
 from dovetail.run.resume import ROWS, Resumed, refuse_other
 from dovetail.run.state import refuse_other_models, rows_fingerprint

@@ -14,20 +14,20 @@ from dovetail.data.examples import Prompt as Row
 from dovetail.data.processor import FileMedia, Processor
 from dovetail.errors import ConfigError
 from dovetail.factory.engines import WIRES, check_lengths, push_settings
+from dovetail.inference_servers.fleet import Fleet, Replica
+from dovetail.inference_servers.images import check_media
+from dovetail.inference_servers.push import Pusher
+from dovetail.inference_servers.remote_sampler import RemoteSampler
 from dovetail.parallel.mesh import Mesh
 from dovetail.recipe.schema import Recipe
+from dovetail.rl.asynchronous.buffer import Feed
+from dovetail.rl.asynchronous.checkpoint import Journal
+from dovetail.rl.asynchronous.sampler import StreamSampler
+from dovetail.rl.asynchronous.staleness import Pool
 from dovetail.rl.tasks import step_rows
-from dovetail.rollout.base import Completion, Prompt, SamplingParams
-from dovetail.rollout.feed import Feed
-from dovetail.rollout.journal import Journal
-from dovetail.rollout.pool import Pool
-from dovetail.rollout.remote.fleet import Fleet, Replica
-from dovetail.rollout.remote.images import check_media
-from dovetail.rollout.remote.push import Pusher
-from dovetail.rollout.remote.sampler import RemoteSampler
-from dovetail.rollout.stream import StreamSampler
 from dovetail.run.directory import RunDirectory
 from dovetail.run.paths import POOL
+from dovetail.sampler.base import Completion, Prompt, SamplingParams
 from dovetail.weights.hf_directory import Pretrained
 
 

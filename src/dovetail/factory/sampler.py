@@ -13,8 +13,8 @@ from dovetail.hf.transformers_model import known_config
 from dovetail.kernels.registry import kernels_for
 from dovetail.parallel.layout import Layout
 from dovetail.parallel.mesh import Mesh
-from dovetail.rollout.native import NativeSampler, SamplerOptions
-from dovetail.rollout.transformers import TransformersSampler
+from dovetail.sampler.native import NativeSampler, SamplerOptions
+from dovetail.sampler.transformers import TransformersSampler
 from dovetail.weights.hf_directory import Pretrained
 
 

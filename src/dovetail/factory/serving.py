@@ -14,10 +14,10 @@ from dovetail.factory.sampler import backend_layout, make_sampler
 from dovetail.factory.tokenizer import banned_ids, load_tokenizer, stop_ids
 from dovetail.parallel.layout import Layout
 from dovetail.parallel.mesh import Mesh
-from dovetail.rollout.native import NativeSampler, SamplerOptions
-from dovetail.rollout.server import SamplerServer
+from dovetail.sampler.native import NativeSampler, SamplerOptions
 from dovetail.serving.app import Settings
 from dovetail.serving.http_server import HttpServer
+from dovetail.serving.sampler_server import SamplerServer
 from dovetail.serving.text import Codec, Text
 from dovetail.weights.hf_directory import Pretrained
 

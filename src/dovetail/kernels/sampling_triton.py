@@ -1,4 +1,4 @@
-"""Plain sampling as Triton kernels, by the rules of `rollout.sampling`."""
+"""Plain sampling as Triton kernels, by the rules of `sampler.sampling`."""
 
 import math
 from typing import NamedTuple
@@ -101,7 +101,7 @@ def _piece_stats(z: tensor, banned: tensor, stats: tensor, sizes: tensor, scale:
 
 @triton.jit
 def _uniform(stream: tensor, position: tensor) -> tensor:
-    """In [0, 1): `rollout.sampling.bits_at`."""
+    """In [0, 1): `sampler.sampling.bits_at`."""
     x = (stream ^ position) + GAMMA
     x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * FIRST_FACTOR
     x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * SECOND_FACTOR

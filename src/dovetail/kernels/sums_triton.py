@@ -1,4 +1,4 @@
-"""`rollout.remote.sums.add_words` as a Triton kernel."""
+"""`inference_servers.checksums.add_words` as a Triton kernel."""
 
 import triton
 import triton.language as tl

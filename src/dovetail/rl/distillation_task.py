@@ -17,7 +17,7 @@ from dovetail.rl.distillation import DistillationLoss, SampledReverseKL
 from dovetail.rl.experience import Sample, pack_samples, score_old
 from dovetail.rl.step_metrics import Row, sample_metrics, update_metrics
 from dovetail.rl.tasks import RowsTask, inner_batches, lengths_of, weighted
-from dovetail.rollout.base import Prompt as SamplerPrompt, Sampler, SamplingParams
+from dovetail.sampler.base import Prompt as SamplerPrompt, Sampler, SamplingParams
 
 if TYPE_CHECKING:
     from dovetail.recipe.distillation import Distillation

@@ -16,7 +16,7 @@ from dovetail.rewards.runner import RewardRunner
 from dovetail.rl.experience import Sample
 from dovetail.rl.reward_manager import RewardManager, reward_input
 from dovetail.rl.step_metrics import Row, mean
-from dovetail.rollout.base import Completion
+from dovetail.sampler.base import Completion
 
 SOLVED_REWARD = 1.0
 

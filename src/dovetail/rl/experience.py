@@ -18,7 +18,7 @@ from dovetail.kernels.reference import sum_rows, widened
 from dovetail.rl.advantages import gae, group_relative, leave_one_out, terminal_rewards, whiten
 from dovetail.rl.correction import mismatch
 from dovetail.rl.losses import kl_estimate
-from dovetail.rollout.base import Completion
+from dovetail.sampler.base import Completion
 
 if TYPE_CHECKING:
     from dovetail.recipe.algorithms import AnyRL

@@ -17,7 +17,7 @@ from dovetail.rewards.runner import (
     RewardResult,
     RewardRunner,
 )
-from dovetail.rollout.base import Completion
+from dovetail.sampler.base import Completion
 
 
 def reward_input(p: Prompt, c: Completion, text: str) -> RewardInput:

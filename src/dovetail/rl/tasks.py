@@ -39,7 +39,7 @@ from dovetail.rl.step_metrics import (
     sample_metrics,
     update_metrics,
 )
-from dovetail.rollout.base import Prompt as SamplerPrompt, Sampler, SamplingParams
+from dovetail.sampler.base import Prompt as SamplerPrompt, Sampler, SamplingParams
 
 if TYPE_CHECKING:
     from dovetail.recipe.algorithms import AnyRL

@@ -14,7 +14,7 @@ from math import exp, inf, log, sqrt
 from statistics import NormalDist
 from typing import NamedTuple
 
-from dovetail.rollout.pool import Pool
+from dovetail.rl.asynchronous.staleness import Pool
 
 DRAWN = 1000  # lengths of a log-normal distribution
 

@@ -3,9 +3,9 @@
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 
-from dovetail.rollout.served_sample import Event, Sample
-from dovetail.rollout.server import SamplerServer
 from dovetail.serving.bodies import RequestError
+from dovetail.serving.sampler_server import SamplerServer
+from dovetail.serving.served_sample import Event, Sample
 
 Delivery = Sequence[tuple[Sample, Event]]
 STOPPED = Event(finish="stop")

@@ -4,9 +4,9 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from dovetail.rollout.params import Finish
-from dovetail.rollout.served_sample import Event, Sample
+from dovetail.sampler.params import Finish
 from dovetail.serving.bridge import AsyncSampler
+from dovetail.serving.served_sample import Event, Sample
 from dovetail.serving.text import Codec, Detokenizer, StopStrings
 
 

@@ -8,10 +8,10 @@ from functools import partial
 import uvicorn
 
 from dovetail.launch.process import complain
-from dovetail.rollout.server import SamplerServer
 from dovetail.serving.app import Settings, make_app
 from dovetail.serving.bridge import AsyncSampler
 from dovetail.serving.connection import Connection
+from dovetail.serving.sampler_server import SamplerServer
 
 BACKLOG = 4096  # connections that come at once
 IDLE_SECONDS = 5  # of a connection between two requests

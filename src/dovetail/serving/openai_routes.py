@@ -11,14 +11,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from dovetail.rollout.base import SamplingParams
-from dovetail.rollout.served_sample import Sample
+from dovetail.sampler.base import SamplingParams
 from dovetail.serving.bodies import EventStream, Json, RequestError, read_body
 from dovetail.serving.bridge import AsyncSampler
 from dovetail.serving.choices import Piece, pieces
 from dovetail.serving.openai_answers import Answers, ChatAnswers, CompletionAnswers, usage
 from dovetail.serving.openai_requests import ChatRequest, CompletionRequest, TextRequest
 from dovetail.serving.rl_routes import banned_of, new_tokens
+from dovetail.serving.served_sample import Sample
 from dovetail.serving.text import Codec, Text, plain_message
 
 COMPLETION_TOKENS = 16  # without max_tokens, as OpenAI's

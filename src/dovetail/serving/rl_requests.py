@@ -1,4 +1,4 @@
-"""Bodies of the endpoints that trainers call: vLLM's RL wire, as `rollout/remote` speaks it."""
+"""Bodies of the endpoints that trainers call: vLLM's RL wire, as `inference_servers` speaks it."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from dovetail.errors import quoted
-from dovetail.rollout.remote.wire import NO_BIAS
+from dovetail.inference_servers.protocol import NO_BIAS
 from dovetail.serving.bodies import Body
 
 Word = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]

@@ -11,10 +11,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from dovetail.rollout.base import SamplingParams
-from dovetail.rollout.remote.vllm import GENERATE, TITLE
-from dovetail.rollout.served_sample import Event, Sample
-from dovetail.rollout.server import SamplerServer
+from dovetail.inference_servers.vllm import GENERATE, TITLE
+from dovetail.sampler.base import SamplingParams
 from dovetail.serving.bodies import Body, EventStream, Json, RequestError, read_body
 from dovetail.serving.bridge import AsyncSampler
 from dovetail.serving.rl_requests import (
@@ -24,6 +22,8 @@ from dovetail.serving.rl_requests import (
     Sampling,
     UpdateRequest,
 )
+from dovetail.serving.sampler_server import SamplerServer
+from dovetail.serving.served_sample import Event, Sample
 from dovetail.serving.trainers import Trainers
 
 BODIES = (GenerateRequest, InitRequest, UpdateRequest, FinishRequest)

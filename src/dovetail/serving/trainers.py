@@ -4,7 +4,7 @@ from collections import deque
 
 from starlette.requests import Request
 
-from dovetail.rollout.remote.http import AGENT
+from dovetail.inference_servers.http import AGENT
 from dovetail.serving.bodies import RequestError
 
 REMEMBERED = 64  # trainers

@@ -11,9 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dovetail.rollout.base import Numbers
-from dovetail.rollout.kv_cache import PageBudget, PagePool
-from dovetail.rollout.model_runner import ModelRunner
+from dovetail.sampler.base import Numbers
+from dovetail.sampler.kv_cache import PageBudget, PagePool
+from dovetail.sampler.model_runner import ModelRunner
 
 ADMIT_BELOW = 0.75  # of the last batch is running: prompts wait until then, so that several are prefilled together
 Store = Callable[[Numbers, Numbers, Numbers, NDArray[np.float64], NDArray[np.bool_]], None]

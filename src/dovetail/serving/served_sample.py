@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dovetail.rollout.base import SamplingParams
-from dovetail.rollout.kv_cache import PageBudget
-from dovetail.rollout.params import Finish
-from dovetail.rollout.sampling import streams
-from dovetail.rollout.scheduler import Group
+from dovetail.sampler.base import SamplingParams
+from dovetail.sampler.kv_cache import PageBudget
+from dovetail.sampler.params import Finish
+from dovetail.sampler.sampling import streams
+from dovetail.sampler.scheduler import Group
 
 Version = tuple[str, int, int]  # of the weights, the first token drawn by it, behind the last
 

@@ -4,9 +4,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from dovetail.errors import ConfigError
-from dovetail.rollout.params import SamplingParams
-from dovetail.rollout.remote.http import Client, Deadline, EngineError
-from dovetail.rollout.remote.wire import FINISHES, STREAMED, Abilities, LogProbs, Reply, Request
+from dovetail.inference_servers.http import Client, Deadline, EngineError
+from dovetail.inference_servers.protocol import (
+    FINISHES,
+    STREAMED,
+    Abilities,
+    LogProbs,
+    Reply,
+    Request,
+)
+from dovetail.sampler.params import SamplingParams
 
 GENERATE = "/generate"
 PUSH_PATHS = (

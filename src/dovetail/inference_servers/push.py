@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from dovetail.errors import ConfigError, listing
-from dovetail.rollout.remote.background import in_background
-from dovetail.rollout.remote.checksums import ExpectedDigests
-from dovetail.rollout.remote.http import Client, EngineError
-from dovetail.rollout.remote.push_sglang import SglangReplica
-from dovetail.rollout.remote.push_vllm import VllmReplica
-from dovetail.rollout.remote.transports import Entry, Transport, fill, make_transport
+from dovetail.inference_servers.background import in_background
+from dovetail.inference_servers.http import Client, EngineError
+from dovetail.inference_servers.push_sglang import SglangReplica
+from dovetail.inference_servers.push_vllm import VllmReplica
+from dovetail.inference_servers.transports import Entry, Transport, fill, make_transport
+from dovetail.inference_servers.vllm_digests import ExpectedDigests
 
 if TYPE_CHECKING:
     from dovetail.recipe.rollout import PushSection

@@ -16,7 +16,7 @@ from dovetail.nn.decoder import Decoder
 from dovetail.parallel.collectives import stack_over
 from dovetail.parallel.mesh import Mesh
 from dovetail.parallel.placement import as_index, checkpoint_shapes
-from dovetail.rollout.base import (
+from dovetail.sampler.base import (
     Completion,
     Prompt,
     SampleBuffer,
@@ -25,10 +25,10 @@ from dovetail.rollout.base import (
     check_request,
     check_weights,
 )
-from dovetail.rollout.kv_cache import PageBudget, PagedCache, PagePool, cache_shape
-from dovetail.rollout.model_runner import Capture, ModelRunner, cuda_capture, pad_to_bucket
-from dovetail.rollout.sampling import streams
-from dovetail.rollout.scheduler import GenerationLoop, Group, Scheduler
+from dovetail.sampler.kv_cache import PageBudget, PagedCache, PagePool, cache_shape
+from dovetail.sampler.model_runner import Capture, ModelRunner, cuda_capture, pad_to_bucket
+from dovetail.sampler.sampling import streams
+from dovetail.sampler.scheduler import GenerationLoop, Group, Scheduler
 from dovetail.weights.hf_reader import TensorSource
 from dovetail.weights.load import load
 from dovetail.weights.shards import checkpoint_params, form_of

@@ -7,11 +7,11 @@ from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from dovetail.inference_servers.background import in_background
+from dovetail.inference_servers.http import Client, EngineError
+from dovetail.inference_servers.transports import Bucket, Entry, Transport
 from dovetail.memory import ALIGNMENT
 from dovetail.parallel.private_group import Backend, PrivateGroup
-from dovetail.rollout.remote.background import in_background
-from dovetail.rollout.remote.http import Client, EngineError
-from dovetail.rollout.remote.transports import Bucket, Entry, Transport
 
 if TYPE_CHECKING:
     from dovetail.recipe.rollout import PushSection

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from dovetail.rollout.base import Completion
+from dovetail.sampler.base import Completion
 from dovetail.weights.atomic import make_directory, replace_file
 from dovetail.weights.safe_paths import LEFTOVERS
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dovetail.batch.packed import Media
 from dovetail.errors import ConfigError, DataError
-from dovetail.rollout.remote.wire import KEEPS_PIXELS, Abilities
+from dovetail.inference_servers.protocol import KEEPS_PIXELS, Abilities
 
 QWEN_LIKE = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "glm4v_moe"})
 PIXELS = "pixel_values"

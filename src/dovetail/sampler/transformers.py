@@ -22,7 +22,7 @@ from dovetail.hf.transformers_model import (
 from dovetail.hf.vision import as_images, family_of, kinds_of
 from dovetail.parallel.consensus import agreed
 from dovetail.parallel.mesh import Mesh
-from dovetail.rollout.base import (
+from dovetail.sampler.base import (
     Completion,
     Prompt,
     SampleBuffer,
@@ -31,7 +31,7 @@ from dovetail.rollout.base import (
     check_request,
     check_weights,
 )
-from dovetail.rollout.sampling import draw, uniforms
+from dovetail.sampler.sampling import draw, uniforms
 from dovetail.weights.hf_reader import TensorSource
 from dovetail.weights.shards import FUSED, MIXTRAL
 

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from dovetail.errors import MachineError
+from dovetail.inference_servers.remote_sampler import RemoteSampler
 from dovetail.parallel.consensus import agreed, of_first
 from dovetail.parallel.mesh import Mesh
-from dovetail.rollout.base import Completion, Prompt, SamplingParams
-from dovetail.rollout.feed import Feed
-from dovetail.rollout.remote.sampler import RemoteSampler
+from dovetail.rl.asynchronous.buffer import Feed
+from dovetail.sampler.base import Completion, Prompt, SamplingParams
 
 
 class StreamSampler:

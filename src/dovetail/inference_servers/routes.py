@@ -12,9 +12,9 @@ from torch import Tensor
 from dovetail.arch.spec import MoeSpec
 from dovetail.batch.routing import RoutingTrace, narrow_dtype
 from dovetail.errors import MachineError
+from dovetail.inference_servers.protocol import RETURNS_ROUTES
 from dovetail.parallel.collectives import sum_over
 from dovetail.parallel.mesh import Mesh
-from dovetail.rollout.remote.wire import RETURNS_ROUTES
 
 NPY = b"\x93NUMPY"
 

@@ -5,9 +5,8 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from dovetail.errors import ConfigError, MachineError
-from dovetail.rollout.params import SamplingParams
-from dovetail.rollout.remote.http import Client, Deadline, EngineError
-from dovetail.rollout.remote.wire import (
+from dovetail.inference_servers.http import Client, Deadline, EngineError
+from dovetail.inference_servers.protocol import (
     FINISHES,
     STREAMED,
     Abilities,
@@ -16,6 +15,7 @@ from dovetail.rollout.remote.wire import (
     Request,
     pushed_spans,
 )
+from dovetail.sampler.params import SamplingParams
 
 GENERATE = "/inference/v1/generate"
 PUSH_PATHS = (

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from dovetail.inference_servers.http import Client, EngineError
+from dovetail.inference_servers.transports import Bucket, Entry
 from dovetail.memory import ALIGNMENT, view_at
-from dovetail.rollout.remote.http import Client, EngineError
-from dovetail.rollout.remote.transports import Bucket, Entry
 from dovetail.weights.safetensors import TensorFileWriter, TensorSpec
 
 

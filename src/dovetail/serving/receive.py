@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from dovetail.errors import CheckpointError, shortened
+from dovetail.inference_servers.checksums import sums_of
+from dovetail.inference_servers.transports import Entry, map_memory
 from dovetail.parallel.private_group import PrivateGroup
-from dovetail.rollout.remote.sums import sums_of
-from dovetail.rollout.remote.transports import Entry, map_memory
 
 MAX_SECONDS = 300.0  # of a transfer, whatever a trainer asks for: samples wait meanwhile
 

@@ -8,21 +8,14 @@ Bytes are padded with zeros to 64-bit words w_0, w_1, ... (little-endian); mix i
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterable, Iterator
-from typing import TypeVar
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-Words = TypeVar("Words", NDArray[np.int64], Tensor)
+from dovetail.kernels.splitmix import MASK, STEP, mixed, signed
 
-STEP = 0x9E3779B97F4A7C15
-FIRST = 0xBF58476D1CE4E5B9
-SECOND = 0x94D049BB133111EB  # of SplitMix64
 WORD = 8  # bytes
 CHUNK = 1 << 16  # words that a CPU's cache holds
-MASK = (1 << 64) - 1
 TOTALS = 256  # allocated together
 
 
@@ -76,28 +69,6 @@ def add_words(words: Tensor, total: Tensor, first: int) -> None:
             first + start, first + start + len(x), dtype=torch.int64, device=words.device
         )
         total += mixed(x ^ place.mul_(signed(STEP))).sum()
-
-
-def mixed(x: Words) -> Words:
-    """SplitMix64's finalizer (Steele, Lea, Flood 2014)."""
-    x = x ^ shifted(x, 30)
-    x *= signed(FIRST)
-    x = x ^ shifted(x, 27)
-    x *= signed(SECOND)
-    return x ^ shifted(x, 31)
-
-
-def shifted(x: Words, bits: int) -> Words:
-    """To the right, with zeros: numpy and torch repeat the sign."""
-    x = x >> bits
-    x &= (1 << (64 - bits)) - 1
-    return x
-
-
-def signed(number: int) -> int:
-    """As a signed 64-bit number."""
-    number &= MASK
-    return number - (number >> 63 << 64)
 
 
 def _adder(device: torch.device) -> Callable[[Tensor, Tensor, int], None]:

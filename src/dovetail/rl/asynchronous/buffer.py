@@ -7,9 +7,9 @@ from concurrent.futures import Future
 from functools import partial
 
 from dovetail.errors import Caught, MachineError
-from dovetail.rollout.base import Completion, Watch
-from dovetail.rollout.journal import FinishedGroup, Journal
-from dovetail.rollout.pool import Pool
+from dovetail.rl.asynchronous.checkpoint import FinishedGroup, Journal
+from dovetail.rl.asynchronous.staleness import Pool
+from dovetail.sampler.base import Completion, Watch
 
 Done = tuple[int, "Future[Completion]"]
 Submit = Callable[[Sequence[tuple[int, int]]], "Sequence[Future[Completion]]"]

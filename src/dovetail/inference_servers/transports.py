@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from dovetail.errors import CheckpointError, MachineError
+from dovetail.inference_servers.checksums import Sums
 from dovetail.memory import aligned
-from dovetail.rollout.remote.sums import Sums
 from dovetail.weights.safetensors import memory_of
 
 Kind = Literal["file", "nccl", "ipc"]

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dovetail.rollout.base import SamplingParams
-from dovetail.rollout.remote.sums import STEP, Words, mixed, shifted, signed
+from dovetail.kernels.splitmix import STEP, Words, mixed, shifted, signed
+from dovetail.sampler.base import SamplingParams
 
 BLOCK = 256  # a draw picks a block of tokens, then a token
 CPU_ELEMENTS = 1 << 22  # logits of one pass

@@ -11,12 +11,12 @@ from dataclasses import replace
 from functools import partial
 
 from dovetail.batch.balancing import plan_microbatches
-from dovetail.rollout.params import Spans
-from dovetail.rollout.remote.background import in_background
-from dovetail.rollout.remote.http import Client, EngineError
-from dovetail.rollout.remote.sglang import Sglang
-from dovetail.rollout.remote.vllm import SLEEP, WAKE, Vllm
-from dovetail.rollout.remote.wire import Abilities, Reply, Request
+from dovetail.inference_servers.background import in_background
+from dovetail.inference_servers.http import Client, EngineError
+from dovetail.inference_servers.protocol import Abilities, Reply, Request
+from dovetail.inference_servers.sglang import Sglang
+from dovetail.inference_servers.vllm import SLEEP, WAKE, Vllm
+from dovetail.sampler.params import Spans
 
 Wire = Vllm | Sglang
 BATCHES = 64  # whose replica is remembered

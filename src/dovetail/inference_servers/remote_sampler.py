@@ -11,15 +11,15 @@ from torch import Tensor
 
 from dovetail.arch.spec import MoeSpec
 from dovetail.errors import DataError, MachineError
+from dovetail.inference_servers.fleet import Fleet
+from dovetail.inference_servers.images import image_features
+from dovetail.inference_servers.protocol import Reply, Request
+from dovetail.inference_servers.push import Pusher
+from dovetail.inference_servers.routes import read_trace, share_trace
 from dovetail.parallel.collectives import sum_over
 from dovetail.parallel.consensus import of_first
 from dovetail.parallel.mesh import Mesh
-from dovetail.rollout.base import Completion, Prompt, SamplingParams, Watch, check_request
-from dovetail.rollout.remote.fleet import Fleet
-from dovetail.rollout.remote.images import image_features
-from dovetail.rollout.remote.push import Pusher
-from dovetail.rollout.remote.routes import read_trace, share_trace
-from dovetail.rollout.remote.wire import Reply, Request
+from dovetail.sampler.base import Completion, Prompt, SamplingParams, Watch, check_request
 
 
 class RemoteSampler:

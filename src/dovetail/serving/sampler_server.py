@@ -18,15 +18,15 @@ import torch
 from numpy.typing import NDArray
 
 from dovetail.errors import Caught, CheckpointError, ConfigError, one_line
+from dovetail.inference_servers.background import settle
 from dovetail.launch.process import complain
-from dovetail.rollout.base import Numbers, SamplingParams
-from dovetail.rollout.kv_cache import PagedCache, PagePool
-from dovetail.rollout.model_runner import ModelRunner, pad_to_bucket
-from dovetail.rollout.native import NativeSampler, Refilling
-from dovetail.rollout.remote.background import settle
-from dovetail.rollout.remote.receive import Receiver
-from dovetail.rollout.scheduler import GenerationLoop, Group, Scheduler
-from dovetail.rollout.served_sample import Event, Sample, group_of
+from dovetail.sampler.base import Numbers, SamplingParams
+from dovetail.sampler.kv_cache import PagedCache, PagePool
+from dovetail.sampler.model_runner import ModelRunner, pad_to_bucket
+from dovetail.sampler.native import NativeSampler, Refilling
+from dovetail.sampler.scheduler import GenerationLoop, Group, Scheduler
+from dovetail.serving.receive import Receiver
+from dovetail.serving.served_sample import Event, Sample, group_of
 
 FIRST_VERSION = "default"  # of weights that no trainer pushed, in vLLM's words
 BATCHES = 64  # names that are remembered: a request that is sent again does not wait for its batch

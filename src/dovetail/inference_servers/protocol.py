@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from dovetail.errors import ConfigError
-from dovetail.rollout.params import Finish, SamplingParams, Spans
-from dovetail.rollout.remote.http import EngineError
+from dovetail.inference_servers.http import EngineError
+from dovetail.sampler.params import Finish, SamplingParams, Spans
 
 LogProbs = Literal["processed", "tempered", "penalized", "raw"]
 FINISHES: Mapping[object, Finish] = {"stop": "stop", "length": "length"}

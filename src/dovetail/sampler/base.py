@@ -16,7 +16,7 @@ from dovetail.batch.routing import RoutingTrace, narrow_dtype
 from dovetail.errors import CheckpointError, DataError, ModelError, listing
 from dovetail.parallel.collectives import sum_over
 from dovetail.parallel.mesh import Mesh
-from dovetail.rollout.params import Finish, SamplingParams as SamplingParams, Spans
+from dovetail.sampler.params import Finish, SamplingParams as SamplingParams, Spans
 
 Numbers = NDArray[np.int64]
 

@@ -19,9 +19,9 @@ from dovetail.kernels.reference import Spans
 from dovetail.nn.attention import Context, rope_tables
 from dovetail.nn.decoder import Decoder
 from dovetail.parallel.collectives import all_gather, stack_over
-from dovetail.rollout.base import Numbers, SamplingParams
-from dovetail.rollout.kv_cache import DecodeContext, PagedCache, PrefillContext
-from dovetail.rollout.sampling import banned_of, bits_at, draw, mask_of
+from dovetail.sampler.base import Numbers, SamplingParams
+from dovetail.sampler.kv_cache import DecodeContext, PagedCache, PrefillContext
+from dovetail.sampler.sampling import banned_of, bits_at, draw, mask_of
 
 Step = Callable[[], Any]
 Capture = Callable[[Step], Step]
