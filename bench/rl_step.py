@@ -40,6 +40,7 @@ from dovetail.factory.layouts import sampling_layout
 from dovetail.kernels.registry import kernels_for
 from dovetail.launch.progress import Phase, Progress
 from dovetail.rewards.runner import RewardResult
+from dovetail.rl.collect import SampleCollector
 from dovetail.rl.losses import PolicyLoss
 from dovetail.rl.tasks import RLTask
 from dovetail.sampler.base import Completion, SamplingParams
@@ -177,16 +178,22 @@ def step(engine: Engine, spec: ArchSpec, session: Session, dtype: torch.dtype) -
         data=SimpleNamespace(shuffle=True),
         correction=None,
     )  # fmt: skip
-    task = ScoringTask(
+    collector = SampleCollector(
         recipe=recipe,
         policy=engine,
         sampler=sampler,
-        policy_loss=PolicyLoss(clip_high=0.28),
         sampling=sampling,
         prompts=prompts,
         held_out=[],
         rewards=rewards,
         decode=lambda _: "",
+        progress=clock,
+    )
+    task = ScoringTask(
+        recipe=recipe,
+        policy=engine,
+        collector=collector,
+        policy_loss=PolicyLoss(clip_high=0.28),
         progress=clock,
     )
     found: list[dict[str, float]] = []
@@ -196,8 +203,8 @@ def step(engine: Engine, spec: ArchSpec, session: Session, dtype: torch.dtype) -
         total = timed(device, lambda i=i: task.step(i))
         clock.phase("exit")
         found.append({**{part: clock.seconds[name] for name, part in PARTS.items()}, "step": total})
-        responses = sum(len(sample.completion.ids) for sample in task.samples)
-        tokens = responses + sum(len(sample.prompt.ids) for sample in task.samples)
+        responses = sum(len(sample.completion.ids) for sample in collector.samples)
+        tokens = responses + sum(len(sample.prompt.ids) for sample in collector.samples)
     middle = {part: median(each[part] for each in found[1:]) for part in found[0]}
     shown = ", ".join(f"{part} {seconds:.2f}" for part, seconds in middle.items() if part != "step")
     _keep(

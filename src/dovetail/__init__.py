@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from dovetail.optim.optimizer import OptimSettings as OptimSettings
     from dovetail.parallel.layout import Layout as Layout
     from dovetail.parallel.process_group import ensure_process_group as ensure_process_group
-    from dovetail.rl.experience import Sample as Sample
+    from dovetail.rl.samples import Sample as Sample
     from dovetail.run.callbacks import (
         TrainerCallback as TrainerCallback,
         TrainerState as TrainerState,
@@ -40,7 +40,7 @@ HOMES: Mapping[str, str] = {
     "Outcome": "dovetail.run.trainer",
     "PackedBatch": "dovetail.batch.packed",
     "ParamGroup": "dovetail.optim.groups",
-    "Sample": "dovetail.rl.experience",
+    "Sample": "dovetail.rl.samples",
     "SamplingEngine": "dovetail.factory.engine",
     "Sequence": "dovetail.batch.packed",
     "StepReport": "dovetail.engine.base",

@@ -12,7 +12,7 @@ import pytest
 from dovetail.checkpoint.retention import saved_steps
 from dovetail.inference_servers.protocol import Request
 from dovetail.recipe.schema import load_recipe
-from dovetail.rl.tasks import step_rows
+from dovetail.rl.collect import step_rows
 from dovetail.sampler.base import SamplingParams
 from dovetail.system import children_of
 from tests.helpers.model_engine import ModelEngine

@@ -117,8 +117,9 @@ def one_update(given: Mapping[str, Any], noise: float, steps: int = 0) -> dict[s
     try:
         for step in range(steps):
             task.step(step)
-        task.sampler.refill(task.policy.weights(task.sampler.dtype))
-        samples, *_ = task._sample(task.prompts[:6], task.sampling, "")
+        collector = task.collector
+        collector.push()
+        samples, *_ = collector.sample(collector.prompts[:6], collector.sampling, "")
         batch, _ = task._prepare(samples, steps)
         scored = task.policy.score(batch).logprob
         generator = torch.Generator().manual_seed(3)

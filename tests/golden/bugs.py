@@ -18,7 +18,7 @@ from dovetail.optim import optimizer
 from dovetail.optim.optimizer import Shard
 from dovetail.parallel.mesh import Mesh
 from dovetail.rl import experience, losses, tasks
-from dovetail.rl.experience import Sample
+from dovetail.rl.samples import Sample
 
 pack_samples, with_advantages = experience.pack_samples, experience.with_advantages
 PREPARE, POLICY_LOSS = tasks.RLTask._prepare, losses.PolicyLoss.__call__

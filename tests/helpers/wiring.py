@@ -115,10 +115,15 @@ def reward(path: str) -> Callable[[Any], Any]:
 
 def eval_set(name: str) -> Callable[[Any], Any]:
     """A field of the first of eval.sets."""
-    return lambda job: getattr(job.task.eval_sets[0], name)
+    return lambda job: getattr(job.task.collector.eval_sets[0], name)
 
 
-MODELS = ("policy", "critic", "reference", "sampler")
+MODELS = ("policy", "critic", "reference", "collector.sampler")
+
+
+def drawn(job: Any) -> Any:
+    """What draws the samples of an RL job."""
+    return job.task.collector
 
 
 def noted(words: str) -> Callable[[Any], Any]:
@@ -127,7 +132,7 @@ def noted(words: str) -> Callable[[Any], Any]:
 
 
 def fleet_urls(job: Any) -> list[str]:
-    return [replica.client.url for replica in job.task.sampler.fleet.replicas]
+    return [replica.client.url for replica in job.task.collector.sampler.fleet.replicas]
 
 
 def pool_of(job: Any) -> Any:
@@ -146,11 +151,12 @@ def engines_of(job: Any) -> EngineStart:
 
 def pushed(name: str) -> Callable[[Any], Any]:
     """An option of pushes to engines."""
-    return lambda job: getattr(job.task.sampler.pusher.options, name)
+    return lambda job: getattr(job.task.collector.sampler.pusher.options, name)
 
 
 def first_prompt(job: Any) -> str:
-    return str(job.task.decode.keywords["tokenizer"].decode(job.task.prompts[0].ids))
+    tokenizer = drawn(job).decode.keywords["tokenizer"]
+    return str(tokenizer.decode(drawn(job).prompts[0].ids))
 
 
 def logger(name: str) -> Callable[[Any], Any]:

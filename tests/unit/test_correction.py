@@ -17,8 +17,9 @@ from dovetail.errors import ConfigError, DataError
 from dovetail.recipe.algorithms import CorrectionSection
 from dovetail.recipe.schema import Recipe, check_correction, make_recipe
 from dovetail.rl.correction import importance_weights, lag_metrics, mismatch
-from dovetail.rl.experience import pack_samples, sample_row
+from dovetail.rl.experience import pack_samples
 from dovetail.rl.losses import Aggregation, PolicyLoss, weight_fields
+from dovetail.rl.samples import sample_row
 from dovetail.rl.tasks import RLTask
 from tests.helpers.tolerances import OP_FP32, SUM_ORDER, assert_close, assert_sum_close
 from tests.unit.test_losses import (

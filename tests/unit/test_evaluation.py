@@ -19,7 +19,7 @@ from dovetail.parallel.mesh import Mesh
 from dovetail.recipe.evaluation import default_metrics
 from dovetail.recipe.schema import make_recipe
 from dovetail.rl.evaluation import EvalSet, average, majority, pass_at
-from dovetail.rl.experience import Sample
+from dovetail.rl.samples import Sample
 from dovetail.sampler.base import Completion
 from tests.helpers.tolerances import OP_FP32
 

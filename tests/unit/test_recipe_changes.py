@@ -18,7 +18,7 @@ from dovetail.checkpoint.retention import saved_steps
 from dovetail.errors import CheckpointError, ConfigError
 from dovetail.parallel.mesh import Mesh
 from dovetail.recipe.schema import load_recipe, make_recipe
-from dovetail.rl.tasks import step_rows
+from dovetail.rl.collect import step_rows
 from dovetail.run.changes import refuse
 from dovetail.run.directory import RunDirectory
 from dovetail.run.paths import FinishedError, changed

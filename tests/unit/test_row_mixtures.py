@@ -16,7 +16,7 @@ from dovetail.factory.rows import reads_answer
 from dovetail.recipe.data import DataSection
 from dovetail.recipe.reward import RewardSection
 from dovetail.recipe.schema import make_recipe
-from dovetail.rl.tasks import step_rows
+from dovetail.rl.collect import step_rows
 from tests.unit.test_data import PLAIN
 
 PARTS = ((7, 3.0), (5, 1.0))  # rows and weight

@@ -24,8 +24,9 @@ from dovetail.parallel.mesh import Mesh
 from dovetail.parallel.process_group import StopSignal, temporary_process_group
 from dovetail.recipe.schema import load_recipe
 from dovetail.rl.asynchronous.sampler import StreamSampler
-from dovetail.rl.experience import Sample
-from dovetail.rl.tasks import RLTask, step_rows
+from dovetail.rl.collect import step_rows
+from dovetail.rl.samples import Sample
+from dovetail.rl.tasks import RLTask
 from dovetail.run.directory import POLICY
 from dovetail.sampler.base import Prompt, SamplingParams
 from tests.helpers.checkpoints import assert_same_tensors, tensors_of
@@ -98,7 +99,7 @@ def train(recipe: Path, *overrides: str, kill_at: int | None = None) -> None:
                 raise Killed
             return samples
 
-        task.rollout_end = note
+        task.collector.rollout_end = note
         run_job(job, StopSignal(), progress)
 
 

@@ -19,9 +19,11 @@ from dovetail.parallel.mesh import Mesh
 from dovetail.recipe.algorithms import GRPO, PPO, RLOO
 from dovetail.recipe.schema import Recipe, make_recipe
 from dovetail.rewards.runner import RecentFailures, RewardResult
-from dovetail.rl.experience import Sample, drop_equal_groups, pack_samples, with_advantages
+from dovetail.rl.collect import SampleCollector, step_rows
+from dovetail.rl.experience import pack_samples, with_advantages
+from dovetail.rl.samples import Sample, without_zero_std_groups
 from dovetail.rl.step_metrics import mean, sample_metrics
-from dovetail.rl.tasks import RLTask, inner_batches, step_rows, weighted
+from dovetail.rl.tasks import RLTask, inner_batches, weighted
 from dovetail.run.callbacks import Callbacks, TrainerCallback, TrainerState
 from dovetail.sampler.base import Completion, SamplingParams
 from tests.helpers.tolerances import OP_FP32, assert_close
@@ -127,18 +129,25 @@ def pretended_ppo(policy: StepReport, critic: StepReport, **algorithm: Any) -> R
     sampler = mock.Mock(
         sample=lambda asked, _: [Completion(p.row, 0, (1, 2), (-1.0, -1.0), "stop") for p in asked]
     )
-    return RLTask(
-        recipe=recipe_of("ppo", epochs=2, num_mini_batches=2, **algorithm),
-        policy=engine(policy),
-        critic=engine(critic),
+    recipe = recipe_of("ppo", epochs=2, num_mini_batches=2, **algorithm)
+    trained = engine(policy)
+    collector = SampleCollector(
+        recipe=recipe,
+        policy=trained,
         sampler=sampler,
-        policy_loss=mock.Mock(),
-        value_loss=mock.Mock(),
         sampling=SamplingParams(),
         prompts=prompts,
         held_out=[],
         rewards=mock.Mock(return_value=[RewardResult(1.0)] * 4, failures=RecentFailures()),
         decode=lambda _: "",
+    )
+    return RLTask(
+        recipe=recipe,
+        policy=trained,
+        critic=engine(critic),
+        collector=collector,
+        policy_loss=mock.Mock(),
+        value_loss=mock.Mock(),
     )
 
 
@@ -152,8 +161,9 @@ def test_operations_of_a_step_are_those_of_policy_and_critic() -> None:
 
 def test_evaluation_stops_and_bans_as_training_does() -> None:
     task = pretended_ppo(report(1.0), report(1.0))
-    given = task.sampling = replace(task.sampling, stop_ids=(2, 5), banned_ids=(7, 9))
-    task.held_out, sampler = task.prompts, task.sampler
+    collector = task.collector
+    given = collector.sampling = replace(collector.sampling, stop_ids=(2, 5), banned_ids=(7, 9))
+    collector.held_out, sampler = collector.prompts, collector.sampler
     with mock.patch.object(sampler, "sample", wraps=sampler.sample) as sampled:
         task.step(0)
         task.evaluate(10)
@@ -180,7 +190,7 @@ def test_callbacks_replace_rewards_and_drop_samples() -> None:
         pretended_ppo(report(1.0), report(1.0)),
         Callbacks(TrainerState(RECIPE, True), Mesh.solo()),
     )
-    task.rollout_end = on.replaced
+    task.collector.rollout_end = on.replaced
     on.callbacks = [
         Judge(lambda samples: [replace(s, reward=float(s.group)) for s in samples if s.group != 1]),
         Judge(lambda _: None),
@@ -216,9 +226,9 @@ def test_callbacks_replace_rewards_and_drop_samples() -> None:
 
 def test_too_many_failed_rewards_of_an_evaluation_are_told_as_such() -> None:
     task = pretended_ppo(report(1.0), report(1.0))
-    task.held_out = task.prompts
+    task.collector.held_out = task.collector.prompts
     failed = [RewardResult(None, "a cause")] * 4
-    task.rewards = mock.Mock(return_value=failed, failures=RecentFailures())
+    task.collector.rewards = mock.Mock(return_value=failed, failures=RecentFailures())
     with pytest.raises(
         DataError,
         match=r"^the evaluation after step 10: the reward failed on 4 of the last 4 .* a cause",
@@ -230,8 +240,8 @@ def test_a_reward_that_gives_no_number_for_three_steps_ends_the_run() -> None:
     task = pretended_ppo(report(1.0), report(1.0))
     nothing = mock.Mock(return_value=[RewardResult(None)] * 4, failures=RecentFailures())
     nothing.name = "grader:f"
-    managers: list[Any] = [nothing, nothing, task.rewards, nothing, nothing]
-    for step, task.rewards in enumerate(managers):
+    managers: list[Any] = [nothing, nothing, task.collector.rewards, nothing, nothing]
+    for step, task.collector.rewards in enumerate(managers):
         task.step(step)
     with pytest.raises(
         DataError,
@@ -256,8 +266,8 @@ def test_equal_rewards_have_themselves_for_a_mean() -> None:
 
 
 def test_groups_of_equal_rewards_are_dropped() -> None:
-    assert [s.group for s in drop_equal_groups(SAMPLES)] == [0, 0]
-    assert drop_equal_groups(SAMPLES[2:]) == []
+    assert [s.group for s in without_zero_std_groups(SAMPLES)] == [0, 0]
+    assert without_zero_std_groups(SAMPLES[2:]) == []
     assert sample_metrics(SAMPLES, compared=True)["equal_groups"] == 2 / 3
     assert "equal_groups" not in sample_metrics(SAMPLES, compared=False)
 
@@ -292,15 +302,23 @@ def dynamic(
     recipe = recipe.model_copy(
         update={"rollout": recipe.rollout.model_copy(update={"max_new_tokens": 10})}
     )
-    task = RLTask(
-        recipe=recipe, policy=mock.Mock(), sampler=mock.Mock(sample=draw), policy_loss=mock.Mock(), sampling=SamplingParams(),
-        prompts=prompts, held_out=[], rewards=mock.Mock(side_effect=judge, failures=RecentFailures()), decode=lambda _: "",
-    )  # fmt: skip
+    policy = mock.Mock()
+    collector = SampleCollector(
+        recipe=recipe,
+        policy=policy,
+        sampler=mock.Mock(sample=draw),
+        sampling=SamplingParams(),
+        prompts=prompts,
+        held_out=[],
+        rewards=mock.Mock(side_effect=judge, failures=RecentFailures()),
+        decode=lambda _: "",
+    )
+    task = RLTask(recipe=recipe, policy=policy, collector=collector, policy_loss=mock.Mock())
     return task, asked
 
 
 def rolled(task: RLTask, step: int) -> tuple[list[Sample], Mapping[str, Any]]:
-    found = task._rollout(step)
+    found = task.collector.collect(step)
     assert found is not None
     return found
 
@@ -331,7 +349,7 @@ def test_more_prompts_are_sampled_until_a_step_is_full() -> None:
         (6, 2, 1),
     ]
     assert (
-        len(task.samples) == 8
+        len(task.collector.samples) == 8
         and row["work"]["rollout"] == (4 * 11, 8)
         and row["reward_mean"] == 5 / 8
     )
@@ -353,7 +371,7 @@ def test_a_stop_does_not_wait_for_more_prompts() -> None:
     asked_to_stop = mock.Mock(side_effect=[False, True])
     task, asked = dynamic(dict.fromkeys(range(9), EQUAL), max_num_gen_batches=3)
     assert task.step(0, asked_to_stop) is None and len(asked) == 2 and asked_to_stop.call_count == 2
-    assert task.samples == [] and task.unrewarded == 0
+    assert task.collector.samples == [] and task.collector.unrewarded == 0
 
 
 def test_long_completions_are_punished_in_proportion() -> None:
@@ -369,7 +387,7 @@ def test_long_completions_are_punished_in_proportion() -> None:
         {"reward": 1.0, "overlong": -0.375},
     ]
     assert row["reward/overlong"] == -0.1875 and row["reward_mean"] == 0.75 - 0.1875
-    assert [s.reward for s in task.samples] == [1.0, 0.625, 0.0, 0.625]
+    assert [s.reward for s in task.collector.samples] == [1.0, 0.625, 0.0, 0.625]
     with pytest.raises(
         ConfigError, match=r"overlong_buffer is 99, more than rollout.max_new_tokens=64"
     ):

@@ -15,7 +15,7 @@ import torch
 from dovetail.data.examples import Prompt
 from dovetail.device import peak_memory_gib, usage
 from dovetail.launch.progress import Phase, Progress
-from dovetail.rl.experience import Sample
+from dovetail.rl.samples import Sample
 from dovetail.rl.step_metrics import length_metrics, sample_metrics
 from dovetail.run.loggers import RunFacts
 from dovetail.run.metrics import Metrics

@@ -19,7 +19,7 @@ from dovetail.launch.progress import Progress
 from dovetail.recipe.evaluation import default_metrics
 from dovetail.recipe.reward import RewardPart, RewardSection
 from dovetail.rl.evaluation import EvalSet, with_rewards
-from dovetail.rl.experience import Sample, sample_row
+from dovetail.rl.samples import Sample, sample_row
 
 
 def run(args: argparse.Namespace, progress: Progress) -> None:

@@ -39,6 +39,7 @@ from dovetail.recipe.preferences import DPO, KTO, AnyPreference
 from dovetail.recipe.schema import Recipe
 from dovetail.recipe.types import LayoutSection
 from dovetail.rl.asynchronous.sampler import StreamSampler
+from dovetail.rl.collect import SampleCollector
 from dovetail.rl.distillation_task import DistillationTask, prompt_of
 from dovetail.rl.losses import PolicyLoss, ValueLoss
 from dovetail.rl.preference_task import PreferenceTask
@@ -327,22 +328,28 @@ class Builder(RunParts):
         for reward in rewards.rewards.values():
             if isinstance(reward, FunctionReward) and reward.runner is not None:
                 reward.runner.watch = self.progress.advance
+        collector = SampleCollector(
+            **sampling,
+            **self._shared(policy, held_out, eval_sets, run.first_row),
+            prompts=prompts,
+            rewards=rewards,
+            write_eval=run.write_eval,
+            rollout_end=run.on.replaced,
+        )
         task = RLTask(
+            recipe=self.recipe,
+            policy=policy,
+            progress=self.progress,
+            collector=collector,
             critic=critic,
             reference=make_engine(*reference_role, self.dtype, "lm", self._frozen)
             if reference_role
             else None,
-            **sampling,
-            **self._shared(policy, held_out, eval_sets, run.first_row),
             policy_loss=loss,
             advantage=own_advantage,
             value_loss=ValueLoss(algorithm.value_clip, algorithm.value_coef)
             if isinstance(algorithm, PPO)
             else None,
-            prompts=prompts,
-            rewards=rewards,
-            write_eval=run.write_eval,
-            rollout_end=run.on.replaced,
         )
         return (
             task,

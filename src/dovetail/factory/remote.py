@@ -24,7 +24,7 @@ from dovetail.rl.asynchronous.buffer import Feed
 from dovetail.rl.asynchronous.checkpoint import Journal
 from dovetail.rl.asynchronous.sampler import StreamSampler
 from dovetail.rl.asynchronous.staleness import Pool
-from dovetail.rl.tasks import step_rows
+from dovetail.rl.collect import step_rows
 from dovetail.run.directory import RunDirectory
 from dovetail.run.paths import POOL
 from dovetail.sampler.base import Completion, Prompt, SamplingParams

@@ -13,11 +13,13 @@ from dovetail.batch.packed import PackedBatch, Sequence
 from dovetail.data.examples import Prompt
 from dovetail.engine.native import Engine
 from dovetail.engine.teacher import Teacher, evaluate
+from dovetail.rl.collect import draw
 from dovetail.rl.distillation import DistillationLoss, SampledReverseKL
-from dovetail.rl.experience import Sample, pack_samples, score_old
+from dovetail.rl.experience import pack_samples, score_old
+from dovetail.rl.samples import Sample, sample_row
 from dovetail.rl.step_metrics import Row, sample_metrics, update_metrics
 from dovetail.rl.tasks import RowsTask, inner_batches, lengths_of, weighted
-from dovetail.sampler.base import Prompt as SamplerPrompt, Sampler, SamplingParams
+from dovetail.sampler.base import Sampler, SamplingParams
 
 if TYPE_CHECKING:
     from dovetail.recipe.distillation import Distillation
@@ -33,13 +35,17 @@ class DistillationTask(RowsTask):
     sampler: Sampler | None = None
     sampling: SamplingParams = field(default_factory=SamplingParams)
     decode: Callable[[Seq[int]], str] = str
+    samples: list[Sample] = field(init=False, default_factory=list)  # of the last step
+
+    def sample_rows(self) -> list[dict[str, Any]]:
+        return [sample_row(sample) for sample in self.samples]
 
     @property
     def algorithm(self) -> "Distillation":
         return cast("Distillation", self.recipe.algorithm)
 
     def step(self, step: int, stopping: Callable[[], bool] = bool) -> Row | None:
-        rows = [self.rows[i] for i in self.rows_of(step, len(self.rows))]
+        rows = self.rows_of(step)
         on_policy = self.is_on_policy(step)
         self.samples = []
         if on_policy:
@@ -94,10 +100,7 @@ class DistillationTask(RowsTask):
         self.sampler.refill(self.policy.weights(self.sampler.dtype))
         self.progress.phase(phase)
         prompts = [prompt_of(number, row) for number, row in enumerate(rows)]
-        asked = [
-            SamplerPrompt(number, prompt.ids, prompt.media) for number, prompt in enumerate(prompts)
-        ]
-        completions = self.sampler.sample(asked, params)
+        completions = draw(self.sampler, prompts, params)
         return [Sample(prompts[c.row], c.row, c, self.decode(c.ids), 0.0) for c in completions]
 
     def _packed(self, rows: Seq[Sequence | Prompt | Sample]) -> PackedBatch:

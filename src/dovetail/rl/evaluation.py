@@ -13,8 +13,8 @@ from dovetail.parallel.consensus import agreed, of_first
 from dovetail.parallel.mesh import Mesh
 from dovetail.rewards.built_in import final_number
 from dovetail.rewards.runner import RewardRunner
-from dovetail.rl.experience import Sample
 from dovetail.rl.reward_manager import RewardManager, reward_input
+from dovetail.rl.samples import Sample
 from dovetail.rl.step_metrics import Row, mean
 from dovetail.sampler.base import Completion
 

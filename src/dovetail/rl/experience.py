@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Callable, Mapping, Sequence as Seq
-from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -11,13 +10,13 @@ from torch import Tensor
 from dovetail.batch.balancing import split_units
 from dovetail.batch.packed import PackedBatch, Sequence
 from dovetail.batch.packing import kind_of
-from dovetail.data.examples import Prompt
 from dovetail.engine.native import Engine
 from dovetail.errors import ConfigError, DataError
 from dovetail.kernels.reference import sum_rows, widened
 from dovetail.rl.advantages import gae, group_relative, leave_one_out, terminal_rewards, whiten
 from dovetail.rl.correction import mismatch
 from dovetail.rl.losses import kl_estimate
+from dovetail.rl.samples import Sample
 from dovetail.sampler.base import Completion
 
 if TYPE_CHECKING:
@@ -29,42 +28,6 @@ OwnAdvantage = Callable[
 ]  # of rewards [S] and groups [S]; returns [S] or [T]
 # Routes of the update: new ones, those of the scoring pass (R2), those of the sampler (R3).
 Replay = Literal["none", "trainer", "rollout"]
-
-
-@dataclass(frozen=True)
-class Sample:
-    prompt: Prompt
-    group: int  # the index of its prompt in the step
-    completion: Completion
-    text: str
-    reward: float
-    rewards: Mapping[str, float | None] = field(
-        default_factory=dict
-    )  # terms of the sum, if several, by label
-
-
-def sample_row(sample: Sample) -> dict[str, Any]:
-    """Of `run_dir/rollouts`; `routing` is written apart."""
-    prompt = sample.prompt
-    completion = sample.completion
-    return {
-        "id": prompt.id,
-        "sample": completion.sample,
-        "prompt": prompt.prompt,
-        "completion": sample.text,
-        "answer": prompt.answer,
-        "reward": sample.reward,
-        **({"rewards": dict(sample.rewards)} if sample.rewards else {}),
-        "finish": completion.finish,
-        "token_ids": list(completion.ids),
-        "log_probs": list(completion.log_probs),
-        "routing": completion.routing,
-        **(
-            {"versions": [list(span) for span in completion.versions]}
-            if completion.versions
-            else {}
-        ),
-    }
 
 
 def pack_samples(
@@ -98,30 +61,6 @@ def lags(completion: Completion, version: int) -> list[float]:
             raise DataError(f"versions {completion.versions} are not those of {tokens}")
         found[start:end] = [float(version - own)] * (end - start)
     return found
-
-
-def equal_groups(samples: Seq[Sample]) -> dict[int, bool]:
-    rewards: dict[int, set[float]] = {}
-    for sample in samples:
-        rewards.setdefault(sample.group, set()).add(sample.reward)
-    return {group: len(values) == 1 for group, values in rewards.items()}
-
-
-def drop_equal_groups(samples: Seq[Sample]) -> list[Sample]:
-    equal = equal_groups(samples)
-    return [sample for sample in samples if not equal[sample.group]]
-
-
-def punish_overlong(
-    samples: Seq[Sample], longest: int, buffer: int, penalty: float
-) -> list[Sample]:
-    """A penalty that grows over the last `buffer` of `longest` tokens (Yu et al. 2025, eq. 13)."""
-    punished = []
-    for sample in samples:
-        loss = min(0.0, (longest - buffer - len(sample.completion.ids)) / buffer) * penalty
-        terms = {**(sample.rewards or {"reward": sample.reward}), "overlong": loss}
-        punished.append(replace(sample, reward=sample.reward + loss, rewards=terms))
-    return punished
 
 
 def with_advantages(

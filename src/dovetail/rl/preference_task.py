@@ -32,7 +32,7 @@ class PreferenceTask(RowsTask):
 
     def step(self, step: int, stopping: Callable[[], bool] = bool) -> Row | None:
         self._precompute(step)
-        batch = self._scored([self.rows[i] for i in self.rows_of(step, len(self.rows))], step + 1)
+        batch = self._scored(self.rows_of(step), step + 1)
         reports = []
         for part in inner_batches(batch, self.recipe, step):
             complete = self._complete(part)

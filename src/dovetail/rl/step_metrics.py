@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from dovetail.engine.base import StepReport
-from dovetail.rl.experience import Sample, equal_groups
+from dovetail.rl.samples import Sample, zero_std_groups
 
 Row = dict[str, Any]
 Work = Mapping[str, tuple[int, int]]  # tokens and samples by phase
@@ -60,7 +60,7 @@ def sample_metrics(samples: Seq[Sample], *, compared: bool) -> Row:
         **{f"reward/{label}": mean(values) for label, values in parts.items()},
     }
     return (
-        {**row, "equal_groups": mean([*map(float, equal_groups(samples).values())])}
+        {**row, "equal_groups": mean([*map(float, zero_std_groups(samples).values())])}
         if compared
         else row
     )

@@ -1,67 +1,32 @@
-"""One step of SFT or RL."""
+"""One step of SFT or RL: rows or samples to a batch, and updates on it."""
 
 import math
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 from dovetail.batch.loss import LossFn
 from dovetail.batch.packed import PackedBatch, Sequence
-from dovetail.data.examples import Prompt
-from dovetail.data.rows import batch_rows, mixed_rows
 from dovetail.engine.native import Engine
-from dovetail.errors import DataError
-from dovetail.launch.progress import Phase, Progress
+from dovetail.launch.progress import Progress
+from dovetail.rl.collect import SampleCollector, step_rows
 from dovetail.rl.correction import importance_weights, lag_metrics, mismatch
-from dovetail.rl.evaluation import SOLVED_REWARD, EvalSet, Rewarded, with_rewards
 from dovetail.rl.experience import (
     OwnAdvantage,
-    Sample,
-    drop_equal_groups,
     minibatches,
     mismatch_metrics,
     pack_samples,
-    punish_overlong,
     routed,
-    sample_row,
     score_old,
     with_advantages,
 )
 from dovetail.rl.losses import weight_fields
-from dovetail.rl.reward_manager import RewardManager
-from dovetail.rl.step_metrics import (
-    EMPTY_UPDATE,
-    Row,
-    Work,
-    length_metrics,
-    mean,
-    sample_metrics,
-    update_metrics,
-)
-from dovetail.sampler.base import Prompt as SamplerPrompt, Sampler, SamplingParams
+from dovetail.rl.samples import Sample
+from dovetail.rl.step_metrics import EMPTY_UPDATE, Row, Work, length_metrics, update_metrics
 
 if TYPE_CHECKING:
     from dovetail.recipe.algorithms import AnyRL
     from dovetail.recipe.schema import Recipe
-
-MAX_UNREWARDED_STEPS = 3  # in a row
-
-
-def step_rows(
-    recipe: "Recipe",
-    num_rows: int,
-    step: int,
-    first_row: int = 0,
-    parts: Seq[tuple[int, float]] = (),
-) -> list[int]:
-    """first_row: stream position at step 0. parts: of a mixture, see `mixed_rows`."""
-    trainer = recipe.trainer
-    cursor = first_row + step * trainer.prompts_per_step
-    seed = trainer.seed if recipe.data.shuffle else None
-    if parts:
-        return mixed_rows(parts, trainer.prompts_per_step, seed, cursor)
-    return batch_rows(num_rows, trainer.prompts_per_step, seed, cursor)
 
 
 def inner_batches(batch: PackedBatch, recipe: "Recipe", step: int) -> Iterator[PackedBatch]:
@@ -82,24 +47,16 @@ def weighted(batch: PackedBatch, recipe: "Recipe") -> PackedBatch:
 
 @dataclass(kw_only=True)
 class Task:
-    """first_row, parts: as `step_rows`."""
-
     recipe: "Recipe"
     policy: Engine
     progress: Progress = field(default_factory=Progress)
-    first_row: int = 0
-    parts: Seq[tuple[int, float]] = ()
-    samples: list[Sample] = field(init=False, default_factory=list)  # of the last step
 
     @property
     def trained(self) -> list[Engine]:
         return [self.policy]
 
     def sample_rows(self) -> list[dict[str, Any]]:
-        return [sample_row(sample) for sample in self.samples]
-
-    def rows_of(self, step: int, num_rows: int) -> list[int]:
-        return step_rows(self.recipe, num_rows, step, self.first_row, self.parts)
+        return []
 
 
 def lengths_of(batch: PackedBatch) -> Row:
@@ -114,11 +71,18 @@ def lengths_of(batch: PackedBatch) -> Row:
 
 @dataclass(kw_only=True)
 class RowsTask(Task):
-    """Of rows that are evaluated as they are."""
+    """Trains on rows, and evaluates them, as they are. first_row, parts: as `step_rows`."""
 
     rows: Seq[Any]
     held_out: Seq[Any]
     eval_sets: Mapping[str, Seq[Any]] = field(default_factory=dict)
+    first_row: int = 0
+    parts: Seq[tuple[int, float]] = ()
+
+    def rows_of(self, step: int) -> list[Any]:
+        """Returns the rows of a step."""
+        numbers = step_rows(self.recipe, len(self.rows), step, self.first_row, self.parts)
+        return [self.rows[number] for number in numbers]
 
     def measure(self, name: str, rows: Seq[Any]) -> Row:
         """Metrics of the set `name` ("": held_out)."""
@@ -142,8 +106,8 @@ class SupervisedTask(RowsTask):
 
     def step(self, step: int, stopping: Callable[[], bool] = bool) -> Row | None:
         self.progress.phase("update", step + 1)
-        chosen = self.rows_of(step, len(self.rows))
-        batch = weighted(PackedBatch.pack([self.rows[i] for i in chosen]), self.recipe)
+        rows = self.rows_of(step)
+        batch = weighted(PackedBatch.pack(rows), self.recipe)
         reports = [
             self.policy.train_step(part, self.loss)
             for part in inner_batches(batch, self.recipe, step)
@@ -151,7 +115,7 @@ class SupervisedTask(RowsTask):
         work = {
             "update": (
                 len(batch) * self.recipe.algorithm.epochs,
-                len(chosen) * self.recipe.algorithm.epochs,
+                len(rows) * self.recipe.algorithm.epochs,
             )
         }
         return {**update_metrics(reports), "tokens": len(batch), **lengths_of(batch), "work": work}
@@ -163,49 +127,22 @@ class SupervisedTask(RowsTask):
         }
 
 
-def _later(samples: Seq[Sample], first: int) -> list[Sample]:
-    """The samples with the numbers of their groups counted from `first`."""
-    return [replace(sample, group=first + sample.group) for sample in samples]
-
-
-def _added(before: Row, more: Row) -> Row:
-    """Work, errors and the first cause of two batches."""
-    if not before:
-        return more
-    work = {}
-    for phase, (tokens, samples) in before["work"].items():
-        more_tokens, more_samples = more["work"][phase]
-        work[phase] = (tokens + more_tokens, samples + more_samples)
-    counts = {name: before[name] + more[name] for name in ("reward_errors", "rewards_none")}
-    return {**more, **before, "work": work, **counts}
-
-
 @dataclass(kw_only=True)
 class RLTask(Task):
-    sampler: Sampler
+    """advantage: in place of the algorithm's."""
+
+    collector: SampleCollector
     policy_loss: LossFn
-    sampling: SamplingParams
-    prompts: Seq[Prompt]
-    held_out: Seq[Prompt]
-    rewards: RewardManager
-    decode: Callable[[Seq[int]], str]
     critic: Engine | None = None
     value_loss: LossFn | None = None
     reference: Engine | None = None
-    advantage: OwnAdvantage | None = None  # in place of the algorithm's
-    eval_sets: Seq[EvalSet] = ()
-    write_eval: Callable[[str, int, Seq[Row]], None] = lambda *_: (
-        None
-    )  # set ("": data.eval), step, rows. Collective
-    rollout_end: Callable[[list[Sample]], list[Sample]] = (
-        list  # the samples to train on. Collective
-    )
-    sampler_metrics: Callable[[], Mapping[str, float]] = dict
-    unrewarded: int = field(init=False, default=0)  # steps in a row
-    dropped: list[Sample] = field(init=False, default_factory=list)  # of the last step
+    advantage: OwnAdvantage | None = None
 
     def sample_rows(self) -> list[dict[str, Any]]:
-        return [sample_row(sample) for sample in (*self.samples, *self.dropped)]
+        return self.collector.sample_rows()
+
+    def evaluate(self, step: int) -> Row:
+        return self.collector.evaluate(step)
 
     @property
     def trained(self) -> list[Engine]:
@@ -221,8 +158,9 @@ class RLTask(Task):
 
     def step(self, step: int, stopping: Callable[[], bool] = bool) -> Row | None:
         self.progress.phase("push", step + 1)
-        self.sampler.refill(self.policy.weights(self.sampler.dtype))
-        if (found := self._rollout(step, stopping)) is None:
+        self.collector.push()
+        found = self.collector.collect(step, stopping)
+        if found is None:
             return None
         samples, row = found
         if not samples:
@@ -238,59 +176,6 @@ class RLTask(Task):
         work = row.pop("work") | self._work(batch)
         update = self._update(batch, step) if batch.num_sequences else {}
         return {**row, **EMPTY_UPDATE, **update, **distances, "work": work}
-
-    def _rollout(
-        self, step: int, stopping: Callable[[], bool] = bool
-    ) -> tuple[list[Sample], Row] | None:
-        """Samples to train on, and metrics. Resampling (DAPO) takes rows of steps after the run's last."""
-        wanted = self.recipe.trainer.prompts_per_step
-        recipe = self.recipe
-        algorithm = cast("AnyRL", recipe.algorithm)
-        drops = algorithm.name == "grpo" and algorithm.drop_zero_std_groups
-        drawn = list[Sample]()
-        kept = list[Sample]()
-        failed = dict[str, Any]()
-        rewarded = False
-        self.dropped = []
-        for batch in range(
-            algorithm.max_num_gen_batches if algorithm.name == "grpo" and drops else 1
-        ):
-            if batch:
-                self.progress.phase("wait")
-                if stopping():
-                    return None
-            rows = self.rows_of(step + batch * recipe.trainer.steps, len(self.prompts))
-            prompts = [self.prompts[i] for i in rows]
-            params = replace(self.sampling, step=step)
-            where = f"step {step + 1}"
-            first = batch * wanted
-            samples, dropped, more = self._sample(prompts, params, where, first=first)
-            self.dropped += dropped
-            failed = _added(failed, more)
-            rewarded = rewarded or bool(samples)
-            samples = self.rollout_end(samples)
-            drawn += samples
-            kept += drop_equal_groups(samples) if drops else samples
-            groups = [*dict.fromkeys(sample.group for sample in kept)]
-            if len(groups) >= wanted:
-                chosen = set(groups[:wanted])
-                kept = [sample for sample in kept if sample.group in chosen]
-                break
-        if algorithm.overlong_buffer:
-            limits = (
-                recipe.rollout.max_new_tokens,
-                algorithm.overlong_buffer,
-                algorithm.overlong_penalty,
-            )
-            drawn = punish_overlong(drawn, *limits)
-            kept = punish_overlong(kept, *limits)
-        self.samples = drawn
-        self._count_unrewarded(step, rewarded=rewarded)
-        metrics = {
-            **sample_metrics(drawn, compared=algorithm.name != "ppo"),
-            **self.sampler_metrics(),
-        }
-        return kept, {**metrics, **failed}
 
     def _work(self, batch: PackedBatch) -> Work:
         tokens = len(batch)
@@ -331,76 +216,6 @@ class RLTask(Task):
             if "skipped" in critic:
                 row = {"skipped": True, "fault": f"the critic's update: {critic['fault']}", **row}
         return row
-
-    def evaluate(self, step: int) -> Row:
-        """Metrics of data.eval (greedy) and of other sets; noise is the same at every step."""
-        row: Row = {}
-        sets = [
-            *([EvalSet(name="", prompts=self.held_out)] if self.held_out else []),
-            *self.eval_sets,
-        ]
-        if sets:
-            self.progress.phase("eval", step)
-            self.sampler.refill(self.policy.weights(self.sampler.dtype))
-        for each in sets:
-            params = SamplingParams(
-                samples=each.samples,
-                max_new_tokens=self.sampling.max_new_tokens,
-                temperature=each.temperature,
-                seed=zlib.crc32(f"{self.sampling.seed}/eval/{each.name}".encode()),
-                stop_ids=self.sampling.stop_ids,
-                stop=self.sampling.stop,
-                banned_ids=self.sampling.banned_ids,
-            )
-            where = f"the evaluation after step {step}{each.name and f' on {each.name}'}"
-            samples, dropped, failed = self._sample(each.prompts, params, where, "eval")
-            self.write_eval(each.name, step, [sample_row(x) for x in (*samples, *dropped)])
-            prefix = f"eval/{each.name}/" if each.name else "eval_"
-            metrics = each.measure(samples)
-            if not each.name:
-                solved = [float(sample.reward >= SOLVED_REWARD) for sample in samples]
-                metrics = {
-                    "reward_mean": mean([sample.reward for sample in samples]),
-                    "solved": mean(solved),
-                }
-            counts = {name: failed[name] for name in ("reward_errors", "rewards_none")}
-            metrics |= {name: count for name, count in counts.items() if count}
-            row |= {f"{prefix}{metric}": value for metric, value in metrics.items()}
-        return row
-
-    def _sample(
-        self,
-        prompts: Seq[Prompt],
-        params: SamplingParams,
-        where: str,
-        phase: Phase | None = None,
-        first: int = 0,
-    ) -> Rewarded:
-        """first: group of the first prompt."""
-        requests = [
-            SamplerPrompt(first + row, prompt.ids, prompt.media)
-            for row, prompt in enumerate(prompts)
-        ]
-        self.progress.phase(phase or "rollout")
-        completions = [replace(c, row=c.row - first) for c in self.sampler.sample(requests, params)]
-        texts = [self.decode(c.ids) for c in completions]
-        self.progress.phase(phase or "reward")
-        found = with_rewards(prompts, completions, texts, self.rewards, where)
-        samples = _later(found.samples, first)
-        dropped = _later(found.dropped, first)
-        made = (sum(len(c.ids) for c in completions), len(completions))
-        work = {"rollout": made, "reward": made}
-        return Rewarded(samples, dropped, {**found.metrics, "work": work})
-
-    def _count_unrewarded(self, step: int, *, rewarded: bool) -> None:
-        self.unrewarded = 0 if rewarded else self.unrewarded + 1
-        if self.unrewarded == MAX_UNREWARDED_STEPS:
-            raise DataError(
-                f"step {step + 1}: {self.unrewarded} steps in a row have no sample with a "
-                "reward, so that nothing is "
-                f"trained: {self.rewards.name} returned None for all of them, which drops a "
-                "sample; return a number"
-            )
 
     def _prepare(self, samples: Seq[Sample], step: int) -> tuple[PackedBatch, Row]:
         """The batch to train on, and metrics of the mismatch."""

@@ -1,0 +1,236 @@
+"""Rows to samples: completions are drawn and rewarded, for a training step and for evaluations."""
+
+import zlib
+from collections.abc import Callable, Mapping, Sequence as Seq
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, cast
+
+from dovetail.data.examples import Prompt
+from dovetail.data.rows import batch_rows, mixed_rows
+from dovetail.engine.native import Engine
+from dovetail.errors import DataError
+from dovetail.launch.progress import Phase, Progress
+from dovetail.rl.evaluation import SOLVED_REWARD, EvalSet, Rewarded, with_rewards
+from dovetail.rl.reward_manager import RewardManager
+from dovetail.rl.samples import Sample, sample_row, with_overlong_penalty, without_zero_std_groups
+from dovetail.rl.step_metrics import Row, mean, sample_metrics
+from dovetail.sampler.base import Completion, Prompt as SamplerPrompt, Sampler, SamplingParams
+
+if TYPE_CHECKING:
+    from dovetail.recipe.algorithms import AnyRL
+    from dovetail.recipe.schema import Recipe
+
+MAX_UNREWARDED_STEPS = 3  # in a row
+
+
+def step_rows(
+    recipe: "Recipe",
+    num_rows: int,
+    step: int,
+    first_row: int = 0,
+    parts: Seq[tuple[int, float]] = (),
+) -> list[int]:
+    """Returns the numbers of a step's rows.
+
+    first_row: stream position at step 0. parts: those of a mixture, see `mixed_rows`.
+    """
+    trainer = recipe.trainer
+    cursor = first_row + step * trainer.prompts_per_step
+    seed = trainer.seed if recipe.data.shuffle else None
+    if parts:
+        return mixed_rows(parts, trainer.prompts_per_step, seed, cursor)
+    return batch_rows(num_rows, trainer.prompts_per_step, seed, cursor)
+
+
+def draw(
+    sampler: Sampler, prompts: Seq[Prompt], params: SamplingParams, first: int = 0
+) -> list[Completion]:
+    """Returns completions whose `row` is the index in `prompts`. Collective.
+
+    first: number of the first prompt for the sampler's noise.
+    """
+    requests = [
+        SamplerPrompt(first + row, prompt.ids, prompt.media) for row, prompt in enumerate(prompts)
+    ]
+    return [replace(c, row=c.row - first) for c in sampler.sample(requests, params)]
+
+
+def ignore_evaluation(name: str, step: int, rows: Seq[Row]) -> None:
+    """Writes nothing."""
+
+
+@dataclass(kw_only=True)
+class SampleCollector:
+    """Draws and rewards the completions of a step or an evaluation. Calls are collective.
+
+    first_row, parts: as `step_rows` takes them. write_eval: takes the name of a set ("": data.eval),
+    the step and its rows. rollout_end: returns the samples to train on. samples, dropped: those of
+    the last step, with a reward and without. unrewarded: steps in a row without any reward.
+    """
+
+    recipe: "Recipe"
+    policy: Engine
+    sampler: Sampler
+    sampling: SamplingParams
+    prompts: Seq[Prompt]
+    held_out: Seq[Prompt]
+    rewards: RewardManager
+    decode: Callable[[Seq[int]], str]
+    eval_sets: Seq[EvalSet] = ()
+    progress: Progress = field(default_factory=Progress)
+    first_row: int = 0
+    parts: Seq[tuple[int, float]] = ()
+    write_eval: Callable[[str, int, Seq[Row]], None] = ignore_evaluation
+    rollout_end: Callable[[list[Sample]], list[Sample]] = list
+    sampler_metrics: Callable[[], Mapping[str, float]] = dict
+    samples: list[Sample] = field(init=False, default_factory=list)
+    dropped: list[Sample] = field(init=False, default_factory=list)
+    unrewarded: int = field(init=False, default=0)
+
+    def sample_rows(self) -> list[dict[str, Any]]:
+        return [sample_row(sample) for sample in (*self.samples, *self.dropped)]
+
+    def push(self) -> None:
+        self.sampler.refill(self.policy.weights(self.sampler.dtype))
+
+    def collect(
+        self, step: int, stopping: Callable[[], bool] = bool
+    ) -> tuple[list[Sample], Row] | None:
+        """Returns samples to train on, and metrics; None if `stopping()` between two batches.
+
+        Resampling (DAPO) takes the rows of steps after the run's last.
+        """
+        recipe = self.recipe
+        algorithm = cast("AnyRL", recipe.algorithm)
+        wanted = recipe.trainer.prompts_per_step
+        drops = algorithm.name == "grpo" and algorithm.drop_zero_std_groups
+        drawn = list[Sample]()
+        kept = list[Sample]()
+        failed = dict[str, Any]()
+        rewarded = False
+        self.dropped = []
+        for batch in range(
+            algorithm.max_num_gen_batches if algorithm.name == "grpo" and drops else 1
+        ):
+            if batch:
+                self.progress.phase("wait")
+                if stopping():
+                    return None
+            rows = step_rows(
+                recipe,
+                len(self.prompts),
+                step + batch * recipe.trainer.steps,
+                self.first_row,
+                self.parts,
+            )
+            prompts = [self.prompts[i] for i in rows]
+            params = replace(self.sampling, step=step)
+            found = self.sample(prompts, params, f"step {step + 1}", first=batch * wanted)
+            self.dropped += found.dropped
+            failed = _added(failed, found.metrics)
+            rewarded = rewarded or bool(found.samples)
+            samples = self.rollout_end(found.samples)
+            drawn += samples
+            kept += without_zero_std_groups(samples) if drops else samples
+            groups = [*dict.fromkeys(sample.group for sample in kept)]
+            if len(groups) >= wanted:
+                chosen = set(groups[:wanted])
+                kept = [sample for sample in kept if sample.group in chosen]
+                break
+        if algorithm.overlong_buffer:
+            longest = recipe.rollout.max_new_tokens
+            limits = (longest, algorithm.overlong_buffer, algorithm.overlong_penalty)
+            drawn = with_overlong_penalty(drawn, *limits)
+            kept = with_overlong_penalty(kept, *limits)
+        self.samples = drawn
+        self._count_unrewarded(step, rewarded=rewarded)
+        metrics = sample_metrics(drawn, compared=algorithm.name != "ppo")
+        return kept, {**metrics, **self.sampler_metrics(), **failed}
+
+    def evaluate(self, step: int) -> Row:
+        """Returns metrics of data.eval (greedy) and of other sets; noise is the same at every step."""
+        row: Row = {}
+        sets = [*self.eval_sets]
+        if self.held_out:
+            sets.insert(0, EvalSet(name="", prompts=self.held_out))
+        if sets:
+            self.progress.phase("eval", step)
+            self.push()
+        for each in sets:
+            params = SamplingParams(
+                samples=each.samples,
+                max_new_tokens=self.sampling.max_new_tokens,
+                temperature=each.temperature,
+                seed=zlib.crc32(f"{self.sampling.seed}/eval/{each.name}".encode()),
+                stop_ids=self.sampling.stop_ids,
+                stop=self.sampling.stop,
+                banned_ids=self.sampling.banned_ids,
+            )
+            where = f"the evaluation after step {step}"
+            prefix = "eval_"
+            if each.name:
+                where += f" on {each.name}"
+                prefix = f"eval/{each.name}/"
+            found = self.sample(each.prompts, params, where, "eval")
+            rows = [sample_row(sample) for sample in (*found.samples, *found.dropped)]
+            self.write_eval(each.name, step, rows)
+            metrics = each.measure(found.samples)
+            if not each.name:
+                rewards = [sample.reward for sample in found.samples]
+                metrics["reward_mean"] = mean(rewards)
+                metrics["solved"] = mean([float(reward >= SOLVED_REWARD) for reward in rewards])
+            for name in ("reward_errors", "rewards_none"):
+                if found.metrics[name]:
+                    metrics[name] = found.metrics[name]
+            row |= {f"{prefix}{metric}": value for metric, value in metrics.items()}
+        return row
+
+    def sample(
+        self,
+        prompts: Seq[Prompt],
+        params: SamplingParams,
+        where: str,
+        phase: Phase | None = None,
+        first: int = 0,
+    ) -> Rewarded:
+        """Draws and rewards completions of `prompts`.
+
+        where: for messages. phase: instead of rollout and reward. first: group of the first prompt.
+        """
+        self.progress.phase(phase or "rollout")
+        completions = draw(self.sampler, prompts, params, first)
+        texts = [self.decode(c.ids) for c in completions]
+        self.progress.phase(phase or "reward")
+        found = with_rewards(prompts, completions, texts, self.rewards, where)
+        samples = _renumbered(found.samples, first)
+        dropped = _renumbered(found.dropped, first)
+        made = (sum(len(c.ids) for c in completions), len(completions))
+        work = {"rollout": made, "reward": made}
+        return Rewarded(samples, dropped, {**found.metrics, "work": work})
+
+    def _count_unrewarded(self, step: int, *, rewarded: bool) -> None:
+        self.unrewarded = 0 if rewarded else self.unrewarded + 1
+        if self.unrewarded == MAX_UNREWARDED_STEPS:
+            raise DataError(
+                f"step {step + 1}: {self.unrewarded} steps in a row have no sample with a "
+                "reward, so that nothing is "
+                f"trained: {self.rewards.name} returned None for all of them, which drops a "
+                "sample; return a number"
+            )
+
+
+def _renumbered(samples: Seq[Sample], first: int) -> list[Sample]:
+    """Returns the samples with the numbers of their groups counted from `first`."""
+    return [replace(sample, group=first + sample.group) for sample in samples]
+
+
+def _added(before: Row, more: Row) -> Row:
+    """Returns work, errors and the first cause of two batches."""
+    if not before:
+        return more
+    work = {}
+    for phase, (tokens, samples) in before["work"].items():
+        more_tokens, more_samples = more["work"][phase]
+        work[phase] = (tokens + more_tokens, samples + more_samples)
+    counts = {name: before[name] + more[name] for name in ("reward_errors", "rewards_none")}
+    return {**more, **before, "work": work, **counts}
