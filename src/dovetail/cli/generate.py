@@ -81,7 +81,7 @@ class Generation:
         progress.phase("run")
         prompts = [Prompt(i, row.ids, row.media) for i, row in enumerate(self.rows)]
         most = (ON_CPU if self.mesh.device.type == "cpu" else ON_GPU) * self.sampler_mesh[
-            "fsdp"
+            "data"
         ].size
         parts = portions(prompts, lambda _: self.args.samples, most)
         if out is not None:

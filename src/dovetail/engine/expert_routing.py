@@ -150,7 +150,7 @@ class Routing:
         return micro.order.chunk(self.mesh["tp"].size)[self.mesh["tp"].rank]
 
     def _sum(self, x: Tensor) -> Tensor:
-        for axis in ("tp", "fsdp", "pp"):
+        for axis in ("tp", "data", "pp"):
             x = sum_over(x, self.mesh[axis])
         return x
 

@@ -48,7 +48,7 @@ class ReshardPolicy:
         first = next(model.parameters())
         memory = memory_of(mesh.device)
         if memory is not None:
-            memory = int(stack_over(torch.tensor(memory, device=mesh.device), mesh["fsdp"]).min())
+            memory = int(stack_over(torch.tensor(memory, device=mesh.device), mesh["data"]).min())
         elements = sum(parameter.numel() for parameter in model.parameters())
         return cls.within(elements, dtype.itemsize, wide(first.dtype).itemsize, memory)
 
@@ -68,7 +68,7 @@ def shard_over_data(model: StagedModel, mesh: Mesh, dtype: torch.dtype) -> None:
         axes = {placement.sharded_over for placement in placements_of(module).values()}
         axis = "expert_fsdp" if axes == {"expert_fsdp"} and mesh["ep"].size > 1 else "fsdp"
         fully_shard(module, mesh=mesh.fsdp[axis], **options)
-        if mesh[axis].size > 1:  # else FSDP copies every gradient
+        if mesh[axis].size * mesh["dp_replicate"].size > 1:  # else FSDP copies every gradient
             assert isinstance(module, FSDPModule)
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)

@@ -353,7 +353,7 @@ class Engine(EngineState):
         return enough if self.tokens_per_batch is None else min(enough, self.tokens_per_batch)
 
     def _gather_tokens(self, x: Tensor, batch: PackedBatch) -> Tensor:
-        x = sum_over(sum_over(x, self.mesh["fsdp"]), self.mesh["pp"])
+        x = sum_over(sum_over(x, self.mesh["data"]), self.mesh["pp"])
         return x.to(batch.tokens.device)
 
     @property

@@ -244,7 +244,7 @@ def reduce_sums(sums: Sums, mesh: Mesh) -> Tensor:
     for name in sorted(sums):
         total, count = sums[name]
         rows.append(torch.stack([total.to(torch.float64), count.to(torch.float64)]))
-    return sum_over(torch.stack(rows), mesh["fsdp"])
+    return sum_over(torch.stack(rows), mesh["data"])
 
 
 def sums_by_name(

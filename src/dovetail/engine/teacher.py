@@ -71,7 +71,7 @@ def hidden_states(engine: Engine, batch: PackedBatch) -> Tensor:
         out[rows.to(index.device)[index[micro.order[micro.index]]]] = x
 
     engine.infer(batch, HiddenStates(), keep)
-    return sum_over(sum_over(out, mesh["fsdp"]), mesh["pp"])
+    return sum_over(sum_over(out, mesh["data"]), mesh["pp"])
 
 
 def evaluate(engine: Engine, batch: PackedBatch, loss: LossFn) -> BatchReport:

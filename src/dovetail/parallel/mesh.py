@@ -1,8 +1,15 @@
 """The parallel axes of a model and their process groups.
 
-pp is outermost, then dp, cp, tp. `fsdp` is dp x cp; its `ep` neighbors hold different experts,
-`expert_fsdp` ranks the same.
-`ends`: first and last pipeline rank, for tied tables.
+pp is outermost, then dp, cp, tp, and some axes join or divide these:
+
+data          dp x cp: the ranks that see other tokens with the same layers and heads
+fsdp          the ranks of `data` that share the rows of a parameter among them
+dp_replicate  the ranks of `data` that hold the same rows; data = dp_replicate x fsdp
+ep            the neighbors in `data` that hold different experts
+expert_fsdp   the ranks of `data` that share the rows of the same experts among them
+ends          the first and the last pipeline rank, for tied tables
+
+In every layout `fsdp` is all of `data` today, and dp_replicate is 1.
 """
 
 from collections.abc import Mapping, Sequence
@@ -104,9 +111,11 @@ class Mesh:
     def abstract(cls, layout: Layout, rank: int, device: torch.device | str = "meta") -> "Mesh":
         """Return one rank of a layout, without groups."""
         sizes = {name: int(getattr(layout, name)) for name in ORDER}
-        sizes["fsdp"] = sizes["dp"] * sizes["cp"]
+        sizes["data"] = sizes["dp"] * sizes["cp"]
+        sizes["fsdp"] = sizes["data"]
+        sizes["dp_replicate"] = 1
         sizes["ep"] = layout.ep
-        sizes["expert_fsdp"] = sizes["fsdp"] // layout.ep
+        sizes["expert_fsdp"] = sizes["data"] // layout.ep
         sizes["world"] = layout.num_ranks
         coords = _coords_of(rank, sizes)
         at_end = layout.pp > 1 and coords["pp"] in (0, layout.pp - 1)
@@ -130,7 +139,9 @@ class Mesh:
         axes = {"world": Axis("world", world, rank, dist.group.WORLD)}
         axes |= {name: make_axis(name, ranks) for name, ranks in groups.items()}
         data = _groups(grid, ("dp", "cp"))
-        axes["fsdp"] = make_axis("fsdp", data, always=True)
+        axes["data"] = make_axis("data", data, always=True)
+        axes["fsdp"] = replace(axes["data"], name="fsdp")
+        axes["dp_replicate"] = Axis("dp_replicate")
         axes["expert_fsdp"] = axes["fsdp"]
         axes["ep"] = make_axis("ep", _neighbors(data, layout.ep))
         if layout.ep > 1:
@@ -160,8 +171,10 @@ def _coords_of(rank: int, sizes: Mapping[str, int]) -> dict[str, int]:
     rest = rank
     for name in reversed(ORDER):
         rest, coords[name] = divmod(rest, sizes[name])
-    coords["fsdp"] = coords["dp"] * sizes["cp"] + coords["cp"]
-    coords["expert_fsdp"], coords["ep"] = divmod(coords["fsdp"], sizes["ep"])
+    coords["data"] = coords["dp"] * sizes["cp"] + coords["cp"]
+    coords["fsdp"] = coords["data"]
+    coords["dp_replicate"] = 0
+    coords["expert_fsdp"], coords["ep"] = divmod(coords["data"], sizes["ep"])
     return coords
 
 

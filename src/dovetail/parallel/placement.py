@@ -46,6 +46,7 @@ class Placement:
     """A product of splits, at most one with several parts.
 
     partial_over: axes over which gradients are summed.
+    sharded_over: the axis over which FSDP2 shards the rows.
     """
 
     splits: tuple[Split, ...] = ()
@@ -182,7 +183,7 @@ def held_regions(
     splits = placement.splits
     named = dict(zip(_part_names(placement), shapes, strict=True)) if len(shapes) > 1 else {}
     axis = mesh[placement.sharded_over]
-    copied_over = {"tp", *placement.partial_over} - {split.axis for split in splits}
+    copied_over = {"tp", "dp_replicate", *placement.partial_over} - {split.axis for split in splits}
     is_first = all(mesh[name].rank == 0 for name in copied_over) and (sharded or axis.rank == 0)
     held = []
     for ranges in product(*(_part_ranges(split, mesh[split.axis]) for split in splits)):

@@ -88,7 +88,7 @@ class SampleBuffer:
             len(prompt.ids) + self.params.samples * self.params.max_new_tokens
             for prompt in self.prompts
         ]
-        replicas = self.mesh["fsdp"]
+        replicas = self.mesh["data"]
         plan = plan_microbatches(costs, replicas.size, None, width=width)[replicas.rank]
         return {i: len(self.prompts[i].ids) for batch in plan for i in batch}
 
@@ -107,7 +107,7 @@ class SampleBuffer:
         self.counts.numpy()[slots] += taken
 
     def completions(self) -> list[Completion]:
-        replicas = self.mesh["fsdp"]
+        replicas = self.mesh["data"]
         device = self.mesh.device
         counts: list[int] = sum_over(self.counts.to(device), replicas).tolist()
         longest = max(counts, default=0)
