@@ -36,7 +36,7 @@ from dovetail.arch.registry import spec_from_config
 from dovetail.inference_servers.http import Client
 from dovetail.inference_servers.protocol import STREAMED
 from dovetail.inference_servers.vllm import GENERATE
-from dovetail.rollout.simulator import Setup, Simulation
+from dovetail_tools.simulator import Setup, Simulation
 
 PROMPT, ROWS = 128, 512
 CONCURRENT = (

@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 
-from dovetail.report.read import sample_files
+from dovetail.records.runs import sample_files
 from dovetail.rl.tasks import RLTask
 from tests.helpers.program import (
     here,

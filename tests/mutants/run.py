@@ -59,6 +59,12 @@ class Mutant:
     old: str
     new: str
 
+    @property
+    def file(self) -> str:
+        """Returns the path in the repository; `path` is that in `dovetail`, or one of the tools."""
+        of_tools = self.path.startswith("dovetail_tools/")
+        return f"src/{self.path}" if of_tools else f"src/dovetail/{self.path}"
+
 
 @dataclass(frozen=True)
 class Failure:
@@ -112,7 +118,7 @@ def copy_tree(target: Path) -> None:
 
 def plant(mutant: Mutant, tree: Path) -> None:
     """Change the file in a copy. Raises unless the line is there exactly once."""
-    file = tree / "src/dovetail" / mutant.path
+    file = tree / mutant.file
     before = file.read_text()
     assert before.count(mutant.old + "\n") == 1, (
         f"{mutant.name}: {mutant.path} has changed: plant the same bug in the new line"

@@ -19,8 +19,8 @@ def test_at_most_three_a_kind() -> None:
 
 @pytest.mark.parametrize("mutant", mutants(), ids=lambda mutant: mutant.name)
 def test_changes_one_statement_of_the_package_as_it_is(mutant: Mutant, tmp_path: Path) -> None:
-    source = ROOT / "src/dovetail" / mutant.path
-    copy = tmp_path / "src/dovetail" / mutant.path
+    source = ROOT / mutant.file
+    copy = tmp_path / mutant.file
     copy.parent.mkdir(parents=True)
     shutil.copyfile(source, copy)
     plant(mutant, tmp_path)

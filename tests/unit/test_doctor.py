@@ -4,9 +4,9 @@ import argparse
 
 import pytest
 
-from dovetail.cli import doctor
 from dovetail.cli.main import run_command
 from dovetail.kernels.registry import KernelSet
+from dovetail_tools.cli import doctor
 
 
 def test_doctor_shows_versions_devices_and_kernels(capsys: pytest.CaptureFixture[str]) -> None:

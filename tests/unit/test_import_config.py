@@ -14,11 +14,11 @@ import pytest
 
 from dovetail.cli.main import run_command
 from dovetail.errors import ConfigError
-from dovetail.recipe.importing import import_config, nested, to_yaml
 from dovetail.recipe.names import read_tables
 from dovetail.recipe.schema import Recipe, load_recipe
-from dovetail.recipe.shell import read_command
 from dovetail.recipe.yaml import dump_mapping, flat, read_mapping
+from dovetail_tools.translation.importing import import_config, nested, to_yaml
+from dovetail_tools.translation.shell import read_command
 
 FOLDER = Path(__file__).parents[1] / "import_config"
 # Of each file: keys of the recipe, and words of the lists of what it lacks.

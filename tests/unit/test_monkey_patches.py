@@ -7,7 +7,7 @@ import pytest
 
 from tools.monkey_patches import find_patches
 
-PACKAGE = Path(__file__).parents[2] / "src" / "dovetail"
+PACKAGES = Path(__file__).parents[2] / "src"
 PLANTED = (
     "import torch\ntorch.nn.Linear.forward = f\n",
     "import torch.nn as nn\nnn.Linear.forward = f\n",
@@ -68,7 +68,7 @@ def test_own_objects_are_ours(code: str) -> None:
 
 
 def test_the_package_patches_nothing() -> None:
-    files = sorted(PACKAGE.rglob("*.py"))
+    files = sorted(PACKAGES.rglob("*.py"))
     assert len(files) > 80
     found = [
         f"{f}:{n}: {text}"

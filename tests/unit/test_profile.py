@@ -15,10 +15,10 @@ from dovetail.launch.progress import Progress
 from dovetail.parallel.mesh import Mesh
 from dovetail.recipe.schema import make_recipe
 from dovetail.recipe.tracking import ProfileSection
-from dovetail.report.page import page_data, render
-from dovetail.report.read import read_runs
-from dovetail.report.trace import read_events, summarize
+from dovetail.records.runs import read_runs
+from dovetail.records.traces import read_events, summarize
 from dovetail.run.profiler import Profiler
+from dovetail_tools.report.page import page_data, render
 from tests.helpers.report_runs import Page, make_run
 
 RECIPE = {"model": {"path": "M"}, "data": {"train": "rows.jsonl"}, "run_dir": "run"}

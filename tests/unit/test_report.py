@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from dovetail.errors import ConfigError
-from dovetail.report.page import MOST_POINTS, SAMPLE_BYTES, page_data, render, write_report
-from dovetail.report.read import read_runs, text_of
-from dovetail.report.samples import choose, describe, select, sort
+from dovetail.records.runs import read_runs, text_of
+from dovetail.records.samples import describe, select, sort
+from dovetail_tools.report.page import MOST_POINTS, SAMPLE_BYTES, page_data, render, write_report
+from dovetail_tools.report.samples import choose
 from tests.helpers.report_runs import HOSTILE, SHOWN, Page, make_run, metrics, sample, write_lines
 
 MOST_BYTES = 5_000_000  # of the report of 200 steps
@@ -134,7 +135,7 @@ def test_samples_are_of_all_steps_and_of_the_same_prompts(long: Path, page: Page
 
 
 def test_large_runs_are_read_in_part(long: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dovetail.report.samples.READ_BYTES", 100_000)
+    monkeypatch.setattr("dovetail_tools.report.samples.READ_BYTES", 100_000)
     steps = {row["step"] for row in choose(long, 800, 10**6)}
     assert {1, 200} <= steps
     assert len(steps) == 40

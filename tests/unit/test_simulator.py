@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from dovetail.cli.main import run_command
-from dovetail.cli.plan import lengths_of
-from dovetail.rollout.simulator import Engine, Setup, Simulation, lognormal, token_ms
+from dovetail_tools.cli.plan import lengths_of
+from dovetail_tools.simulator import Engine, Setup, Simulation, lognormal, token_ms
 from tests.helpers.tolerances import SUM_ORDER
 
 DECODE = ((1, 100.0), (9, 300.0))  # 10 and 30 ms a token

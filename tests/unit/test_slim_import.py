@@ -1,5 +1,6 @@
 """What the command line needs before it starts anything loads no torch; what computes loads none of the recipe's packages."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,29 +16,16 @@ MODULES = (
     "dovetail.pipeline.partition",
     "dovetail.pipeline.schedule",
     "dovetail.cli.main",
-    "dovetail.cli.report",
+    "dovetail_tools.cli.report",
     "dovetail.cli.rollouts",
-    "dovetail.cli.plan",
+    "dovetail_tools.cli.plan",
     "dovetail.rl.asynchronous.staleness",
 )
 
 
-COMMANDS = (
-    *(
-        "train",
-        "score",
-        "generate",
-        "eval",
-        "convert",
-        "inspect",
-        "report",
-        "rollouts",
-        "plan",
-        "serve",
-        "docs",
-    ),
-    *("import-config", "doctor"),
-)
+CORE = ("train", "score", "generate", "eval", "convert", "inspect", "rollouts", "serve")
+TOOLS = ("report", "plan", "docs", "import-config", "doctor")
+COMMANDS = (*CORE, *TOOLS)
 NO_TORCH = f"""
 import importlib, sys
 from dovetail.cli.main import run_command
@@ -50,6 +38,25 @@ for name in {MODULES}:
     importlib.import_module(name)
     assert not sys.modules.keys() & {{"torch", "transformers"}}, name
 """
+
+
+def test_without_the_tools_one_sentence_says_what_lacks(tmp_path: Path) -> None:
+    (tmp_path / "dovetail").symlink_to(ROOT / "src/dovetail")
+    start = [sys.executable, "-S", "-P", "-m", "dovetail"]
+
+    def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+        env = {**os.environ, "PYTHONPATH": str(folder)}
+        return subprocess.run([*start, *words], env=env, capture_output=True, text=True)
+
+    assert "recipe" in run(ROOT / "src", "docs").stdout  # in a checkout that is not installed
+    ended = run(tmp_path, "report", "runs/first")
+    assert ended.returncode == 2
+    assert ended.stderr == (
+        "dovetail: dovetail report: this command is in the package dovetail_tools, "
+        "which is not installed here; reinstall dovetail-rl\n"
+    )
+    shown = run(tmp_path, "--help").stdout
+    assert "serve" in shown and "report" not in shown.partition("commands:")[2]
 
 
 def test_help_and_what_checks_a_recipe_load_no_torch() -> None:

@@ -5,7 +5,7 @@ import re
 from argparse import ArgumentParser
 from pathlib import Path
 
-from dovetail.cli.arguments import COMMANDS
+from dovetail.cli.arguments import all_commands
 from dovetail.recipe.schema import known_keys
 
 ROOT = Path(__file__).parents[2]
@@ -39,7 +39,7 @@ def test_keys_flags_and_commands_exist() -> None:
         if key not in keys and not any(k.startswith(f"{key}.") for k in keys)
     } == set()
     parser = ArgumentParser()
-    for command in COMMANDS.values():
+    for command in all_commands().values():
         part = ArgumentParser()
         command.add_arguments(part)
         parser._option_string_actions |= part._option_string_actions
@@ -47,13 +47,13 @@ def test_keys_flags_and_commands_exist() -> None:
         *parser._option_string_actions,
         *OTHERS,
     }
-    assert set(re.findall(r"`dovetail ([a-z]+)", PROSE)) <= set(COMMANDS)
+    assert set(re.findall(r"`dovetail ([a-z]+)", PROSE)) <= set(all_commands())
 
 
 def test_messages_are_those_of_the_source() -> None:
     """Every line has a literal of the source, with what the code fills in left out."""
     literals = set[str]()
-    for path in (ROOT / "src/dovetail").rglob("*.py"):
+    for path in (ROOT / "src").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if (
                 isinstance(node, ast.Constant)

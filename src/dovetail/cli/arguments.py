@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import importlib.util
 from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,8 +14,6 @@ from dovetail.cli.parser import (
     RATE,
     SECONDS,
     Parser,
-    counts,
-    decode_speeds,
     number,
     share,
     words,
@@ -38,8 +37,17 @@ class Command(NamedTuple):
     example: str
 
 
+def all_commands() -> Mapping[str, Command]:
+    """Returns the commands of this package, and of `dovetail_tools` where that is installed."""
+    if importlib.util.find_spec("dovetail_tools") is None:
+        return COMMANDS
+    tools = importlib.import_module("dovetail_tools.cli.commands")
+    return {**COMMANDS, **tools.COMMANDS}
+
+
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    commands = "\n".join(f"  {name:<15}{command.help}" for name, command in COMMANDS.items())
+    known = all_commands()
+    commands = "\n".join(f"  {name:<15}{command.help}" for name, command in known.items())
     about = f"A parallel model engine for RL post-training.\n\ncommands:\n{commands}"
     top = Parser(
         prog="dovetail", description=about, epilog=f"{EXAMPLE}train RECIPE.yaml\n\n{EPILOG}"
@@ -47,16 +55,20 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     top.add_argument(
         "command",
         nargs="?",
-        choices=list(COMMANDS),
+        choices=[*COMMANDS, *TOOLS],
         metavar="command",
         help="COMMAND --help says more",
     )
     top.add_argument("--version", action="version", version=f"dovetail {dovetail.__version__}")
     name = top.parse_args(argv[:1] or ["--help"]).command
+    if name not in known:
+        lacking = f"dovetail {name}: this command is in the package dovetail_tools"
+        raise ConfigError(f"{lacking}, which is not installed here; reinstall dovetail-rl")
+    command = known[name]
     is_train = name == "train"
-    epilog = f"{EXAMPLE}{name} {COMMANDS[name].example}\n\n{KEYS * is_train}{EPILOG}"
-    parser = Parser(prog=f"dovetail {name}", description=COMMANDS[name].help, epilog=epilog)
-    COMMANDS[name].add_arguments(parser)
+    epilog = f"{EXAMPLE}{name} {command.example}\n\n{KEYS * is_train}{EPILOG}"
+    parser = Parser(prog=f"dovetail {name}", description=command.help, epilog=epilog)
+    command.add_arguments(parser)
     overrides, rest = _split_overrides(argv[1:]) if is_train else ([], list(argv[1:]))
     if name in OF_A_MODEL:
         args, unknown = _parse_with_model(parser, rest)
@@ -175,7 +187,7 @@ def _parse_with_model(parser: Parser, words: Sequence[str]) -> tuple[argparse.Na
     return args, unknown
 
 
-def _add_device(parser: ArgumentParser, default: str = "auto") -> None:
+def add_device(parser: ArgumentParser, default: str = "auto") -> None:
     parser.add_argument(
         "--device",
         choices=["auto", "cpu", "cuda", "npu"],
@@ -190,7 +202,7 @@ def _add_compute(
     parser.add_argument(
         "--layout", metavar="tp=2,dp=2", help="degrees of tp, pp, cp, dp, ep; default: 1 each"
     )
-    _add_device(parser)
+    add_device(parser)
     recipe = "" if dtype else "; default: the recipe's"
     parser.add_argument(
         "--dtype", choices=["float32", "bfloat16"], default=dtype, help="compute type" + recipe
@@ -316,7 +328,7 @@ def _convert(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--layout", metavar="tp=2,dp=2", help="of the pieces, which as many ranks write"
     )
-    _add_device(parser, default="cpu")
+    add_device(parser, default="cpu")
     parser.add_argument(
         "--dtype", choices=["float32", "bfloat16", "float16"], help="default: as in SRC"
     )
@@ -328,20 +340,6 @@ def _inspect(parser: ArgumentParser) -> None:
     )
     parser.add_argument(
         "--verify", action="store_true", help="compare every checksum of a sharded checkpoint"
-    )
-
-
-def _report(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "runs", metavar="RUN", nargs="+", help="run_dir of a recipe; several are compared"
-    )
-    parser.add_argument("--out", metavar="FILE.html", help="default: report.html in the first RUN")
-    parser.add_argument(
-        "--watch",
-        type=SECONDS,
-        default=0,
-        metavar="SECONDS",
-        help="write it anew until the runs end",
     )
 
 
@@ -361,46 +359,13 @@ def _rollouts(parser: ArgumentParser) -> None:
     parser.add_argument("--limit", type=COUNT, default=8, metavar="N", help="samples to show")
 
 
-def _plan(parser: ArgumentParser) -> None:
-    lengths = "of responses: a run_dir, a JSON list, or MEAN:LONGEST"
-    parser.add_argument("--rollout", required=True, metavar="LENGTHS", help=lengths)
-    parser.add_argument(
-        "--gpus", required=True, type=COUNT, metavar="N", help="of trainer and engines together"
-    )
-    decode = "measured tokens a second of an engine by its running samples; it runs at most the last number"
-    parser.add_argument(
-        "--decode", required=True, type=decode_speeds, metavar="1:205,64:12850,...", help=decode
-    )
-    train = "tokens a second that a GPU trains, prompts and all passes of a step included"
-    parser.add_argument("--train", required=True, type=RATE, metavar="X", help=train)
-    parser.add_argument("--engine-gpus", type=COUNT, default=1, metavar="N", help="of one engine")
-    parser.add_argument(
-        "--max-lag",
-        type=counts,
-        default=(1, 2, 4),
-        metavar="1,2,4",
-        help="versions; default: 1,2,4",
-    )
-    parser.add_argument("--prompts", type=COUNT, default=32, metavar="N", help="of a step")
-    parser.add_argument("--samples", type=COUNT, default=8, metavar="N", help="of a prompt")
-    parser.add_argument(
-        "--prompt-tokens", type=number(int), default=256, metavar="N", help="of a prompt"
-    )
-    parser.add_argument(
-        "--prefill", type=RATE, default=20000.0, metavar="X", help="tokens a second of an engine"
-    )
-    parser.add_argument(
-        "--push-seconds", type=number(float), default=1.0, metavar="X", help="of weights to engines"
-    )
-
-
 def _serve(parser: ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help=MODEL)
     parser.add_argument(
         "--host", default="127.0.0.1", metavar="H", help="address to listen at; 0.0.0.0: all"
     )
     parser.add_argument("--port", type=number(int), default=8000, metavar="P", help="0: a free one")
-    _add_device(parser)
+    add_device(parser)
     parser.add_argument(
         "--dtype", choices=["float32", "bfloat16"], default="float32", help="of weights and compute"
     )
@@ -408,21 +373,6 @@ def _serve(parser: ArgumentParser) -> None:
     parser.add_argument("--gpu-memory-utilization", type=share, default=0.8, metavar="X", help=used)
     pushed = "the only directory whose files a trainer may push (rollout.push.transport=file)"
     parser.add_argument("--push-dir", default=PUSH_DIRECTORY, metavar="DIR", help=pushed)
-
-
-def _docs(parser: ArgumentParser) -> None:
-    parser.add_argument("page", metavar="PAGE", nargs="?", help="default: list the pages")
-
-
-def _import_config(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "file", metavar="FILE", help="a YAML file, or a shell script that starts a training"
-    )
-    whose = "verl, trl (trl-sft, trl-grpo), openrlhf, axolotl or slime; default: by its names"
-    parser.add_argument("--from", dest="project", default="", metavar="PROJECT", help=whose)
-    parser.add_argument(
-        "-o", "--out", metavar="RECIPE.yaml", help="replaced if it exists; default: standard output"
-    )
 
 
 def _resume(text: str) -> str:
@@ -436,6 +386,7 @@ MODEL = "a directory, or name@revision on the hub"
 OF_A_MODEL = ("score", "generate", "eval", "convert", "inspect", "serve")
 PUSH_DIRECTORY = "/dev/shm/dovetail"  # as rollout.push.directory
 ON_RANKS = ("train", "score", "generate", "eval", "convert")
+TOOLS = ("report", "plan", "docs", "import-config", "doctor")  # of the package dovetail_tools
 COMMANDS: Mapping[str, Command] = {
     "train": Command("train a model by RL or SFT, from an HF checkpoint to an HF checkpoint", _train,
         "recipe.yaml layout.tp=2 optim.lr=1e-6"),
@@ -448,15 +399,7 @@ COMMANDS: Mapping[str, Command] = {
     "convert": Command("turn an HF checkpoint into a sharded one, or back, bit for bit", _convert,
         "Qwen2.5-0.5B cut --to sharded --layout tp=2"),
     "inspect": Command("show what a model, a checkpoint or a run holds, and whether it is whole", _inspect, "runs/first"),
-    "report": Command("write curves, times, samples, events and config of runs as one HTML file", _report,
-        "runs/first runs/second --out both.html"),
     "rollouts": Command("show samples of a run with their rewards", _rollouts, "runs/first --sort worst"),
-    "plan": Command("say how many GPUs the trainer and the engines of an RL run take, synchronous or asynchronous", _plan,
-        "--rollout 2000:16000 --gpus 8 --decode 1:205,64:12850,256:38000 --train 12000"),
     "serve": Command("serve a model over HTTP: OpenAI's endpoints, and those by which trainers sample and push weights", _serve,
         "Qwen2.5-0.5B --port 8000 --dtype bfloat16"),
-    "docs": Command("show a page of the documentation, or list the pages", _docs, "rewards"),
-    "import-config": Command("turn a config of verl, TRL, OpenRLHF, axolotl or slime into a recipe", _import_config,
-        "run_grpo.sh -o recipe.yaml"),
-    "doctor": Command("show versions, devices and kernels, and run a self-test", _add_device, "--device cpu"),
 }  # fmt: skip

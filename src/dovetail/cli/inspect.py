@@ -12,7 +12,7 @@ from dovetail.checkpoint.reader import ShardedReader
 from dovetail.errors import CheckpointError
 from dovetail.factory.layouts import max_positions
 from dovetail.launch.process import put
-from dovetail.report.read import METRICS, read_runs
+from dovetail.records.runs import METRICS, read_runs
 from dovetail.run.paths import CHECKPOINTS, CONFIG as RUN_CONFIG, HF
 from dovetail.weights.config_file import CONFIG, read_config
 from dovetail.weights.hf_reader import HFReader, StoredTensor

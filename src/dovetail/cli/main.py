@@ -12,9 +12,10 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from types import ModuleType
 from typing import NoReturn, Self, TypeGuard
 
-from dovetail.cli.arguments import ON_RANKS, layout_of, parse, recipe_of, supervision_of
+from dovetail.cli.arguments import ON_RANKS, TOOLS, layout_of, parse, recipe_of, supervision_of
 from dovetail.cli.header import header
 from dovetail.errors import (
     ConfigError,
@@ -82,9 +83,7 @@ def run_command(argv: Sequence[str], rank: RankProcess | None = None) -> int:
 def _dispatch(argv: Sequence[str], rank: RankProcess, *, watched: bool) -> int:
     args = parse(argv)
     if args.command not in ON_RANKS:
-        return (
-            importlib.import_module(f"dovetail.cli.{args.command.replace('-', '_')}").run(args) or 0
-        )
+        return _module(args.command).run(args) or 0
     layout = layout_of(args)
     given = ranks_given()
     supervision = supervision_of(args)
@@ -110,6 +109,14 @@ def _dispatch(argv: Sequence[str], rank: RankProcess, *, watched: bool) -> int:
         return _run_as_rank(args, rank, collective_timeout(supervision.limits))
 
 
+def _module(command: str) -> ModuleType:
+    """Returns the module whose `run` is the command."""
+    name = command.replace("-", "_")
+    if command in TOOLS:
+        return importlib.import_module(f"dovetail_tools.cli.{name}")
+    return importlib.import_module(f"dovetail.cli.{name}")
+
+
 def _run_as_rank(args: argparse.Namespace, rank: RankProcess, timeout: timedelta) -> int:
     process_group = importlib.import_module("dovetail.parallel.process_group")
     warnings.filterwarnings("ignore", COMPILING, UserWarning)
@@ -131,7 +138,7 @@ def _run_as_rank(args: argparse.Namespace, rank: RankProcess, timeout: timedelta
         group = process_group.process_group(device, timeout, on_rendezvous, rank.note_missing)
         with rank.among_hosts(), group:
             rank.progress.phase("load")
-            run = importlib.import_module(f"dovetail.cli.{args.command}").run
+            run = _module(args.command).run
             try:
                 exit_code.value = run(args, rank.progress) or 0
             except SystemExit as error:

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from dovetail.errors import DataError
 from dovetail.launch.process import put
-from dovetail.report.read import check_runs, sample_files
-from dovetail.report.samples import describe, select, sort
+from dovetail.records.runs import check_runs, sample_files
+from dovetail.records.samples import describe, select, sort
 
 
 def run(args: argparse.Namespace) -> None:

@@ -15,7 +15,7 @@ from dovetail.launch.progress import Progress
 from dovetail.parallel.consensus import of_all
 from dovetail.parallel.mesh import Mesh
 from dovetail.recipe.tracking import ProfileSection
-from dovetail.report.trace import read_events, summarize
+from dovetail.records.traces import read_events, summarize
 
 SNAPSHOT_ENTRIES = 100_000  # allocations and frees
 GZIP_LEVEL = 5

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from dovetail.errors import ConfigError, DataError, quoted
 from dovetail.launch.process import put
-from dovetail.report.read import ROLLOUT, check_runs, read_samples, sample_files
-from dovetail.rollout.simulator import Outcome, Setup, Simulation, lognormal
+from dovetail.records.runs import ROLLOUT, check_runs, read_samples, sample_files
+from dovetail_tools.simulator import Outcome, Setup, Simulation, lognormal
 
 COUNTED = 16  # simulated steps, after those that fill the pool
 SPLITS = 12  # of the GPUs that are tried

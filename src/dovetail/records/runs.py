@@ -3,7 +3,6 @@
 import json
 import math
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,23 +60,17 @@ class SampleFile:
 
 def check_runs(paths: Sequence[Path]) -> None:
     for path in paths:
-        if not _is_run(path):
-            inside = (
-                sorted(str(child) for child in path.iterdir() if _is_run(child))
-                if path.is_dir()
-                else []
-            )
-            why = (
-                f"it has neither {CONFIG} nor {METRICS}"
-                if path.is_dir()
-                else "there is no such directory"
-            )
-            hint = (
-                f"the runs in it: {' '.join(inside[:10])}"
-                if inside
-                else "give the run_dir of a recipe"
-            )
-            raise ConfigError(f"{path} is not the directory of a run: {why}; {hint}")
+        if _is_run(path):
+            continue
+        why = "there is no such directory"
+        inside = []
+        if path.is_dir():
+            why = f"it has neither {CONFIG} nor {METRICS}"
+            inside = sorted(str(child) for child in path.iterdir() if _is_run(child))
+        hint = "give the run_dir of a recipe"
+        if inside:
+            hint = f"the runs in it: {' '.join(inside[:10])}"
+        raise ConfigError(f"{path} is not the directory of a run: {why}; {hint}")
 
 
 def _is_run(path: Path) -> bool:
@@ -86,11 +79,12 @@ def _is_run(path: Path) -> bool:
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
     check_runs(paths)
-    counts = Counter(path.resolve().name for path in paths)
-    return [
-        _read_run(path, str(path) if counts[path.resolve().name] > 1 else path.resolve().name)
-        for path in paths
-    ]
+    names = [path.resolve().name for path in paths]
+    runs = []
+    for path, name in zip(paths, names, strict=True):
+        is_unique = names.count(name) == 1
+        runs.append(_read_run(path, name if is_unique else str(path)))
+    return runs
 
 
 def _read_run(path: Path, name: str) -> Run:
@@ -145,9 +139,10 @@ def sample_files(run: Path) -> list[SampleFile]:
     for folder, kind in (("rollouts", ROLLOUT), ("eval", "eval")):
         for path in (run / folder).glob("**/*.jsonl"):
             name = str(path.relative_to(run / folder).with_suffix(""))
-            step = STEP.search(name)
+            found = STEP.search(name)
+            step = int(found[1]) if found else 0
             name = STEP.sub("", name).strip("./_- ")
-            files.append(SampleFile(path, int(step[1]) if step else 0, f"{kind} {name}".strip()))
+            files.append(SampleFile(path, step, f"{kind} {name}".strip()))
     return sorted(files, key=lambda file: (file.step, file.kind, str(file.path)))
 
 
@@ -159,11 +154,9 @@ def read_samples(file: SampleFile, most_bytes: float = math.inf) -> Iterator[Row
             continue
         inner = row.get("rewards")
         parts = inner if isinstance(inner, dict) else {}
-        parts |= {
-            key.removeprefix("reward/"): value
-            for key, value in row.items()
-            if key.startswith("reward/")
-        }
+        for key, value in row.items():
+            if key.startswith("reward/"):
+                parts[key.removeprefix("reward/")] = value
         tokens = row.get("token_ids")
         yield {
             "step": file.step,
@@ -178,7 +171,8 @@ def read_samples(file: SampleFile, most_bytes: float = math.inf) -> Iterator[Row
             "finish": _short(row.get("finish") or ""),
             "tokens": len(tokens) if isinstance(tokens, list) else None,
         }
-        spent += len(str(row.get("prompt"))) + len(str(row["completion"])) + 20 * len(tokens or ())
+        spent += len(str(row.get("prompt"))) + len(str(row["completion"]))
+        spent += 20 * len(tokens or ())
         if spent > most_bytes:
             return
 
@@ -197,23 +191,23 @@ def text_of(value: object) -> str:
     """Messages by role; other values as JSON."""
     if isinstance(value, str):
         return value
-    if (
-        isinstance(value, list)
-        and value
-        and all(isinstance(item, dict) and "content" in item for item in value)
-    ):
-        return "\n".join(f"[{item.get('role', '?')}] {_content(item['content'])}" for item in value)
+    items = value if isinstance(value, list) else []
+    if items and all(isinstance(item, dict) and "content" in item for item in items):
+        lines = [f"[{item.get('role', '?')}] {_content(item['content'])}" for item in items]
+        return "\n".join(lines)
     return json.dumps(value, ensure_ascii=False)
 
 
 def _content(content: object) -> str:
     parts = content if isinstance(content, list) else [content]
-    return " ".join(
-        str(part.get("text", f"<{part.get('type', 'part')}>"))
-        if isinstance(part, dict)
-        else text_of(part)
-        for part in parts
-    )
+    words = []
+    for part in parts:
+        if isinstance(part, dict):
+            kind = part.get("type", "part")
+            words.append(str(part.get("text", f"<{kind}>")))
+        else:
+            words.append(text_of(part))
+    return " ".join(words)
 
 
 def _short(value: object) -> str:

@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from dovetail.errors import ConfigError
-from dovetail.recipe.converted_rewards import eval_sets, own_reward, rewards
-from dovetail.recipe.draft import Draft
+from dovetail_tools.translation.draft import Draft
+from dovetail_tools.translation.rewards import eval_sets, own_reward, rewards
 
 ACTOR = "actor_rollout_ref.actor."
 VALIDATION = "actor_rollout_ref.rollout.val_kwargs."

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from dovetail.errors import ConfigError, listing, raise_disk_problem
 from dovetail.launch.process import complain, put
-from dovetail.recipe.importing import import_config, to_yaml
+from dovetail_tools.translation.importing import import_config, to_yaml
 
 SHOWN = 200
 FEW = 8  # lines of each list, names of one line

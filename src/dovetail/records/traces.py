@@ -5,18 +5,16 @@ import math
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from itertools import chain, groupby
 from pathlib import Path
 from typing import NamedTuple
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from dovetail.launch.progress import PHASES
-from dovetail.report.read import Row, number
+from dovetail.records.runs import Row
 
 FOLDER = "profile"
-MOST_SHOWN = 8  # steps
 Longest = list[tuple[str, float, int]]  # name, seconds of its own, calls
 PARTS = ("forward", "backward")  # of an update
 SHOWN = 10
@@ -92,22 +90,22 @@ class _Trace:
         arguments = event.get("args") or {}
         self.events += 1
         if name == "[memory]":
-            self.allocated.append(
-                (event["ts"], arguments["Device Type"], arguments["Total Allocated"])
-            )
+            device_type = arguments["Device Type"]
+            self.allocated.append((event["ts"], device_type, arguments["Total Allocated"]))
         if event.get("ph") != "X":
             return
         start = float(event["ts"])
+        stop = start + float(event["dur"])
         launch = arguments.get("correlation")
-        spent = Event(
-            start, start + float(event["dur"]), name[:NAME_LENGTH], event.get("tid", 0), launch
-        )
+        spent = Event(start, stop, name[:NAME_LENGTH], event.get("tid", 0), launch)
         if kind == "cpu_op":
             self.operators.append(spent)
         elif kind in LAUNCHES and launch is not None:
             self.launched[launch] = start
         elif kind in ON_GPU:
-            (self.collectives if "nccl" in name.lower() else self.kernels).append(spent)
+            is_collective = "nccl" in name.lower()
+            events = self.collectives if is_collective else self.kernels
+            events.append(spent)
         elif kind == "user_annotation" and name in PHASES:
             self.phases.append(spent)
         elif kind == "user_annotation" and name in PARTS:
@@ -119,11 +117,12 @@ class _Trace:
         self.phases.sort()
         self.starts = [phase.start for phase in self.phases]
         own = _by(self._phase_of, _own_times(self.operators))
-        on_gpu = [event for event in (*self.kernels, *self.collectives) if event.launch is not None]
+        all_kernels = [*self.kernels, *self.collectives]
+        on_gpu = [event for event in all_kernels if event.launch is not None]
         kernels = _by(self._phase_of, ((event, event.stop - event.start) for event in on_gpu))
-        computing = self.kernels or [
-            event for event in self.operators if event.name.startswith("aten::")
-        ]
+        computing = self.kernels
+        if not computing:
+            computing = [event for event in self.operators if event.name.startswith("aten::")]
         spans = {
             "computing": computing,
             "collectives": self.collectives,
@@ -140,17 +139,22 @@ class _Trace:
                 if self._phase_of(part) == name:
                     parts[part.name] += (part.stop - part.start) / 1e6
             phases[name] = PhaseSummary(
-                seconds=sum(stop - start for start, stop in windows) / 1e6, computing=spent["computing"],
-                collectives=spent["collectives"], waiting=spent["any"] - spent["computing"], parts=parts,
-                operators=_longest(own[name]), kernels=_longest(kernels[name]), peak_bytes=peaks.get(name),
-            )  # fmt: skip
+                seconds=sum(stop - start for start, stop in windows) / 1e6,
+                computing=spent["computing"],
+                collectives=spent["collectives"],
+                waiting=spent["any"] - spent["computing"],
+                parts=parts,
+                operators=_longest(own[name]),
+                kernels=_longest(kernels[name]),
+                peak_bytes=peaks.get(name),
+            )
         return phases
 
     def _phase_of(self, event: Event) -> str:
         """GPU work counts where it was launched."""
-        return self._phase_at(
-            event.start if event.launch is None else self.launched.get(event.launch, event.start)
-        )
+        if event.launch is None:
+            return self._phase_at(event.start)
+        return self._phase_at(self.launched.get(event.launch, event.start))
 
     def _phase_at(self, time: float) -> str:
         before = bisect_right(self.starts, time)
@@ -185,17 +189,17 @@ def _longest(names: Mapping[str, tuple[float, int]]) -> list[tuple[str, float, i
 
 
 def _own_times(events: Iterable[Event]) -> Iterator[tuple[Event, float]]:
-    """Without events inside."""
-    for _, thread in groupby(
-        sorted(events, key=lambda e: (str(e.thread), e.start, -e.stop)), lambda e: e.thread
-    ):
+    """Yields each event with its time without the events inside it."""
+    ordered = sorted(events, key=lambda event: (str(event.thread), event.start, -event.stop))
+    for _, thread in groupby(ordered, lambda event: event.thread):
         open_events: list[tuple[Event, float]] = []  # and their own time so far
         for event in chain(thread, [Event(math.inf, math.inf, "", 0, None)]):
             while open_events and open_events[-1][0].stop <= event.start:
                 yield open_events.pop()
             if open_events:
                 outer, time = open_events[-1]
-                open_events[-1] = outer, time - (min(event.stop, outer.stop) - event.start)
+                inside = min(event.stop, outer.stop) - event.start
+                open_events[-1] = outer, time - inside
             open_events.append((event, event.stop - event.start))
 
 
@@ -220,46 +224,3 @@ def _overlap(windows: Sequence[tuple[float, float]], spans: Sequence[tuple[float
                 break
             total += min(high, stop) - max(low, start)
     return total
-
-
-def read_profiles(run: Path) -> list[Row]:
-    steps: dict[int, list[Summary]] = {}
-    for path in (run / FOLDER).glob("step-*/rank-*.json"):
-        with suppress(OSError, ValidationError):
-            summary = Summary.model_validate_json(path.read_bytes())
-            steps.setdefault(summary.step, []).append(summary)
-    return [
-        _shown(sorted(steps[step], key=lambda each: each.rank))
-        for step in sorted(steps)[-MOST_SHOWN:]
-    ]
-
-
-def _shown(ranks: list[Summary]) -> Row:
-    """Times of all ranks; longest operators of the first."""
-    first = ranks[0]
-    phases = list[Row]()
-    for name, phase in first.phases.items():
-        all_ranks = [each.phases[name] for each in ranks if name in each.phases]
-        longest = {"kernels": phase.kernels, "operators": phase.operators}
-        row: Row = {
-            "name": name,
-            "peak_gib": number(max(each.peak_bytes or 0 for each in all_ranks) / 2**30),
-        }
-        row |= {
-            time: [number(vars(each)[time]) for each in all_ranks]
-            for time in ("seconds", "computing", "waiting")
-        }
-        row["parts"] = {part: number(seconds) for part, seconds in phase.parts.items()}
-        shown = {
-            kind: [[own, number(s), calls] for own, s, calls in rows]
-            for kind, rows in longest.items()
-        }
-        row["longest"] = {kind: rows for kind, rows in shown.items() if rows}
-        phases.append(row)
-    return {
-        "step": first.step,
-        "device": first.device,
-        "rank": first.rank,
-        "ranks": len(ranks),
-        "phases": phases,
-    }

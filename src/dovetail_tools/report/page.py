@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.errors import ConfigError, raise_disk_problem
-from dovetail.report.read import Row, Run, number, read_runs, text_of
-from dovetail.report.samples import choose, script_json
-from dovetail.report.trace import read_profiles
+from dovetail.records.runs import Row, Run, number, read_runs, text_of
+from dovetail_tools.report.profiles import read_profiles
+from dovetail_tools.report.samples import choose, script_json
 
 MOST_POINTS = 600  # of a curve
 MOST_SAMPLES = 800

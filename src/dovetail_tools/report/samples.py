@@ -1,13 +1,12 @@
-"""Which samples a report shows, and samples in the terminal."""
+"""Which samples a report shows."""
 
-import heapq
-import itertools
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from dovetail.report.read import ROLLOUT, Row, SampleFile, read_samples, sample_files
+from dovetail.records.runs import ROLLOUT, Row, SampleFile, read_samples, sample_files
+from dovetail.records.samples import reward_of
 
 READ_BYTES = 1 << 27  # of all files
 MOST_FILES = 40  # of each kind, spread over the steps
@@ -72,70 +71,9 @@ def _ranked(rows: Sequence[Row], order: Mapping[tuple[str, str], int]) -> list[R
         groups[_prompt(row)].append(row)
     keyed = []
     for key, group in groups.items():
-        best, *rest = sorted(group, key=_reward, reverse=True)
+        best, *rest = sorted(group, key=reward_of, reverse=True)
         keyed += [
             ((rank > 1, order[key], rank), row)
             for rank, row in enumerate([best, *rest[-1:], *rest[:-1]])
         ]
     return [row for _, row in sorted(keyed, key=lambda pair: pair[0])]
-
-
-def _reward(row: Row) -> float:
-    return -1e300 if row["reward"] is None else row["reward"]
-
-
-def select(run: Path, step: int | None, prompt: str | None, search: str | None) -> Iterator[Row]:
-    """step None: the last, or all with a prompt or search."""
-    files = sample_files(run)
-    if step is None and not (prompt or search):
-        step = max(
-            (file.step for file in files if file.kind == ROLLOUT),
-            default=files[-1].step if files else 0,
-        )
-    words = (search or "").lower()
-    for file in files:
-        if step in (None, file.step):
-            for row in read_samples(file):
-                wanted = prompt is None or row["id"] == prompt
-                if (
-                    wanted
-                    and words in f"{row['prompt']}\n{row['completion']}\n{row['answer']}".lower()
-                ):
-                    yield row
-
-
-def sort(rows: Iterable[Row], by: str | None, limit: int) -> list[Row]:
-    """by: best or worst reward first."""
-    if by is None:
-        return list(itertools.islice(rows, limit))
-    rewarded = (row for row in rows if row["reward"] is not None)
-    return (heapq.nlargest if by == "best" else heapq.nsmallest)(limit, rewarded, key=_reward)
-
-
-def describe(row: Row) -> str:
-    """Escapes control characters."""
-    kind = row["kind"] if row["kind"] != ROLLOUT else ""
-    facts = [f"step {row['step']}", kind, f"prompt {row['id']}" * bool(row["id"])]
-    facts += [
-        f"sample {row['sample']}" if row["sample"] is not None else "",
-        f"reward {_shown(row['reward'])}",
-    ]
-    facts += [f"{name} {_shown(value)}" for name, value in row["parts"].items()]
-    facts += [f"{row['tokens']} tokens" if row["tokens"] is not None else "", row["finish"]]
-    texts = [
-        f"  {name:<11}{_indented(row[name])}"
-        for name in ("prompt", "answer", "completion")
-        if row[name]
-    ]
-    return "\n".join([_indented("  ".join(filter(None, facts))), *texts]) + "\n\n"
-
-
-def _shown(value: float | None) -> str:
-    return "none" if value is None else f"{value:g}"
-
-
-def _indented(text: str) -> str:
-    escaped = (
-        c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text
-    )
-    return "".join(escaped).replace("\n", "\n" + " " * 13)

@@ -5,8 +5,8 @@ import time
 from pathlib import Path
 
 from dovetail.launch.process import put
-from dovetail.report.page import write_report
-from dovetail.report.read import check_runs
+from dovetail.records.runs import check_runs
+from dovetail_tools.report.page import write_report
 
 
 def run(args: argparse.Namespace) -> None:

@@ -43,7 +43,10 @@ class Setup:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Shares are of the time of the counted steps; lags: tokens by lag, of all steps. batches: groups of each step."""
+    """What a simulation measured. Shares are of the time of the counted steps.
+
+    lags: tokens by lag, of all steps. batches: groups of each step.
+    """
 
     tokens_per_second: float  # of responses
     step_ms: float
@@ -54,29 +57,38 @@ class Outcome:
 
     @property
     def mean_lag(self) -> float:
-        return sum(lag * tokens for lag, tokens in self.lags.items()) / max(
-            1, sum(self.lags.values())
-        )
+        weighted = sum(lag * tokens for lag, tokens in self.lags.items())
+        return weighted / max(1, sum(self.lags.values()))
 
 
 def lognormal(mean: float, longest: int) -> list[int]:
-    """Quantiles of a log-normal distribution of this mean, whose 99.9 % quantile is `longest`."""
+    """Returns quantiles of a log-normal distribution: its mean, and `longest` as that of 99.9 %."""
     z = NormalDist().inv_cdf(1 - 1 / DRAWN)
-    sigma = z - sqrt(max(0.0, z * z - 2 * log(longest / mean)))
+    root = max(0.0, z * z - 2 * log(longest / mean))
+    sigma = z - sqrt(root)
     mu = log(mean) - sigma * sigma / 2
-    quantiles = (NormalDist().inv_cdf((i + 0.5) / DRAWN) for i in range(DRAWN))
-    return [min(longest, max(1, round(exp(mu + sigma * quantile)))) for quantile in quantiles]
+    lengths = []
+    for i in range(DRAWN):
+        quantile = NormalDist().inv_cdf((i + 0.5) / DRAWN)
+        length = round(exp(mu + sigma * quantile))
+        lengths.append(min(longest, max(1, length)))
+    return lengths
 
 
 def token_ms(decode: Sequence[tuple[int, float]], running: int) -> float:
-    """Milliseconds of one token of every running sample, linear in their number between the entries, and beyond."""
+    """Returns the milliseconds of one token of every running sample.
+
+    They are linear in the number of samples between the entries of `decode`, and beyond.
+    """
     points = [(n, 1000 * n / speed) for n, speed in decode]
-    if len(points) == 1 or running <= points[0][0]:
-        return points[0][1]
+    fewest, fastest = points[0]
+    if len(points) == 1 or running <= fewest:
+        return fastest
     at = min(bisect_left(points, (running, 0.0)), len(points) - 1)
-    (low, before) = points[at - 1]
-    (high, after) = points[at]
-    return before + (after - before) * (running - low) / (high - low)
+    low, before = points[at - 1]
+    high, after = points[at]
+    slope = (after - before) / (high - low)
+    return before + slope * (running - low)
 
 
 @dataclass
@@ -107,37 +119,39 @@ class Engine:
 
     @property
     def next_end(self) -> float:
-        return (
-            self.now + self.stall + (self.running[0][0] - self.done) * self.pace
-            if self.running
-            else inf
-        )
+        if not self.running:
+            return inf
+        tokens = self.running[0][0] - self.done
+        return self.now + self.stall + tokens * self.pace
 
     def advance(self, now: float) -> None:
-        stalled = min(self.stall, now - self.now)
+        passed = now - self.now
+        stalled = min(self.stall, passed)
         self.stall -= stalled
         if self.running:
-            self.busy += now - self.now - stalled
-            self.done += (now - self.now - stalled) / self.pace
+            decoding = passed - stalled
+            self.busy += decoding
+            self.done += decoding / self.pace
         self.now = now
 
     def add(self, now: float, group: int, length: int, prefill_ms: float = 0.0) -> None:
         self.advance(now)
         self.stall += prefill_ms
-        heapq.heappush(self.running, (self.done + length, self.done, group))
+        end = self.done + length
+        heapq.heappush(self.running, (end, self.done, group))
 
     def end(self) -> tuple[int, list[tuple[int, int]]]:
-        """At `next_end`: the group of the sample that ends, and (version, tokens) of its spans."""
+        """Ends a sample at `next_end`. Returns its group, and (version, tokens) of its spans."""
         self.advance(self.next_end)
         self.done, start, group = heapq.heappop(self.running)
         first = bisect_left(self.pushes, (start, inf)) - 1
         marks = [(max(0, round(at - start)), version) for at, version in self.pushes[first:]]
         ends = [*(at for at, _ in marks[1:]), round(self.done - start)]
-        return group, [
-            (version, stop - at)
-            for (at, version), stop in zip(marks, ends, strict=True)
-            if stop > at
-        ]
+        spans = []
+        for (at, version), stop in zip(marks, ends, strict=True):
+            if stop > at:
+                spans.append((version, stop - at))
+        return group, spans
 
     def push(self, now: float, version: int, push_ms: float) -> None:
         self.advance(now)
@@ -174,7 +188,8 @@ class Simulation:
 
     def group_lengths(self, group: int) -> list[int]:
         draw = random.Random(f"{self.seed}/{group}")
-        return draw.choices(draw.choice(self.lengths), k=self.setup.samples)
+        lengths = draw.choice(self.lengths)
+        return draw.choices(lengths, k=self.setup.samples)
 
     def run(self) -> Outcome:
         setup = self.setup
@@ -211,15 +226,17 @@ class Simulation:
         for group in self.pool.admit():
             self.queue.extend((group, length) for length in self.group_lengths(group))
         while self.queue:
-            index, engine = min(enumerate(self.engines), key=lambda pair: len(pair[1].running))
+            busy = [len(engine.running) for engine in self.engines]
+            index = busy.index(min(busy))
+            engine = self.engines[index]
             if len(engine.running) >= self.setup.max_running:
                 break
             group, length = self.queue.popleft()
-            prefill = 0 if (index, group) in self.cached else self.setup.prompt_tokens
+            is_cached = (index, group) in self.cached
+            prefill = 0 if is_cached else self.setup.prompt_tokens
             self.cached.add((index, group))
-            engine.add(
-                self.now, group, length, 1000 * prefill / self.setup.prefill_tokens_per_second
-            )
+            prefill_ms = 1000 * prefill / self.setup.prefill_tokens_per_second
+            engine.add(self.now, group, length, prefill_ms)
 
     def _end(self, engine: Engine) -> None:
         group, spans = engine.end()
@@ -228,7 +245,7 @@ class Simulation:
             self.pool.ready(group)
 
     def _begin(self, batch: Sequence[int], waiting_since: float) -> float:
-        """Milliseconds of the step."""
+        """Returns the milliseconds of the step."""
         setup = self.setup
         tokens = 0
         for group in batch:
@@ -237,24 +254,28 @@ class Simulation:
                 tokens += count
         for engine in self.engines:
             engine.advance(self.now)
-        self.takes.append(
-            Take(waiting_since, self.now, tokens, sum(engine.busy for engine in self.engines))
-        )
+        busy = sum(engine.busy for engine in self.engines)
+        self.takes.append(Take(waiting_since, self.now, tokens, busy))
         self.batches.append(list(batch))
-        whole = tokens + len(batch) * setup.samples * setup.prompt_tokens
-        return setup.step_ms + 1000 * whole / setup.train_tokens_per_second
+        prompts = len(batch) * setup.samples * setup.prompt_tokens
+        train_ms = 1000 * (tokens + prompts) / setup.train_tokens_per_second
+        return setup.step_ms + train_ms
 
     def _outcome(self) -> Outcome:
-        """From the beginning of the first counted step to that of the last."""
-        counted = self.takes[min(self.setup.warmup, len(self.takes) - 2) :]
+        """Measures from the beginning of the first counted step to that of the last."""
+        warmup = min(self.setup.warmup, len(self.takes) - 2)
+        counted = self.takes[warmup:]
         first = counted[0]
         last = counted[-1]
         spent = last.begun - first.begun
+        tokens = sum(take.tokens for take in counted[:-1])
+        waited = sum(take.begun - take.waiting_since for take in counted[1:])
+        busy = (last.busy - first.busy) / (spent * self.setup.engines)
         return Outcome(
-            tokens_per_second=1000 * sum(take.tokens for take in counted[:-1]) / spent,
+            tokens_per_second=1000 * tokens / spent,
             step_ms=spent / (len(counted) - 1),
-            trainer_idle=sum(take.begun - take.waiting_since for take in counted[1:]) / spent,
-            engine_idle=max(0.0, 1 - (last.busy - first.busy) / (spent * self.setup.engines)),
+            trainer_idle=waited / spent,
+            engine_idle=max(0.0, 1 - busy),
             lags=dict(sorted(self.lags.items())),
             batches=self.batches,
         )

@@ -6,11 +6,10 @@ import pydoc
 import sys
 from pathlib import Path
 
-import dovetail
 from dovetail.errors import ConfigError, quoted
 from dovetail.launch.process import put
 
-PACKAGE = Path(dovetail.__file__).parent
+PACKAGE = Path(__file__).parents[1]
 
 
 def run(args: argparse.Namespace) -> None:

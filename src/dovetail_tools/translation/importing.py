@@ -9,12 +9,12 @@ from typing import Any
 from pydantic import ValidationError
 
 from dovetail.errors import ConfigError, quoted
-from dovetail.recipe.conversions import CONVERSIONS
-from dovetail.recipe.draft import Draft, is_number
 from dovetail.recipe.names import Meaning, Table, leaf_of, read_tables
 from dovetail.recipe.schema import Recipe, known_keys
-from dovetail.recipe.shell import PROGRAM, read_command
 from dovetail.recipe.yaml import dump_value, flat, merge, parse_value, read_mapping, read_text
+from dovetail_tools.translation.conversions import CONVERSIONS
+from dovetail_tools.translation.draft import Draft, is_number
+from dovetail_tools.translation.shell import PROGRAM, read_command
 
 IMPORTED = ("verl", "trl", "openrlhf", "axolotl", "slime")
 SAID = 5  # weight of the trainer's name in the command

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dovetail.recipe.draft import Draft
+from dovetail_tools.translation.draft import Draft
 
 OWN_REWARD = "reward: write one (docs/rewards.md) for {}; {}"
 
