@@ -39,9 +39,10 @@ from dovetail.factory.engine import make_mesh
 from dovetail.factory.layouts import sampling_layout
 from dovetail.kernels.registry import kernels_for
 from dovetail.launch.progress import Phase, Progress
-from dovetail.rewards.runner import RewardResult
+from dovetail.rewards.samples import RewardResult
 from dovetail.rl.collect import SampleCollector
 from dovetail.rl.losses import PolicyLoss
+from dovetail.rl.reward_manager import RewardManager
 from dovetail.rl.tasks import RLTask
 from dovetail.sampler.base import Completion, SamplingParams
 from dovetail.sampler.native import NativeSampler
@@ -67,8 +68,11 @@ class Clock(Progress):
         super().phase(name, step)
 
 
-class Coin:
+class Coin(RewardManager):
     """A reward: by chance, the same on every rank."""
+
+    def __init__(self) -> None:
+        super().__init__({})
 
     def __call__(
         self, prompts: Sequence[Prompt], completions: Sequence[Completion], texts: Sequence[str]
@@ -165,7 +169,6 @@ def step(engine: Engine, spec: ArchSpec, session: Session, dtype: torch.dtype) -
     sampling = SamplingParams(
         samples=given.samples, max_new_tokens=given.new_tokens, stop_ids=stops
     )
-    rewards: Any = Coin()
     recipe: Any = SimpleNamespace(  # this machine may have no pydantic
         algorithm=SimpleNamespace(
             name="grpo", epochs=1, num_mini_batches=1, aggregation="token", kl_in="loss", kl_coef=0.0, scale_by_std=True,
@@ -185,7 +188,7 @@ def step(engine: Engine, spec: ArchSpec, session: Session, dtype: torch.dtype) -
         sampling=sampling,
         prompts=prompts,
         held_out=[],
-        rewards=rewards,
+        rewards=Coin(),
         decode=lambda _: "",
         progress=clock,
     )

@@ -40,6 +40,11 @@ def nothing(completions, prompts):
     print("CALLED for", len(completions))
     return [None] * len(completions)
 
+def logs(completions, completion_ids, trainer_state, log_metric, log_extra, **columns):
+    log_metric("tokens", sum(map(len, completion_ids)) / len(completion_ids))
+    log_extra("step", [trainer_state.global_step] * len(completions))
+    return [trainer_state.epoch + i for i in range(len(completions))]
+
 def fails(completions, prompts):
     raise RuntimeError("broken on purpose")
 """
@@ -170,3 +175,27 @@ def test_what_is_wrong_with_rewards_is_named(
         reward=json.loads(json.dumps(reward)),
     )
     assert words in refusal(here("train", recipe))
+
+
+def test_what_a_trl_function_logs(model: Path, tmp_path: Path) -> None:
+    """Metrics are means over the calls of a step, extra columns stand in the rows of samples."""
+    (tmp_path / "mine.py").write_text(MODULE)
+    rows = write_rows(tmp_path / "rl.jsonl", ROWS)
+    recipe = write_recipe(
+        tmp_path / "r.yaml",
+        model,
+        rows,
+        algorithm={"name": "grpo"},
+        reward={"import": "mine:logs", "batch": "group"},
+        data={"eval": str(rows)},
+        trainer={"eval_every": 1},
+    )
+    assert here("train", recipe).code == 0
+    metrics = read_rows(tmp_path / "run" / "metrics.jsonl")
+    for step, row in enumerate(metrics):
+        samples = read_rows(tmp_path / "run" / "rollouts" / f"step_{row['step']:06}.jsonl")
+        assert [sample["extra"] for sample in samples] == [{"step": step}] * len(samples)
+        lengths = [len(sample["token_ids"]) for sample in samples]
+        assert row["reward_metric/tokens"] == statistics.mean(lengths)
+        assert {sample["reward"] - step for sample in samples} == {0, 1}, "two rows: one step"
+        assert row["eval_reward_metric/tokens"] > 0

@@ -20,7 +20,7 @@ from dovetail.errors import CheckpointError, MachineError
 from dovetail.parallel.mesh import Mesh
 from dovetail.rl.tasks import RLTask
 from dovetail.run import directory, metrics
-from dovetail.run.metrics import MOST_WAITING, Records
+from dovetail.run.metrics import MAX_WAITING, Records
 from dovetail.weights.atomic import replace_file
 from dovetail.weights.hf_reader import HFReader
 from dovetail.weights.safetensors import TensorFileWriter
@@ -87,16 +87,16 @@ def test_what_waits_is_done_in_order_and_other_errors_are_raised() -> None:
 
     said: list[str] = []
     waiting = Records(said.append)
-    for number in range(MOST_WAITING):
+    for number in range(MAX_WAITING):
         waiting.write(lambda number=number: write(number))  # type: ignore[misc]  # the number is bound
     assert (len(said), done) == (1, [])
     with pytest.raises(OSError, match="No space left"):
-        waiting.write(lambda: write(MOST_WAITING))
+        waiting.write(lambda: write(MAX_WAITING))
     with pytest.raises(OSError, match="No space left"):
         waiting.flush()
     full[0] = False
     waiting.flush()
-    assert done == list(range(MOST_WAITING + 1))
+    assert done == list(range(MAX_WAITING + 1))
     with pytest.raises(IsADirectoryError):
         waiting.write(lambda: Path("/").write_text(""))
 

@@ -106,7 +106,7 @@ def closed_after_failure(given: Mapping[str, Any]) -> tuple[str, bool, bool]:
         failure = str(error)
     finally:
         job.close()
-    return failure, job.run._metrics is None, not reward.runner._workers
+    return failure, job.run._metrics is None, not reward.runner._processes
 
 
 def one_update(given: Mapping[str, Any], noise: float, steps: int = 0) -> dict[str, Any]:

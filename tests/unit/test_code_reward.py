@@ -9,7 +9,7 @@ import pytest
 
 from dovetail.rewards.code import code
 from dovetail.rewards.sandbox.client import IsolationError
-from dovetail.rewards.worker import load
+from dovetail.rewards.signatures import load
 from dovetail.system import children_of
 
 SUM = "a, b = map(int, input().split())\nprint(a + b)"

@@ -11,7 +11,8 @@ import pytest
 
 from dovetail.errors import ConfigError
 from dovetail.rewards.judge import fill
-from dovetail.rewards.runner import CallLimits, RewardInput, RewardRunner
+from dovetail.rewards.runner import CallLimits, RewardRunner
+from dovetail.rewards.samples import RewardInput
 
 KEY = "sk-secret-of-this-test"
 Reply = tuple[int, Any]

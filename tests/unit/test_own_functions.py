@@ -21,8 +21,8 @@ from dovetail.nn.heads import is_separable
 from dovetail.recipe.algorithms import GRPO, SFT
 from dovetail.recipe.functions import FunctionSection, LossSection
 from dovetail.recipe.schema import make_recipe
-from dovetail.rewards.own_modules import look_in, search_path
-from dovetail.rewards.worker import load
+from dovetail.rewards.custom_modules import look_in, search_path
+from dovetail.rewards.signatures import load
 from dovetail.rl.advantages import whiten
 from dovetail.rl.correction import importance_weights
 from dovetail.rl.experience import own_advantages, with_advantages

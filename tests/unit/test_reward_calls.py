@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from dovetail.rewards.runner import CallLimits, RewardInput, RewardResult, RewardRunner
+from dovetail.rewards.runner import CallLimits, RewardRunner
+from dovetail.rewards.samples import RewardInput, RewardResult, TrainingProgress
 
 MODULE = """
 import asyncio
@@ -37,6 +38,17 @@ class Scorer:
         return float(len(solution_str))
 
 scorer = Scorer()
+
+def as_in_trl(completions, completion_ids, trainer_state, log_metric, log_extra, **columns):
+    assert trainer_state.is_world_process_zero and trainer_state.num_train_epochs == 2
+    log_metric("mean_ids", sum(map(len, completion_ids)) / len(completion_ids))
+    log_metric("step", trainer_state.global_step)
+    log_extra("ids", [ids[-1] for ids in completion_ids])
+    return [trainer_state.epoch for _ in completions]
+
+def uneven(completions, log_extra):
+    log_extra("too_few", [])
+    return [1.0]
 
 def wrapper(prompts, completions):
     return slow_group(prompts, completions)
@@ -126,3 +138,29 @@ def test_no_more_async_calls_at_a_time_than_the_limit(directory: Path) -> None:
         function="counted:peak", directory=directory, limits=CallLimits(concurrency=3)
     ) as runner:
         assert [result.value for result in runner.score(samples(["x"] * 7))].count(3.0) == 6
+
+
+def test_trl_arguments_of_the_trainer(directory: Path) -> None:
+    """Ids of each completion, fields of TrainerState, and what is logged for a step or a sample."""
+    given = [
+        RewardInput(completion=text, completion_ids=ids)
+        for text, ids in (("a", (5,)), ("b", (6, 7)), ("c", (8, 9, 10)))
+    ]
+    progress = TrainingProgress(global_step=3, max_steps=4, epoch=1.5, num_train_epochs=2)
+    limits = CallLimits(batch="group")
+    with RewardRunner(function="my_calls:as_in_trl", directory=directory, limits=limits) as runner:
+        results = runner.score(given, groups=[0, 0, 1], progress=progress)
+        metrics = sorted(runner.metrics)
+        runner.score([], progress=progress)
+        assert runner.metrics == []
+    assert [result.value for result in results] == [1.5] * 3
+    assert [dict(result.extra) for result in results] == [{"ids": 5}, {"ids": 7}, {"ids": 10}]
+    assert metrics == [("mean_ids", 1.5), ("mean_ids", 3.0), ("step", 3.0), ("step", 3.0)]
+
+
+def test_extra_columns_have_a_value_for_each_sample(directory: Path) -> None:
+    with RewardRunner(function="my_calls:uneven", directory=directory) as runner:
+        (result,) = runner.score(samples(["a"]))
+    assert str(result.error).startswith(
+        "ValueError: log_extra expects 1 values, got 0 for 'too_few' ("
+    )

@@ -12,15 +12,9 @@ from typing import Any
 import pytest
 
 from dovetail.errors import DataError, MachineError
-from dovetail.rewards.runner import (
-    FIRST_SAMPLES,
-    CallLimits,
-    RecentFailures,
-    RewardInput,
-    RewardResult,
-    RewardRunner,
-)
-from dovetail.rl.reward_manager import RewardManager
+from dovetail.rewards.runner import CallLimits, RewardRunner
+from dovetail.rewards.samples import FIRST_SAMPLES, RecentFailures, RewardInput, RewardResult
+from dovetail.rl.reward_manager import RewardManager, Scores
 from tests.helpers.processes import all_gone, is_alive
 
 HANG = 2.0  # seconds that a reward may take; any but the one that hangs takes none, on a busy machine, too
@@ -67,7 +61,8 @@ def test_nothing_that_a_reward_started_outlives_its_worker(tmp_path: Path, what:
     if what == "killed":
         code = f"""
 import os, signal, sys; sys.path[:] = {sys.path!r}
-from dovetail.rewards.runner import RewardInput, RewardRunner
+from dovetail.rewards.runner import RewardRunner
+from dovetail.rewards.samples import RewardInput
 runner = RewardRunner(function="spawns:f", directory={str(tmp_path)!r})
 runner.score([RewardInput(completion="daemon {marker}")])
 os.kill(os.getpid(), signal.SIGKILL)
@@ -154,7 +149,7 @@ def test_a_reward_that_always_fails_is_not_asked_for_every_sample(
         == sum(result.error is not None for result in results)
         == FIRST_SAMPLES
     )
-    assert runner._workers == []
+    assert runner._processes == []
 
 
 def test_failures_stop_the_scoring_when_they_are_more_than_may_be(tmp_path: Path) -> None:
@@ -278,8 +273,8 @@ class Given:
     def __init__(self, *results: RewardResult) -> None:
         self.results = list(results)
 
-    def score(self, *_: object) -> list[RewardResult]:
-        return self.results
+    def score(self, *_: object) -> Scores:
+        return Scores(self.results)
 
     def close(self) -> None:
         pass

@@ -18,7 +18,8 @@ from dovetail.rewards.built_in import (
     numbers,
     numeric_match,
 )
-from dovetail.rewards.runner import CallLimits, RewardInput, RewardResult, RewardRunner
+from dovetail.rewards.runner import CallLimits, RewardRunner
+from dovetail.rewards.samples import RewardInput, RewardResult
 
 HANG = 2.0  # seconds that a reward may take; any but the one that hangs takes none, on a busy machine, too
 MODULE = """
@@ -69,7 +70,7 @@ def parses(prompts, completions):
 def of_verl(data_source, solution_str, ground_truth, tokenizer):
     return 1.0
 
-def of_trl(completions, completion_ids, **columns):
+def of_trl(completions, environments, **columns):
     return [1.0] * len(completions)
 
 def unnamed(completions, prompts, /):
@@ -364,7 +365,7 @@ def test_a_regular_expression_that_never_ends_is_killed() -> None:
         ),
         (
             {"function": "my_rewards:of_trl"},
-            "needs completion_ids, which no reward is given; it gets prompts, completions",
+            "needs environments, which no reward is given; it gets prompts, completions",
         ),
         (
             {"function": "my_rewards:unnamed"},

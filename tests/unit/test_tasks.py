@@ -18,7 +18,7 @@ from dovetail.errors import CallbackError, ConfigError, DataError
 from dovetail.parallel.mesh import Mesh
 from dovetail.recipe.algorithms import GRPO, PPO, RLOO
 from dovetail.recipe.schema import Recipe, make_recipe
-from dovetail.rewards.runner import RecentFailures, RewardResult
+from dovetail.rewards.samples import RecentFailures, RewardResult
 from dovetail.rl.collect import SampleCollector, step_rows
 from dovetail.rl.experience import pack_samples, with_advantages
 from dovetail.rl.samples import Sample, without_zero_std_groups
@@ -115,6 +115,11 @@ def report(flops: float) -> StepReport:
     return StepReport(1.0, 1.0, 0.1, 5, flops, skipped=False, metrics={})
 
 
+def judging(**keys: Any) -> mock.Mock:
+    """A stand-in for a RewardManager."""
+    return mock.Mock(failures=RecentFailures(), take_metrics=mock.Mock(return_value={}), **keys)
+
+
 def pretended_ppo(policy: StepReport, critic: StepReport, **algorithm: Any) -> RLTask:
     """Whose engines do nothing but report so."""
 
@@ -138,7 +143,7 @@ def pretended_ppo(policy: StepReport, critic: StepReport, **algorithm: Any) -> R
         sampling=SamplingParams(),
         prompts=prompts,
         held_out=[],
-        rewards=mock.Mock(return_value=[RewardResult(1.0)] * 4, failures=RecentFailures()),
+        rewards=judging(return_value=[RewardResult(1.0)] * 4),
         decode=lambda _: "",
     )
     return RLTask(
@@ -228,7 +233,7 @@ def test_too_many_failed_rewards_of_an_evaluation_are_told_as_such() -> None:
     task = pretended_ppo(report(1.0), report(1.0))
     task.collector.held_out = task.collector.prompts
     failed = [RewardResult(None, "a cause")] * 4
-    task.collector.rewards = mock.Mock(return_value=failed, failures=RecentFailures())
+    task.collector.rewards = judging(return_value=failed)
     with pytest.raises(
         DataError,
         match=r"^the evaluation after step 10: the reward failed on 4 of the last 4 .* a cause",
@@ -238,7 +243,7 @@ def test_too_many_failed_rewards_of_an_evaluation_are_told_as_such() -> None:
 
 def test_a_reward_that_gives_no_number_for_three_steps_ends_the_run() -> None:
     task = pretended_ppo(report(1.0), report(1.0))
-    nothing = mock.Mock(return_value=[RewardResult(None)] * 4, failures=RecentFailures())
+    nothing = judging(return_value=[RewardResult(None)] * 4)
     nothing.name = "grader:f"
     managers: list[Any] = [nothing, nothing, task.collector.rewards, nothing, nothing]
     for step, task.collector.rewards in enumerate(managers):
@@ -310,7 +315,7 @@ def dynamic(
         sampling=SamplingParams(),
         prompts=prompts,
         held_out=[],
-        rewards=mock.Mock(side_effect=judge, failures=RecentFailures()),
+        rewards=judging(side_effect=judge),
         decode=lambda _: "",
     )
     task = RLTask(recipe=recipe, policy=policy, collector=collector, policy_loss=mock.Mock())

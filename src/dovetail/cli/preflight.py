@@ -41,7 +41,7 @@ from dovetail.recipe.functions import FunctionSection, LossSection
 from dovetail.recipe.optimizers import require_torchao
 from dovetail.recipe.schema import Recipe
 from dovetail.recipe.types import LayoutSection
-from dovetail.rewards.own_modules import refuse_names, search_path
+from dovetail.rewards.custom_modules import refuse_names, search_path
 from dovetail.rewards.runner import refuse_unknown
 from dovetail.run.changes import check_going_on
 from dovetail.run.paths import FinishedError, check_run_dir

@@ -163,8 +163,8 @@ COLUMNS: tuple[tuple[str, str], ...] = (
 )  # fmt: skip
 OURS = ("trl", "openai")  # rows of a file may be of both
 FIRST_ROWS = 32
-MOST_FILES = 32  # rows of each file, and files, that are read before a run
-MOST_ARRAY = 1 << 25  # bytes of a JSON array that is read before a run
+MAX_FILES = 32  # rows of each file, and files, that are read before a run
+MAX_ARRAY = 1 << 25  # bytes of a JSON array that is read before a run
 
 
 class RowReader:
@@ -241,14 +241,14 @@ def first_rows(source: Source) -> Iterator[JsonRow]:
     reader = RowReader(source, lambda _: None)
     is_empty = True
     files = data_files(source.path)
-    for path in files[:MOST_FILES]:
-        if ".json" in path.suffixes[-2:] and path.stat().st_size > MOST_ARRAY:
+    for path in files[:MAX_FILES]:
+        if ".json" in path.suffixes[-2:] and path.stat().st_size > MAX_ARRAY:
             is_empty = False
             continue
         for raw in islice(read_file(path, FIRST_ROWS), FIRST_ROWS):
             is_empty = False
             yield reader.read(raw)
-    if is_empty and len(files) <= MOST_FILES:
+    if is_empty and len(files) <= MAX_FILES:
         raise no_rows(source.path)
 
 

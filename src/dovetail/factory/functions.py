@@ -18,7 +18,7 @@ from dovetail.recipe.algorithms import PPO, SFT, PolicyGradient
 from dovetail.recipe.functions import FunctionSection, LossSection, OwnFunction
 from dovetail.recipe.preferences import CPO, DPO, KTO, ORPO, AnyPreference, SimPO
 from dovetail.recipe.schema import Recipe
-from dovetail.rewards.own_modules import look_in
+from dovetail.rewards.custom_modules import look_in
 from dovetail.rl.experience import OwnAdvantage, own_advantages
 from dovetail.rl.losses import PolicyLoss, SFTLoss, weight_fields
 from dovetail.rl.preference_losses import CPOLoss, DPOLoss, KTOLoss, ORPOLoss, RewardLoss

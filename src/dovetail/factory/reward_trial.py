@@ -9,8 +9,9 @@ from dovetail.data.columns import extra_columns
 from dovetail.data.rows import JsonRow
 from dovetail.errors import ConfigError, quoted
 from dovetail.recipe.reward import RewardPart
-from dovetail.rewards.runner import FIRST_SAMPLES, CallLimits, RewardInput, RewardRunner
-from dovetail.rewards.worker import LONGER
+from dovetail.rewards.runner import CallLimits, RewardRunner
+from dovetail.rewards.samples import FIRST_SAMPLES, RewardInput
+from dovetail.rewards.signatures import LONGER
 
 TRIAL_SECONDS = 1.0
 SHOWN = 40  # characters of a completion in a message
@@ -50,8 +51,10 @@ def _call(runner: RewardRunner, part: RewardPart, rows: Sequence[JsonRow], sampl
     """Until it succeeds for one of `rows`."""
     problems = []
     for row in rows:
+        completion = _completion(row)
         given = RewardInput(
-            completion=_completion(row),
+            completion=completion,
+            completion_ids=list(completion.encode()) or [0],  # no tokenizer is loaded yet
             answer=row.values.get("answer"),
             prompt=row.values["prompt"],
             columns=extra_columns(row),

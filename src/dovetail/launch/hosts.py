@@ -28,7 +28,7 @@ LOST_SECONDS = 1.0  # until all hosts know that a process ended
 KILL_SECONDS = 3.0
 KEY = "dovetail/hosts"  # in the store
 MAX_LINE = 1 << 12
-MOST_WAITING = 4096  # characters; connections that are not accepted yet
+MAX_WAITING = 4096  # characters; connections that are not accepted yet
 
 
 class Store(Protocol):
@@ -47,7 +47,7 @@ class HostWatch:
             dual = socket.has_dualstack_ipv6()
             family = socket.AF_INET6 if dual else socket.AF_INET
             with socket.create_server(
-                ("", 0), family=family, backlog=MOST_WAITING, dualstack_ipv6=dual
+                ("", 0), family=family, backlog=MAX_WAITING, dualstack_ipv6=dual
             ) as listener:
                 hub = {
                     "address": _own_address(master),
@@ -166,7 +166,7 @@ class _Monitor:
         else:
             listener = socket.socket(fileno=self.setup["listener"])
             await asyncio.start_server(
-                self._welcome, sock=listener, limit=MAX_LINE, backlog=MOST_WAITING
+                self._welcome, sock=listener, limit=MAX_LINE, backlog=MAX_WAITING
             )
         done, _ = await asyncio.wait(
             [self.end, asyncio.create_task(self._beat())], return_when="FIRST_COMPLETED"

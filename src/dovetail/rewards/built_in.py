@@ -19,7 +19,7 @@ _BEFORE_FRACTION = re.compile(r"(?<=\w)(?=\\[dt]?frac)")
 _LATEX_COMMA = re.compile(r"(?<=[0-9])(?:\{,\}|,\\!|\\,)(?=[0-9]{3})")
 _EXPONENT = re.compile(r"\^(?:\{[-+]?[0-9]+\}|[-+]?[0-9]+)")
 _BOXED = re.compile(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}")
-_MOST_DIGITS = 400  # Python refuses thousands of digits
+_MAX_DIGITS = 400  # Python refuses thousands of digits
 
 
 def exact_match(completion: str, answer: Any, _finish: str) -> float:
@@ -88,7 +88,7 @@ def numbers(text: str) -> list[Fraction]:
     plain = _LATEX_FRACTION.sub(r"\1\2/\3", _BEFORE_FRACTION.sub(" ", plain))
     plain = _EXPONENT.sub("_", plain)  # a minus after a letter is no sign
     return [
-        _fraction(match) for match in _NUMBER.finditer(plain) if len(match.group()) <= _MOST_DIGITS
+        _fraction(match) for match in _NUMBER.finditer(plain) if len(match.group()) <= _MAX_DIGITS
     ]
 
 

@@ -21,7 +21,7 @@ from dovetail.rewards.built_in import compiled, numbers
 RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 FIRST_WAIT = 0.5
 LONGEST_WAIT = 30.0  # seconds between attempts
-MOST_THREADS = 256
+MAX_THREADS = 256
 
 
 @dataclass(kw_only=True)
@@ -37,7 +37,7 @@ class Address:
 
     def __post_init__(self) -> None:
         self._key = os.environ.get(self.key_env, "") if self.key_env else ""
-        self._threads = ThreadPoolExecutor(MOST_THREADS)
+        self._threads = ThreadPoolExecutor(MAX_THREADS)
         if self.key_env and not self._key:
             raise LookupError(
                 f"the environment variable {self.key_env}, which key_env names, is not set"

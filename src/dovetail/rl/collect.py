@@ -1,5 +1,6 @@
 """Rows to samples: completions are drawn and rewarded, for a training step and for evaluations."""
 
+import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass, field, replace
@@ -10,6 +11,7 @@ from dovetail.data.rows import batch_rows, mixed_rows
 from dovetail.engine.native import Engine
 from dovetail.errors import DataError
 from dovetail.launch.progress import Phase, Progress
+from dovetail.rewards.samples import TrainingProgress
 from dovetail.rl.evaluation import SOLVED_REWARD, EvalSet, Rewarded, with_rewards
 from dovetail.rl.reward_manager import RewardManager
 from dovetail.rl.samples import Sample, sample_row, with_overlong_penalty, without_zero_std_groups
@@ -109,6 +111,7 @@ class SampleCollector:
         failed = dict[str, Any]()
         rewarded = False
         self.dropped = []
+        self.rewards.progress = self._training_progress(step)
         for batch in range(
             algorithm.max_num_gen_batches if algorithm.name == "grpo" and drops else 1
         ):
@@ -145,11 +148,13 @@ class SampleCollector:
         self.samples = drawn
         self._count_unrewarded(step, rewarded=rewarded)
         metrics = sample_metrics(drawn, compared=algorithm.name != "ppo")
+        metrics |= self.rewards.take_metrics()
         return kept, {**metrics, **self.sampler_metrics(), **failed}
 
     def evaluate(self, step: int) -> Row:
         """Returns metrics of data.eval (greedy) and of other sets; noise is the same at every step."""
         row: Row = {}
+        self.rewards.progress = self._training_progress(step)
         sets = [*self.eval_sets]
         if self.held_out:
             sets.insert(0, EvalSet(name="", prompts=self.held_out))
@@ -182,6 +187,7 @@ class SampleCollector:
             for name in ("reward_errors", "rewards_none"):
                 if found.metrics[name]:
                     metrics[name] = found.metrics[name]
+            metrics |= self.rewards.take_metrics()
             row |= {f"{prefix}{metric}": value for metric, value in metrics.items()}
         return row
 
@@ -207,6 +213,18 @@ class SampleCollector:
         made = (sum(len(c.ids) for c in completions), len(completions))
         work = {"rollout": made, "reward": made}
         return Rewarded(samples, dropped, {**found.metrics, "work": work})
+
+    def _training_progress(self, step: int) -> TrainingProgress:
+        """Returns what reward functions are told after `step` steps."""
+        trainer = self.recipe.trainer
+        rows_before = self.first_row + step * trainer.prompts_per_step
+        rows_in_all = self.first_row + trainer.steps * trainer.prompts_per_step
+        return TrainingProgress(
+            global_step=step,
+            max_steps=trainer.steps,
+            epoch=rows_before / len(self.prompts),
+            num_train_epochs=math.ceil(rows_in_all / len(self.prompts)),
+        )
 
     def _count_unrewarded(self, step: int, *, rewarded: bool) -> None:
         self.unrewarded = 0 if rewarded else self.unrewarded + 1

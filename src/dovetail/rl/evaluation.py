@@ -47,9 +47,9 @@ def with_rewards(
     dropped = list[Sample]()
     for prompt, c, text, result in zip(asked, completions, texts, results, strict=True):
         if result.value is not None:
-            samples.append(Sample(prompt, c.row, c, text, result.value, result.parts))
+            samples.append(Sample(prompt, c.row, c, text, result.value, result.parts, result.extra))
         elif result.error is None:
-            dropped.append(Sample(prompt, c.row, c, text, math.nan, result.parts))
+            dropped.append(Sample(prompt, c.row, c, text, math.nan, result.parts, result.extra))
     metrics: Row = {"reward_errors": errors, "rewards_none": len(dropped)}
     if cause is not None:
         metrics["reward_error"] = cause

@@ -1,28 +1,47 @@
 """Rewards of a step's samples."""
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import accumulate
+from typing import Any
 
 from dovetail.batch.packed import PackedBatch
 from dovetail.data.examples import Prompt
 from dovetail.engine.native import Engine
 from dovetail.parallel.consensus import agreed, of_first
 from dovetail.parallel.mesh import Mesh
-from dovetail.rewards.runner import (
-    MOST_REWARD_ERRORS,
+from dovetail.rewards.runner import RewardRunner
+from dovetail.rewards.samples import (
+    MAX_REWARD_ERRORS,
     RecentFailures,
     RewardInput,
     RewardResult,
-    RewardRunner,
+    TrainingProgress,
 )
+from dovetail.rl.step_metrics import mean
 from dovetail.sampler.base import Completion
+
+METRIC_PREFIX = "reward_metric/"  # of what functions log by `log_metric`
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Results of one reward, and (name, value) of each metric that it logged."""
+
+    results: list[RewardResult]
+    metrics: Seq[tuple[str, float]] = ()
 
 
 def reward_input(p: Prompt, c: Completion, text: str) -> RewardInput:
     return RewardInput(
-        completion=text, answer=p.answer, finish=c.finish, prompt=p.prompt, columns=p.columns
+        completion=text,
+        completion_ids=c.ids,
+        answer=p.answer,
+        finish=c.finish,
+        prompt=p.prompt,
+        columns=p.columns,
     )
 
 
@@ -34,20 +53,24 @@ class FunctionReward:
     mesh: Mesh
 
     def score(
-        self, prompts: Seq[Prompt], completions: Seq[Completion], texts: Seq[str]
-    ) -> list[RewardResult]:
-        results: list[tuple[float | None, str | None, bool, bool]] = []
+        self,
+        prompts: Seq[Prompt],
+        completions: Seq[Completion],
+        texts: Seq[str],
+        progress: TrainingProgress,
+    ) -> Scores:
+        results = list[dict[str, Any]]()
+        metrics = list[tuple[str, float]]()
         with agreed(self.mesh):
             if self.runner is not None:
-                inputs = [
-                    reward_input(*parts) for parts in zip(prompts, completions, texts, strict=True)
-                ]
-                scored = self.runner.score(inputs, MOST_REWARD_ERRORS, [c.row for c in completions])
-                results = [(each.value, each.error, each.scored, each.killed) for each in scored]
-        return [
-            RewardResult(value, error, was_scored, killed=killed)
-            for value, error, was_scored, killed in of_first(results, self.mesh)
-        ]
+                samples = zip(prompts, completions, texts, strict=True)
+                inputs = [reward_input(*sample) for sample in samples]
+                groups = [c.row for c in completions]
+                scored = self.runner.score(inputs, MAX_REWARD_ERRORS, groups, progress)
+                results = [asdict(each) for each in scored]
+                metrics = self.runner.metrics
+        results, metrics = of_first([results, metrics], self.mesh)
+        return Scores([RewardResult(**each) for each in results], metrics)
 
     def close(self) -> None:
         if self.runner is not None:
@@ -63,21 +86,24 @@ class ModelReward:
     end: Callable[..., None]
 
     def score(
-        self, prompts: Seq[Prompt], completions: Seq[Completion], texts: Seq[str]
-    ) -> list[RewardResult]:
+        self,
+        prompts: Seq[Prompt],
+        completions: Seq[Completion],
+        texts: Seq[str],
+        _: TrainingProgress,
+    ) -> Scores:
         if not texts:
-            return []
+            return Scores([])
         batch = PackedBatch.pack(
             [self.encode(prompt, text) for prompt, text in zip(prompts, texts, strict=True)]
         )
         values = self.engine.values(batch)
         last = values[[end - 1 for end in accumulate(batch.lengths)]].tolist()
-        return [
-            RewardResult(x)
-            if math.isfinite(x)
-            else RewardResult(None, f"the reward model gave {x}")
-            for x in last
-        ]
+        results = []
+        for value in last:
+            error = None if math.isfinite(value) else f"the reward model gave {value}"
+            results.append(RewardResult(value if error is None else None, error))
+        return Scores(results)
 
     def close(self) -> None:
         self.end()
@@ -96,12 +122,25 @@ class RewardManager:
         self.weights = weights
         self.name = name
         self.failures = RecentFailures()
+        self.progress = TrainingProgress()  # as functions are told
+        self._metrics: dict[str, list[float]] = defaultdict(list)
 
     def __call__(
         self, prompts: Seq[Prompt], completions: Seq[Completion], texts: Seq[str]
     ) -> list[RewardResult]:
-        parts = [reward.score(prompts, completions, texts) for reward in self.rewards.values()]
+        parts = []
+        for reward in self.rewards.values():
+            scores = reward.score(prompts, completions, texts, self.progress)
+            parts.append(scores.results)
+            for name, value in scores.metrics:
+                self._metrics[name].append(value)
         return [self._sum(results) for results in zip(*parts, strict=True)]
+
+    def take_metrics(self) -> dict[str, float]:
+        """Returns the means of what functions have logged since the last call."""
+        means = {f"{METRIC_PREFIX}{name}": mean(each) for name, each in self._metrics.items()}
+        self._metrics.clear()
+        return means
 
     def _sum(self, results: Seq[RewardResult]) -> RewardResult:
         """A value of None counts nothing; all of None, or any error, drop the sample."""
@@ -120,7 +159,8 @@ class RewardManager:
         scored = all(r.scored for r in results)
         failed = [r for r in results if r.error is not None]
         killed = bool(failed) and failed[0].killed
-        return RewardResult(value, error, scored, parts, killed)
+        extra = {column: each for r in results for column, each in r.extra.items()}
+        return RewardResult(value, error, scored, parts, killed, extra)
 
     def close(self) -> None:
         for reward in self.rewards.values():

@@ -13,6 +13,7 @@ class Sample:
     """A completion with its reward.
 
     group: the index of its prompt in the step. rewards: terms of the sum by label, if several.
+    extra: what reward functions log for it, by column.
     """
 
     prompt: Prompt
@@ -21,6 +22,7 @@ class Sample:
     text: str
     reward: float
     rewards: Mapping[str, float | None] = field(default_factory=dict)
+    extra: Mapping[str, Any] = field(default_factory=dict)
 
 
 def sample_row(sample: Sample) -> dict[str, Any]:
@@ -37,6 +39,8 @@ def sample_row(sample: Sample) -> dict[str, Any]:
     }
     if sample.rewards:
         row["rewards"] = dict(sample.rewards)
+    if sample.extra:
+        row["extra"] = dict(sample.extra)
     row |= {
         "finish": completion.finish,
         "token_ids": list(completion.ids),

@@ -55,7 +55,7 @@ SUPERSEDED = "superseded"
 LOG = "console.log"
 ROOM_FOR = 2  # checkpoints: old and new
 OF_STEP = re.compile(r"step_(\d+)\.|step-(\d+)$")
-MOST_FAILED_SAVES = 3  # in a row
+MAX_FAILED_SAVES = 3  # in a row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -379,7 +379,7 @@ class RunDirectory:
         except (CheckpointError, MachineError) as error:
             self._failed_saves += 1
             self.event("save_failed", cause=str(error))
-            if last or self._failed_saves == MOST_FAILED_SAVES:
+            if last or self._failed_saves == MAX_FAILED_SAVES:
                 kind = MachineError if isinstance(error, MachineError) else CheckpointError
                 lost = "the run cannot be saved; what was saved before is whole"
                 raise kind(f"{lost}\n{error}") from error

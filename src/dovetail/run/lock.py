@@ -16,7 +16,7 @@ from dovetail.run.paths import LOCK
 
 VISIBLE_SECONDS = 15.0  # for other hosts to see a new file
 POLL_SECONDS = 0.2
-MOST_SHOWN = 8  # ranks in a message
+MAX_SHOWN = 8  # ranks in a message
 
 
 class RunLock:
@@ -92,7 +92,7 @@ def refuse_unshared(path: Path, mesh: Mesh) -> None:
     if without := [
         f"{host} (rank {rank})" for rank, (host, same) in enumerate(everyone) if not same
     ]:
-        unseen = f"{', '.join(without[:MOST_SHOWN])} cannot see what {everyone[0][0]} (rank 0) writes there"
+        unseen = f"{', '.join(without[:MAX_SHOWN])} cannot see what {everyone[0][0]} (rank 0) writes there"
         edit = "give a directory that all hosts share, such as one on NFS"
         raise ConfigError(
             f"run_dir {path} is not the same directory on all hosts: {unseen}; {edit}"

@@ -22,11 +22,11 @@ from dovetail.run.loggers import SAMPLES_EVERY, SHOWN_SAMPLES, RunFacts, grouped
 
 METRICS = "metrics.jsonl"
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
-MOST_WAITING = 64  # writes
+MAX_WAITING = 64  # writes
 TRIAL_SECONDS = 30.0  # for a logger to start
 LAST_SECONDS = 10.0  # to send the rest
-MOST_CAUSE = 500  # characters
-MOST_SPANS = 4  # of steps, in a message
+MAX_CAUSE = 500  # characters
+MAX_SPANS = 4  # of steps, in a message
 NUMBERS = ("step", "tokens", "step_seconds")  # of every row
 
 Write = Callable[[], object]  # called again if it raises
@@ -46,7 +46,7 @@ class Records:
         try:
             self.flush()
         except OSError as error:
-            if error.errno not in DISK_FULL or len(self._waiting) > MOST_WAITING:
+            if error.errno not in DISK_FULL or len(self._waiting) > MAX_WAITING:
                 raise
             if not self._warned:
                 self._say(
@@ -164,7 +164,7 @@ class LoggerThread(threading.Thread):
             while (entry := self.rows.get()) is not None:
                 log(*entry)
             finish()
-        self.cause = without_secrets(one_line(caught.error))[:MOST_CAUSE]
+        self.cause = without_secrets(one_line(caught.error))[:MAX_CAUSE]
         self.tried.set()
 
 
@@ -219,7 +219,7 @@ def _spans(steps: Seq[int]) -> str:
             spans[-1] = [spans[-1][0], step]
         else:
             spans.append([step])
-    texts = [" to ".join(map(str, span)) for span in spans[:MOST_SPANS]]
-    more = [f"{len(spans) - MOST_SPANS} more"] if len(spans) > MOST_SPANS else []
+    texts = [" to ".join(map(str, span)) for span in spans[:MAX_SPANS]]
+    more = [f"{len(spans) - MAX_SPANS} more"] if len(spans) > MAX_SPANS else []
     noun = "step" if len(steps) == 1 else "steps"
     return f"{noun} {', '.join(texts + more)}"

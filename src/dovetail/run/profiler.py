@@ -19,7 +19,7 @@ from dovetail.records.traces import read_events, summarize
 
 SNAPSHOT_ENTRIES = 100_000  # allocations and frees
 GZIP_LEVEL = 5
-MOST_CAUSE = 300  # characters
+MAX_CAUSE = 300  # characters
 
 
 class Profiler:
@@ -76,7 +76,7 @@ class Profiler:
         with attempt:
             if not attempt.error:
                 recording.write_trace(step, rank)
-        errors = of_all(one_line(attempt.error)[:MOST_CAUSE], self.mesh)
+        errors = of_all(one_line(attempt.error)[:MAX_CAUSE], self.mesh)
         failed = [f"rank {rank}: {error}" for rank, error in enumerate(errors) if error]
         if failed:
             self.say(

@@ -4,7 +4,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from dovetail.rewards.sandbox.limits import MOST_PROCESSES, Limits
+from dovetail.rewards.sandbox.limits import MAX_PROCESSES, Limits
 
 TOP = Path("/sys/fs/cgroup")
 MEMBERSHIP = Path("/proc/self/cgroup")
@@ -34,7 +34,7 @@ def make_group(
         group.mkdir()
         _set(group / "memory.max", limits.memory_mib << 20)
         _set(group / "memory.oom.group", 1)  # all end together
-        _set(group / "pids.max", MOST_PROCESSES + 1)  # and the keeper
+        _set(group / "pids.max", MAX_PROCESSES + 1)  # and the keeper
     except OSError:
         remove_group(group)
         return None

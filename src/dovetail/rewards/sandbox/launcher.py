@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from dovetail.rewards.sandbox import program
 from dovetail.rewards.sandbox.groups import make_group, remove_group
 from dovetail.rewards.sandbox.isolation import READY, Confinement, Isolation, start
-from dovetail.rewards.sandbox.limits import MOST_OUTPUT, Limits, beyond_limits
+from dovetail.rewards.sandbox.limits import MAX_OUTPUT, Limits, beyond_limits
 from dovetail.rewards.sandbox.peer import Channel
 from dovetail.system import adopt_orphans, children_of
 
@@ -29,7 +29,7 @@ GRACE_SECONDS = 1.0  # of wall time
 END_POLL_SECONDS = 0.001
 SEARCH_SECONDS = 0.02  # until those that outlived their keeper are looked for
 END_SECONDS = 5.0
-MOST_REPORT = 1 << 12  # bytes
+MAX_REPORT = 1 << 12  # bytes
 UNNAMED = "file"
 KILLED = 137  # status of a program beyond its limits
 
@@ -77,7 +77,7 @@ class Launcher:
         streams = {"input": given, "output": printed}
         started = self._start(stack, partial(program.run_program, source), streams)
         answer = self._await([started])
-        output = os.pread(printed, MOST_OUTPUT, 0)
+        output = os.pread(printed, MAX_OUTPUT, 0)
         return {**answer, "output": output.decode(errors="replace")}
 
     def _run_tests(self, stack: ExitStack, source: str, place: Seq[int]) -> dict[str, Any]:
@@ -130,7 +130,7 @@ class Launcher:
 def _error_at_start(process: Started) -> str | None:
     if not _readable(process.report, START_SECONDS):
         return f"no process within {START_SECONDS:g} s"
-    text = os.read(process.report, MOST_REPORT)
+    text = os.read(process.report, MAX_REPORT)
     if text == READY:
         return None
     return text.decode(errors="replace") or "the process ended before it was ready"

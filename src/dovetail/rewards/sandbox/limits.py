@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 from dovetail.system import children_of
 
-MOST_PROCESSES = 64
-MOST_OPEN_FILES = 64
+MAX_PROCESSES = 64
+MAX_OPEN_FILES = 64
 BLOCK = 4096  # bytes
 RESIDENT = ("RssAnon", "RssShmem")  # fields of /proc/PID/status, in KiB
-MOST_OUTPUT = 1 << 20  # bytes of a file, and so of standard output
+MAX_OUTPUT = 1 << 20  # bytes of a file, and so of standard output
 
 
 class Limits(NamedTuple):
@@ -26,12 +26,12 @@ def limit_process(limits: Limits, own_user: bool) -> None:
     bounds = [
         (resource.RLIMIT_CPU, int(limits.seconds) + 1),
         (resource.RLIMIT_AS, limits.memory_mib << 20),
-        (resource.RLIMIT_FSIZE, MOST_OUTPUT),
+        (resource.RLIMIT_FSIZE, MAX_OUTPUT),
         (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_NOFILE, MOST_OPEN_FILES),
+        (resource.RLIMIT_NOFILE, MAX_OPEN_FILES),
     ]
     if own_user:
-        bounds.append((resource.RLIMIT_NPROC, MOST_PROCESSES))
+        bounds.append((resource.RLIMIT_NPROC, MAX_PROCESSES))
     for kind, most in bounds:
         resource.setrlimit(kind, (most, most))
 
@@ -42,7 +42,7 @@ def beyond_limits(keeper: int, folder: Path, limits: Limits) -> bool:
     Memory that a process shares with the one that forked it counts for both.
     """
     processes = children_of([keeper])
-    if len(processes) > MOST_PROCESSES:
+    if len(processes) > MAX_PROCESSES:
         return True
     used = sum(_own_memory(process) for process in processes) + _size(folder)
     return used > limits.memory_mib << 20

@@ -13,7 +13,7 @@ from dovetail.rewards.sandbox.stand_in import OPERATIONS, StandIn, place_of
 from dovetail.rewards.sandbox.values import builtin_type, pack, unpack
 
 HEADER = 8  # bytes that hold the length of a message
-MOST_READ = 1 << 20
+MAX_READ = 1 << 20
 FAILED = 1  # status of a process
 MUTABLE = (list, dict, set, bytearray)
 ATTRIBUTES = ("__getattr__", "__setattr__")
@@ -186,7 +186,7 @@ class Peer:
     def _read(self, count: int) -> bytes:
         parts = []
         while count:
-            part = os.read(self._channel.source, min(count, MOST_READ))
+            part = os.read(self._channel.source, min(count, MAX_READ))
             if not part:
                 raise EOFError
             parts.append(part)
