@@ -1,7 +1,7 @@
 """The architecture of a decoder. No torch here."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 BY_LENGTH = ("dynamic", "longrope")  # frequencies change beyond `max_positions`
@@ -100,7 +100,12 @@ class ArchSpec:
     """A pre-norm decoder with RMSNorm, rotary positions, and SwiGLU, xIELU or experts.
 
     norm_names: of the norm before attention, and of the one before the MLP.
+    native, engine and missing_features: as in `TransformersSpec`.
     """
+
+    native: ClassVar[Literal[True]] = True
+    engine: ClassVar[Literal["native"]] = "native"
+    missing_features: ClassVar[str] = ""
 
     family: str
     vocab_size: int

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any, ClassVar, Literal, TypeGuard
 
 from dovetail.arch.spec import ArchSpec
 from dovetail.errors import ModelError, quoted
@@ -16,7 +16,16 @@ class TransformersHeads:
 
 @dataclass(frozen=True, kw_only=True)
 class TransformersSpec:
-    """The sizes of the text backbone, as in `ArchSpec`."""
+    """The sizes of the text backbone, as in `ArchSpec`, and what a model of it can do.
+
+    native: runs on our layers, so by every layout. engine: the name of the engine that runs it.
+    moe: the experts that our router chooses. missing_features: why a family that we know is not
+    native, or "".
+    """
+
+    native: ClassVar[Literal[False]] = False
+    engine: ClassVar[Literal["transformers"]] = "transformers"
+    moe: ClassVar[None] = None
 
     family: str
     vocab_size: int
@@ -26,7 +35,7 @@ class TransformersSpec:
     attention: TransformersHeads
     tie_embeddings: bool
     ignored: tuple[str, ...] = ()
-    missing_features: str = ""  # for the native engine
+    missing_features: str = ""
 
     @property
     def layer_params(self) -> tuple[int, ...]:

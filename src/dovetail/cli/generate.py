@@ -6,7 +6,6 @@ from functools import partial
 
 import torch
 
-from dovetail.arch.transformers_spec import TransformersSpec
 from dovetail.cli.common import RowFile, fingerprint_of, mesh_of, open_inputs, portions, say
 from dovetail.data.examples import Limits, load_prompts
 from dovetail.factory.engine import make_mesh, open_weights
@@ -49,9 +48,7 @@ class Generation:
             self.rows = rows = load_prompts(
                 args.data, tokenizer, limits, answers=answers, processor=processor
             )
-            self.backend: Backend = (
-                "transformers" if isinstance(source.spec, TransformersSpec) else "native"
-            )
+            self.backend: Backend = source.spec.engine
             lengths = [len(row.ids) for row in rows]
             check_positions(
                 source.config, self.backend, lengths, args.max_new_tokens, "--max-new-tokens"

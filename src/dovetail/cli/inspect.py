@@ -6,7 +6,6 @@ from math import prod
 from pathlib import Path
 
 from dovetail.arch.registry import choose_spec
-from dovetail.arch.spec import ArchSpec
 from dovetail.checkpoint.manifest import TRAINING, Manifest
 from dovetail.checkpoint.reader import ShardedReader
 from dovetail.errors import CheckpointError
@@ -88,12 +87,11 @@ def _model_summary(path: Path) -> str:
     config = read_config(path)
     spec = choose_spec(config, "auto")
     reader = HFReader(path)
-    native = isinstance(spec, ArchSpec)
     attention = spec.attention
-    experts = spec.moe.num_experts if isinstance(spec, ArchSpec) and spec.moe else 0
+    experts = spec.moe.num_experts if spec.moe else 0
     fields = {
         "model": str(path),
-        "family": f"{spec.family}, run by the {'native' if native else 'transformers'} engine",
+        "family": f"{spec.family}, run by the {spec.engine} engine",
         "sizes": f"{spec.depth} layers, {attention.num_heads} attention and {attention.num_kv_heads} key-value heads"
         + f", {experts} experts" * bool(experts)
         + f", {spec.vocab_size:,} words",

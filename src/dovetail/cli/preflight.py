@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 from dovetail import system
 from dovetail.arch.registry import FAMILIES, choose_spec
-from dovetail.arch.spec import ArchSpec
 from dovetail.arch.transformers_spec import AnySpec
 from dovetail.cli.arguments import recipe_of
 from dovetail.cli.header import (
@@ -300,16 +299,14 @@ def _named(key: str, check: Callable[..., Result], *given: Any) -> Result:
 
 
 def _check_sampler(spec: AnySpec, layout: Layout) -> None:
-    if isinstance(spec, ArchSpec):
+    if spec.native:
         sampling_layout(spec, layout)
     elif spec.missing_features:  # else every rank has the whole model
         check_layout(spec, layout)
 
 
 def _check_positions(model: Model, new_tokens: int, key: str) -> None:
-    most = max_positions(
-        model.config, "native" if isinstance(model.spec, ArchSpec) else "transformers"
-    )
+    most = max_positions(model.config, model.spec.engine)
     if most is not None and new_tokens >= most:
         have = f"{key} is {new_tokens:,}, but {model.path} has {most:,} positions for prompt and completion together"
         raise ConfigError(

@@ -27,7 +27,7 @@ from dovetail.kernels import fa4
 from dovetail.kernels.reference import wide
 from dovetail.kernels.registry import kernels_for
 from dovetail.nn.activation_checkpoint import PinnedPool, Recompute
-from dovetail.nn.decoder import Decoder, Head, Trunk
+from dovetail.nn.decoder import Decoder, Head
 from dovetail.nn.model import StagedModel, StageRange
 from dovetail.nn.tiling import tile_mlps
 from dovetail.optim.optimizer import OptimSettings, shards_of
@@ -135,9 +135,7 @@ class SamplingEngine(Engine):
         rows = [Prompt(row, torch.as_tensor(ids).tolist()) for row, ids in enumerate(prompts)]
         with self._call(critic=False):
             if self.sampler is None:
-                backend: Backend = (
-                    "native" if isinstance(self.source.spec, ArchSpec) else "transformers"
-                )
+                backend: Backend = self.source.spec.engine
                 layout = backend_layout(self.source, self.mesh.layout, backend)
                 mesh = (
                     self.mesh if layout == self.mesh.layout else make_mesh(layout, self.mesh.device)
@@ -272,17 +270,13 @@ def _spare_memory(model: StagedModel, mesh: Mesh, options: EngineOptions) -> Non
             kept = "activation_checkpointing=light (in the library recompute) keeps"
             raise ConfigError(f"mlp_tile_tokens forgets what {kept}; set that to selective or full")
         spec = model.spec  # of all stages, so that every rank refuses
-        dense = isinstance(spec, ArchSpec) and not all(map(spec.is_moe, range(spec.depth)))
+        dense = spec.native and not all(map(spec.is_moe, range(spec.depth)))
         tile_mlps(model.text, options.mlp_tile_tokens, elsewhere=dense)
     if options.offload_activations:
         if options.recompute == "none":
             edit = "set activation_checkpointing=selective or full (in the library recompute)"
             raise ConfigError(f"offload_activations moves what recomputation starts from; {edit}")
-        if not isinstance(model.text, Trunk):
-            raise ConfigError(
-                "offload_activations works with model.engine=native only; leave it out or set false"
-            )
-        model.text.host = PinnedPool(mesh.device, ranks=num_ranks_here(mesh.device))
+        model.offload_activations(PinnedPool(mesh.device, ranks=num_ranks_here(mesh.device)))
 
 
 def make_model(
@@ -293,7 +287,7 @@ def make_model(
     head: Head = "lm",
     recompute: Recompute = "none",
 ) -> StagedModel:
-    if isinstance(source.spec, ArchSpec):
+    if source.spec.native:
         decoder = make_decoder(source.spec, mesh, dtype, head, recompute)
         decoder.experts = form_of(decoder, reader)
         return decoder
@@ -343,7 +337,7 @@ def compile_kernels(engines: Iterable[Engine]) -> None:
     for engine in engines:
         spec = engine.model.spec
         layout = engine.mesh.layout
-        if not isinstance(spec, ArchSpec) or engine.model.kernels.attention is not fa4.attention:
+        if not spec.native or engine.model.kernels.attention is not fa4.attention:
             continue
         a = spec.attention
         shares = layout.tp * ulysses_degree(spec, layout)

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from dovetail.arch.registry import FAMILIES, ulysses_degree, validate_layout
 from dovetail.arch.spec import ArchSpec
-from dovetail.arch.transformers_spec import AnySpec, TransformersSpec
+from dovetail.arch.transformers_spec import AnySpec
 from dovetail.errors import ConfigError, LayoutError
 from dovetail.parallel.layout import Layout
 from dovetail.pipeline.partition import check_pipeline
@@ -16,7 +16,7 @@ SCALED = ("linear", "dynamic")  # rope types that extend max_position_embeddings
 
 
 def check_layout(spec: AnySpec, layout: Layout) -> Layout:
-    if isinstance(spec, TransformersSpec) and (layout.tp, layout.pp, layout.ep) != (1, 1, 1):
+    if not spec.native and (layout.tp, layout.pp, layout.ep) != (1, 1, 1):
         known = f"model_type is {spec.family!r}; known families: {', '.join(FAMILIES)}; others, and those with "
         reason = f"{known}engine=transformers, are cut"
         if spec.missing_features:
@@ -27,7 +27,7 @@ def check_layout(spec: AnySpec, layout: Layout) -> Layout:
             f"layout: cp_mode={layout.cp_mode} says how to cut by cp; leave it out at cp=1"
         )
     check_pipeline(spec, layout)
-    if isinstance(spec, ArchSpec):
+    if spec.native:
         validate_layout(spec, layout)
     ulysses_degree(spec, layout)  # refuses a cp_mode that does not fit
     return layout

@@ -5,7 +5,6 @@ from statistics import median
 from typing import Any
 
 from dovetail import system
-from dovetail.arch.spec import ArchSpec
 from dovetail.arch.transformers_spec import AnySpec
 from dovetail.errors import ConfigError
 from dovetail.factory.layouts import max_positions
@@ -115,6 +114,6 @@ def check_experts(recipe: Recipe, spec: AnySpec) -> None:
     asked = {f"model.moe.{name}": value for name, value in recipe.model.moe}
     asked["rollout.router_replay"] = recipe.rollout.router_replay
     wanted = [key for key, value in asked.items() if value not in (0.0, "none")]
-    if wanted and not (isinstance(spec, ArchSpec) and spec.moe):
+    if wanted and spec.moe is None:
         model = f"{recipe.model.path} is a {spec.family} model without experts that the native engine routes to"
         raise ConfigError(f"{', '.join(wanted)}: {model}; leave these keys out")

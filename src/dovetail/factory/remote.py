@@ -9,7 +9,6 @@ from functools import lru_cache
 
 import torch
 
-from dovetail.arch.spec import ArchSpec
 from dovetail.data.examples import Prompt as Row
 from dovetail.data.processor import FileMedia, Processor
 from dovetail.errors import ConfigError
@@ -43,7 +42,7 @@ def make_remote_sampler(
     """replicas: empty except on rank 0."""
     vocab_size = source.spec.vocab_size
     rollout = recipe.rollout
-    moe = source.spec.moe if isinstance(source.spec, ArchSpec) else None
+    moe = source.spec.moe
     image_token = None if processor is None or rollout.backend != "vllm" else processor.image_token
     if not replicas:
         return RemoteSampler(
@@ -56,7 +55,7 @@ def make_remote_sampler(
     )  # fmt: skip
     push = push_settings(rollout, replicas)
     clients = [replica.client for replica in replicas]
-    kv_heads = source.spec.attention.num_kv_heads if isinstance(source.spec, ArchSpec) else None
+    kv_heads = source.spec.attention.num_kv_heads if source.spec.native else None
     pusher = Pusher(
         clients, push, kind=replicas[0].server.kind, device=mesh.device, kv_heads=kv_heads
     )

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import torch
 
 from dovetail.arch.registry import FAMILIES, spec_from_config
-from dovetail.arch.transformers_spec import TransformersSpec
 from dovetail.checkpoint.reader import open_checkpoint
 from dovetail.errors import ModelError, OptionError
 from dovetail.factory.layouts import Backend, check_layout, sampling_layout
@@ -21,7 +20,7 @@ from dovetail.weights.hf_directory import Pretrained
 def backend_layout(source: Pretrained, layout: Layout, backend: Backend) -> Layout:
     """dp must be known."""
     if backend == "transformers":
-        if isinstance(source.spec, TransformersSpec) and source.spec.missing_features:
+        if source.spec.missing_features:
             check_layout(source.spec, layout)  # refuses tp
         return Layout(dp=layout.num_ranks)
     named = source.config.get("model_type")

@@ -11,7 +11,6 @@ from typing import Any
 from transformers.utils.hub import HF_MODULES_CACHE
 
 from dovetail.arch.common import is_id
-from dovetail.arch.transformers_spec import TransformersSpec
 from dovetail.data.encode import Tokenizer
 from dovetail.data.media import pillow
 from dovetail.data.processor import Processor
@@ -45,7 +44,7 @@ def load_tokenizer(source: Pretrained, *, trust_remote_code: bool = False) -> An
 
 def load_processor(source: Pretrained, *, trust_remote_code: bool = False) -> Processor | None:
     """None for a text model. Files are read at the first image or video."""
-    if not isinstance(source.spec, TransformersSpec) or FAMILIES.get(source.spec.family) is None:
+    if FAMILIES.get(source.spec.family) is None:
         return None
     config = known_config(source.config)
 

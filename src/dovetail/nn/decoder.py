@@ -107,6 +107,7 @@ class Trunk(nn.Module):
 class Decoder(StagedModel):
     """A model, or pipeline stages of it; both ends hold a tied table."""
 
+    spec: ArchSpec
     supports_dual_batch = True
 
     def __init__(
@@ -170,6 +171,9 @@ class Decoder(StagedModel):
             if isinstance(module, Router) and module.moe.bias:
                 module.e_score_correction_bias = module.e_score_correction_bias.to(torch.float32)
         return self
+
+    def offload_activations(self, host: PinnedPool) -> None:
+        self.model.host = host
 
     @property
     def text(self) -> Trunk:

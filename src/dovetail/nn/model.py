@@ -8,15 +8,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from dovetail.arch.spec import ArchSpec, MoeSpec
+from dovetail.arch.spec import MoeSpec
 from dovetail.arch.transformers_spec import AnySpec
 from dovetail.batch.packed import PackedBatch
 from dovetail.batch.routing import RoutingTrace
 from dovetail.bounds import MAX_TEMPERATURE, MIN_TEMPERATURE
-from dovetail.errors import DataError
+from dovetail.errors import ConfigError, DataError
 from dovetail.kernels.registry import KernelSet
 from dovetail.memory import reserve_device_memory
-from dovetail.nn.activation_checkpoint import Recompute
+from dovetail.nn.activation_checkpoint import PinnedPool, Recompute
 from dovetail.nn.heads import LMHead, ValueHead
 from dovetail.nn.layers import WgradQueue
 from dovetail.parallel.mesh import Mesh
@@ -64,11 +64,17 @@ class StagedModel(nn.Module):
 
     @property
     def moe(self) -> MoeSpec | None:
-        return self.spec.moe if isinstance(self.spec, ArchSpec) else None
+        return self.spec.moe
 
     @property
     def text(self) -> nn.Module:
         raise NotImplementedError
+
+    def offload_activations(self, host: PinnedPool) -> None:
+        """Keeps what recomputation starts from in host memory."""
+        raise ConfigError(
+            "offload_activations works with model.engine=native only; leave it out or set false"
+        )
 
     def check(self, batch: PackedBatch) -> None:
         if batch.media:

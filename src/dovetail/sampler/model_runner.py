@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dovetail.arch.spec import ArchSpec
 from dovetail.batch.packed import cumulative
 from dovetail.batch.routing import Routes
 from dovetail.kernels.reference import Spans
@@ -60,7 +59,6 @@ class ModelRunner:
         capture: Capture | None,
         capture_prefill: bool = False,
     ) -> None:
-        assert isinstance(model.spec, ArchSpec)
         self.model = model
         self.cache = cache
         self.capture = capture

@@ -11,7 +11,7 @@ from huggingface_hub import snapshot_download
 
 from dovetail.arch.common import Config
 from dovetail.arch.registry import choose_spec
-from dovetail.arch.transformers_spec import AnySpec, TransformersSpec
+from dovetail.arch.transformers_spec import AnySpec
 from dovetail.errors import CheckpointError, ModelError, raise_disk_problem
 from dovetail.nn.decoder import Head
 from dovetail.weights.config_file import CONFIG, pinned, read_config, unmerged
@@ -53,7 +53,7 @@ class Pretrained:
 
     @property
     def notes(self) -> list[str]:
-        if not isinstance(self.spec, TransformersSpec) or not self.spec.missing_features:
+        if not self.spec.missing_features:
             return []
         way = "so the transformers engine runs this model (--engine transformers)"
         return [f"{self.spec.missing_features}; {way}"]
