@@ -53,7 +53,7 @@ class Case:
 
     @property
     def spec(self) -> ArchSpec:
-        windows = (None,) * self.depth
+        attention = AttentionSpec(num_heads=8, num_kv_heads=self.kv_heads, head_dim=4)
         return ArchSpec(
             family="llama",
             vocab_size=64,
@@ -61,9 +61,7 @@ class Case:
             depth=self.depth,
             ffn_width=32,
             norm_eps=1e-6,
-            attention=AttentionSpec(
-                num_heads=8, num_kv_heads=self.kv_heads, head_dim=4, windows=windows
-            ),
+            mixers=(attention,) * self.depth,
             rope=RopeSpec(rotary_dim=4, max_positions=128),
             tie_embeddings=self.tied,
         )

@@ -19,6 +19,7 @@ from dovetail.sampler.base import Completion, Prompt, SamplingParams
 from dovetail.sampler.kv_cache import PagedCache
 from dovetail.sampler.model_runner import CapturedStep, cuda_capture
 from dovetail.sampler.native import NativeSampler, SamplerOptions
+from tests.helpers.caches import fill, held
 from tests.helpers.parity_configs import VOCAB, moe_configs, tiny_configs, tiny_model
 from tests.helpers.tolerances import HALF_SHARE, MODEL_FP32, OP_BF16, OP_FP32, assert_close
 from tests.unit.test_sampler import some_prompts
@@ -152,7 +153,7 @@ def test_captured_prefills_give_what_plain_ones_give(name: str) -> None:
         assert torch.equal(captured, padded)
         if name != "qwen3_moe_many":
             assert_close(captured, plain, OP_BF16)
-    assert torch.equal(*(runner.cache.entries[:, :, 1:] for runner in runners[:2]))
+    assert torch.equal(*(held(runner.cache) for runner in runners[:2]))
     assert [len(runner._prefills) for runner in runners] == [1, 1, 0]
 
 
@@ -244,7 +245,7 @@ def test_pages_that_others_left_change_nothing(dtype: torch.dtype) -> None:
     expected = sampler.sample(some_prompts(), PARAMS)
     runner = sampler._runner
     assert runner is not None
-    runner.cache.entries.fill_(1e4)
+    fill(runner.cache, 1e4)
     assert sampler.sample(some_prompts(), PARAMS) == expected
 
 

@@ -67,7 +67,7 @@ def test_defaults_are_those_of_transformers(family: str) -> None:
     assert spec.tie_embeddings == config.tie_word_embeddings
     assert spec.rope.theta == config.rope_parameters["rope_theta"]
     assert spec.rope.max_positions == config.max_position_embeddings
-    assert a.windows == hf_windows(config)
+    assert spec.windows == hf_windows(config)
 
 
 @every_family
@@ -289,13 +289,8 @@ def hf_windows(config: PreTrainedConfig) -> tuple[int | None, ...]:
 )
 def test_windows_are_those_of_transformers(family: str, options: dict[str, Any]) -> None:
     options = {"num_hidden_layers": 4, **options}
-    assert read(family, **options).attention.windows == hf_windows(
-        CONFIGS[family].from_dict(dict(options))
-    )
-    assert (
-        read(family, **options).attention.windows
-        == spec_from_config(written(family, **options)).attention.windows
-    )
+    assert read(family, **options).windows == hf_windows(CONFIGS[family].from_dict(dict(options)))
+    assert read(family, **options).windows == spec_from_config(written(family, **options)).windows
 
 
 @every_family

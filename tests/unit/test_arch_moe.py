@@ -127,7 +127,7 @@ def test_windows_of_qwen2_moe_are_those_of_transformers() -> None:
         config = Qwen2MoeConfig(num_hidden_layers=6, sliding_window=7, **options)
         expected = tuple(7 if kind == "sliding_attention" else None for kind in config.layer_types)
         spec = read("qwen2_moe", num_hidden_layers=6, sliding_window=7, **options)
-        assert spec.attention.windows == spec_from_config(raw(config)).attention.windows == expected
+        assert spec.windows == spec_from_config(raw(config)).windows == expected
 
 
 def test_costs_count_the_chosen_experts() -> None:

@@ -48,7 +48,7 @@ def test_weights_of_a_layer_and_of_the_head_make_those_of_the_model() -> None:
         4 * 2560,
     )
     grouped = replace(spec.attention, num_kv_heads=2)
-    assert replace(spec, attention=grouped).layer_params == (2560 - 2 * 16 * 2 * 4,) * 3
+    assert replace(spec, mixers=(grouped,) * 3).layer_params == (2560 - 2 * 16 * 2 * 4,) * 3
 
 
 @given(

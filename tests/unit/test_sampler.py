@@ -130,7 +130,7 @@ def test_no_step_is_captured_that_synchronizes() -> None:
         Mesh.abstract(Layout(), 0, "cuda"),
     )
     kernels = KernelSet(decode_attention=lambda q, *_: q)
-    long = replace(spec, attention=replace(spec.attention, head_dim=264))
+    long = replace(spec, mixers=(replace(spec.attention, head_dim=264),) * spec.depth)
     assert capture_for(spec, mesh, kernels, torch.float32) is not None
     assert capture_for(long, mesh, kernels, torch.float32) is None
     assert capture_for(spec, mesh, kernels, torch.float64) is None

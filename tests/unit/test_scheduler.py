@@ -24,6 +24,7 @@ from dovetail.sampler.kv_cache import PageBudget, PagedCache, PagePool
 from dovetail.sampler.model_runner import GraphPool, ModelRunner, pad_to_bucket
 from dovetail.sampler.native import NativeSampler, SamplerOptions
 from dovetail.sampler.scheduler import Group, Request, Scheduler
+from tests.helpers.caches import fill, held
 from tests.helpers.parity_configs import VOCAB, moe_configs, tiny_configs, tiny_model
 from tests.helpers.tolerances import SUM_ORDER, assert_close
 from tests.unit.test_sampler import some_prompts
@@ -212,7 +213,7 @@ def test_pages_that_others_left_change_nothing() -> None:
     expected = sampler.sample(some_prompts(), PARAMS)
     runner = sampler._runner
     assert runner is not None
-    runner.cache.entries.fill_(1e3)
+    fill(runner.cache, 1e3)
     assert_same(sampler.sample(some_prompts(), PARAMS), expected)
     assert sampler._runner is runner
     longer = replace(PARAMS, max_new_tokens=40, stop_ids=())
@@ -294,9 +295,7 @@ def test_captured_prefills_are_those_of_before(name: str) -> None:
                 )
                 for length in lengths
             ]
-            one, other = (
-                (runner.prefill(prompts)[0], runner.cache.entries[:, :, 1:]) for runner in runners
-            )
+            one, other = ((runner.prefill(prompts)[0], held(runner.cache)) for runner in runners)
             assert_close(one[0], other[0], SUM_ORDER)
             assert_close(one[1], other[1], SUM_ORDER)
     assert fed == [4, 1, 1], "128 tokens, 256 and 512; 64 prompts are too many"

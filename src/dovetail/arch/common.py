@@ -86,9 +86,14 @@ def renamed(config: Config, name: str, to: str) -> Config:
 
 
 def dense_spec(
-    c: Fields, *, mlp_bias: bool = False, activations: tuple[str, ...] = SILU, **attention: Any
+    c: Fields,
+    *,
+    windows: tuple[int | None, ...],
+    mlp_bias: bool = False,
+    activations: tuple[str, ...] = SILU,
+    **attention: Any,
 ) -> ArchSpec:
-    """Return the spec of a dense decoder. attention: more of AttentionSpec.
+    """Return the spec of a dense decoder. windows: by layer. attention: more of AttentionSpec.
 
     ModelError: no model; OptionError: an unsupported option.
     """
@@ -108,7 +113,7 @@ def dense_spec(
         depth=c.integer("num_hidden_layers"),
         ffn_width=c.integer("intermediate_size"),
         norm_eps=_norm_eps(c),
-        attention=AttentionSpec(**attention),
+        mixers=tuple(AttentionSpec(window=window, **attention) for window in windows),
         rope=rope_spec(c, head_dim),
         mlp_bias=mlp_bias,
         tie_embeddings=c.flag("tie_word_embeddings"),

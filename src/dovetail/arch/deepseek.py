@@ -120,7 +120,7 @@ def _latent(c: Fields, *, interleaved: bool = True, mlp_bias: bool = False) -> A
         key = "partial_rotary_factor"
         raise (r if key in r else c).refusal(key, "1.0: all qk_rope_head_dim channels turn")
     attention = replace(spec.attention, head_dim=max(latent.key_dim, latent.v_dim), latent=latent)
-    return replace(spec, attention=attention)
+    return replace(spec, mixers=(attention,) * spec.depth)
 
 
 def _stretch(c: Fields) -> float:

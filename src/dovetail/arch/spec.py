@@ -1,6 +1,8 @@
 """The architecture of a decoder. No torch here."""
 
+from collections import Counter
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar, Literal
 
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
@@ -71,7 +73,7 @@ class MoeSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
-    """Attention of all layers. windows: by layer; None: full."""
+    """A layer's attention. window: the keys that a token sees; None: all."""
 
     num_heads: int
     num_kv_heads: int
@@ -79,8 +81,25 @@ class AttentionSpec:
     qkv_bias: bool = False
     o_bias: bool = False
     qk_norm: bool = False
-    windows: tuple[int | None, ...]
+    window: int | None = None
     latent: LatentSpec | None = None
+
+    @property
+    def kind(self) -> str:
+        """The name of its class in `nn.decoder.MIXERS`."""
+        return "attention" if self.latent is None else "latent_attention"
+
+    def cached_heads(self, tp: int) -> tuple[int, int]:
+        """Returns the key-value heads of a rank of tp, and their channels: what a sampler keeps."""
+        return max(1, self.num_kv_heads // tp), self.head_dim
+
+    def flops(self, length: int) -> float:
+        """Returns the operations of the scores and of the mean of values, of one sequence."""
+        keys = min(length, self.window or length)  # of the last query
+        channels = 2 * self.head_dim
+        if self.latent is not None:
+            channels = self.latent.key_dim + self.latent.v_dim
+        return 1.0 * length * keys * self.num_heads * channels
 
     def params(self, width: int) -> int:
         """Return the weights of the projections of a layer."""
@@ -99,6 +118,7 @@ class AttentionSpec:
 class ArchSpec:
     """A pre-norm decoder with RMSNorm, rotary positions, and SwiGLU, xIELU or experts.
 
+    mixers: what moves information between tokens, by layer.
     norm_names: of the norm before attention, and of the one before the MLP.
     native, engine and missing_features: as in `TransformersSpec`.
     """
@@ -113,7 +133,7 @@ class ArchSpec:
     depth: int
     ffn_width: int
     norm_eps: float
-    attention: AttentionSpec
+    mixers: tuple[AttentionSpec, ...]
     rope: RopeSpec
     mlp_bias: bool = False
     activation: Literal["swiglu", "xielu"] = "swiglu"
@@ -123,13 +143,21 @@ class ArchSpec:
     moe: MoeSpec | None = None
     ignored: tuple[str, ...] = ()  # patterns of tensors
 
+    @property
+    def attention(self) -> AttentionSpec:
+        """The first layer's attention, whose heads tp and cp divide."""
+        return self.mixers[0]
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        return tuple(mixer.window for mixer in self.mixers)
+
     def is_moe(self, layer: int) -> bool:
         return self.moe is not None and self.moe.layers[layer]
 
     @property
     def layer_params(self) -> tuple[int, ...]:
         """The weights of each layer's products for a token (active experts)."""
-        attention = self.attention.params(self.width)
         num_products = 3 if self.activation == "swiglu" else 2
         mlps = [num_products * self.ffn_width * self.width] * self.depth
         moe = self.moe
@@ -137,23 +165,24 @@ class ArchSpec:
             active_width = moe.top_k * moe.ffn_width + moe.shared_width
             for layer in moe.numbers:
                 mlps[layer] = self.width * (3 * active_width + moe.num_experts)
-        return tuple(attention + mlp for mlp in mlps)
+        mixers = [mixer.params(self.width) for mixer in self.mixers]
+        return tuple(mixer + mlp for mixer, mlp in zip(mixers, mlps, strict=True))
 
     @property
     def head_params(self) -> int:
         return self.width * self.vocab_size
 
-    @property
+    @cached_property
     def linear_params(self) -> int:
         return sum(self.layer_params) + self.head_params
 
+    @cached_property
+    def _layers_of_mixer(self) -> Counter[AttentionSpec]:
+        return Counter(self.mixers)
+
     def flops(self, length: int) -> float:
         """Return the operations of a forward pass: 2 per weight and token, and causal attention."""
-        attention = self.attention
-        latent = attention.latent
-        # keys of the last query, over the layers
-        seen = sum(min(length, window or length) for window in attention.windows)
-        # scores, and the mean of values
-        channels = latent.key_dim + latent.v_dim if latent else 2 * attention.head_dim
-        products = 2.0 * self.linear_params * length
-        return products + 1.0 * length * seen * attention.num_heads * channels
+        total = 2.0 * self.linear_params * length
+        for mixer, count in self._layers_of_mixer.items():
+            total += count * mixer.flops(length)
+        return total

@@ -343,5 +343,5 @@ def compile_kernels(engines: Iterable[Engine]) -> None:
         shares = layout.tp * ulysses_degree(spec, layout)
         heads = (a.num_heads // shares, max(1, a.num_kv_heads // shares))
         dims = (a.latent.key_dim, a.latent.v_dim) if a.latent else (a.head_dim, a.head_dim)
-        windowed = any(window is not None for window in a.windows)
+        windowed = any(window is not None for window in spec.windows)
         fa4.compile_kernels(heads, dims, windowed, engine.dtype, engine.mesh.device)

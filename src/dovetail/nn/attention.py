@@ -113,10 +113,10 @@ class Attention(nn.Module):
 
     def __init__(self, spec: ArchSpec, layer: int, mesh: Mesh, kernels: KernelSet) -> None:
         super().__init__()
-        a = spec.attention
+        a = spec.mixers[layer]
         self.kernels = kernels
         self.layer = layer
-        self.window = a.windows[layer]
+        self.window = a.window
         parts = {"q_proj": (a.num_heads, a.head_dim)}
         parts |= dict.fromkeys(("k_proj", "v_proj"), (a.num_kv_heads, a.head_dim))
         self.qkv_proj = ColumnLinear(spec.width, parts, mesh, kernels, bias=a.qkv_bias)

@@ -1,6 +1,6 @@
 """The decoder: packed tokens [T] -> head. Between blocks activations are [t, D], t = T / (cp tp)."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -22,6 +22,11 @@ from dovetail.parallel.mesh import Mesh
 from dovetail.parallel.overlap import AsyncForward, interleave, lead_of_first_half
 
 Head = Literal["lm", "value", "value_without_bias"]
+# by `AttentionSpec.kind`
+MIXERS: Mapping[str, type[Attention] | type[LatentAttention]] = {
+    "attention": Attention,
+    "latent_attention": LatentAttention,
+}
 
 
 class Block(nn.Module):
@@ -31,8 +36,7 @@ class Block(nn.Module):
         self.lead = lead_of_first_half(mesh["tp"])
         first, second = self.norm_names
         self.add_module(first, RMSNorm(spec.width, spec.norm_eps, kernels))
-        attention = LatentAttention if spec.attention.latent else Attention
-        self.self_attn = attention(spec, layer, mesh, kernels)
+        self.self_attn = MIXERS[spec.mixers[layer].kind](spec, layer, mesh, kernels)
         self.add_module(second, RMSNorm(spec.width, spec.norm_eps, kernels))
         self.mlp = (
             MoE(spec, layer, mesh, kernels) if spec.is_moe(layer) else make_mlp(spec, mesh, kernels)

@@ -25,12 +25,12 @@ LATENT_EPS = 1e-6  # whatever rms_norm_eps says
 class LatentAttention(nn.Module):
     def __init__(self, spec: ArchSpec, layer: int, mesh: Mesh, kernels: KernelSet) -> None:
         super().__init__()
-        a = spec.attention
-        latent = spec.attention.latent
+        a = spec.mixers[layer]
+        latent = a.latent
         assert latent is not None
         self.kernels = kernels
         self.layer = layer
-        self.window = a.windows[layer]
+        self.window = a.window
         self.head_dim = a.head_dim
         self.latent = latent
         self.tp = mesh["tp"]

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 import torch.nn.functional as F
@@ -14,33 +15,39 @@ from dovetail.kernels.registry import KernelSet
 from dovetail.parallel.mesh import Mesh
 
 
-def cache_shape(spec: ArchSpec, mesh: Mesh, pages: int, page_size: int) -> tuple[int, ...]:
-    """[layers, 2, pages, heads, page_size, C] of this rank: keys and values."""
-    heads = max(1, spec.attention.num_kv_heads // mesh["tp"].size)
-    return (spec.depth, 2, pages, heads, page_size, spec.attention.head_dim)
+def numbers_per_token(spec: ArchSpec, mesh: Mesh) -> int:
+    """Returns how many numbers this rank keeps of a token: the keys and values of all layers."""
+    heads = [mixer.cached_heads(mesh["tp"].size) for mixer in spec.mixers]
+    return sum(2 * count * channels for count, channels in heads)
 
 
 class PagedCache:
-    """Entries beyond a length are masked, not always unread, so they must be finite."""
+    """Pages of each layer's keys and values [2, pages, heads, page_size, C], as its mixer asks.
+
+    Entries beyond a length are masked, not always unread, so they must be finite.
+    """
 
     def __init__(
         self, spec: ArchSpec, mesh: Mesh, dtype: torch.dtype, pages: int, page_size: int
     ) -> None:
         self.pages = pages
         self.page_size = page_size
-        self.entries = torch.zeros(
-            cache_shape(spec, mesh, pages, page_size), dtype=dtype, device=mesh.device
-        )
-
-    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        return self.entries[layer, 0], self.entries[layer, 1]
+        self.dtype = dtype
+        self.device = mesh.device
+        self.layers: list[tuple[Tensor, Tensor]] = []
+        for mixer in spec.mixers:
+            heads, channels = mixer.cached_heads(mesh["tp"].size)
+            shape = (2, pages, heads, page_size, channels)
+            keys, values = torch.zeros(shape, dtype=dtype, device=mesh.device)
+            self.layers.append((keys, values))
 
     def copy_pages(self, pages: Sequence[tuple[int, int]]) -> None:
-        """Pairs (from, to)."""
-        if pages:
-            source, target = torch.tensor(pages, device=self.entries.device).T
-            for layer in self.entries.flatten(0, 1):
-                layer[target] = layer[source]
+        """Copies each pair's first page over its second, in every layer."""
+        if not pages:
+            return
+        source, target = torch.tensor(pages, device=self.device).T
+        for entries in chain.from_iterable(self.layers):
+            entries[target] = entries[source]
 
 
 class PagePool:
@@ -126,7 +133,7 @@ class PrefillContext(_CacheContext):
     spans: Spans
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-        self.kernels.write_entries(*self.cache.layer(layer), self.pages, self.offsets, k, v)
+        self.kernels.write_entries(*self.cache.layers[layer], self.pages, self.offsets, k, v)
         return self.kernels.attention(q, k, v, self.spans, self.spans, window)
 
 
@@ -139,7 +146,7 @@ class DecodeContext(_CacheContext):
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         n = len(self.lengths)
-        entries = self.cache.layer(layer)
+        entries = self.cache.layers[layer]
         self.kernels.write_entries(*entries, self.pages, self.offsets, k[:n], v[:n])
         out = self.kernels.decode_attention(q[:n], *entries, self.page_table, self.lengths, window)
         out = out[..., : v.shape[-1]]

@@ -70,7 +70,7 @@ class ModelRunner:
         self.kernels = model.kernels
         device = model.mesh.device
         positions = torch.arange(table_width * cache.page_size, device=device)
-        self.cos, self.sin = rope_tables(self.spec.rope, positions, (), cache.entries.dtype)
+        self.cos, self.sin = rope_tables(self.spec.rope, positions, (), cache.dtype)
         self.state = torch.zeros(len(STATE), rows, dtype=torch.int64, device=device)
         self.page_table = torch.zeros(rows, table_width, dtype=torch.int64, device=device)
         self.step_index = torch.zeros(1, dtype=torch.int64, device=device)

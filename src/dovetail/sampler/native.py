@@ -1,6 +1,5 @@
 """The native sampler: our decoder with a paged KV cache, continuous batching and CUDA graphs."""
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +24,7 @@ from dovetail.sampler.base import (
     check_request,
     check_weights,
 )
-from dovetail.sampler.kv_cache import PageBudget, PagedCache, PagePool, cache_shape
+from dovetail.sampler.kv_cache import PageBudget, PagedCache, PagePool, numbers_per_token
 from dovetail.sampler.model_runner import Capture, ModelRunner, cuda_capture, pad_to_bucket
 from dovetail.sampler.sampling import streams
 from dovetail.sampler.scheduler import GenerationLoop, Group, Scheduler
@@ -195,9 +194,8 @@ class NativeSampler:
         reserved = torch.cuda.memory_reserved(device)
         room = int(cache_bytes(share, *memory, held, reserved, of_all=of_all))
         least = int(stack_over(torch.tensor([room], device=device), self.mesh["tp"]).min())
-        return max(0, least) // (
-            math.prod(cache_shape(self.spec, self.mesh, 1, 1)) * self.dtype.itemsize
-        )
+        bytes_per_token = numbers_per_token(self.spec, self.mesh) * self.dtype.itemsize
+        return max(0, least) // bytes_per_token
 
 
 def cache_bytes(
