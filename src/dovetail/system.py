@@ -105,16 +105,6 @@ def die_with_parent(number: int = signal.SIGKILL) -> None:
     _prctl(_SET_PARENT_DEATH_SIGNAL, number)
 
 
-def limit_memory(more: int) -> None:
-    """Bytes of address space above the current size."""
-    sizes = _PROC / "self/statm"
-    if sizes.exists():
-        wanted = int(sizes.read_text().split()[0]) * resource.getpagesize() + more
-        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-        limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-
-
 def raise_open_files_limit() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)

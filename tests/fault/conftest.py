@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from dovetail.data.chat import Renderer
 from tests.helpers.processes import programs
 from tests.helpers.program import make_model
 
@@ -25,11 +24,3 @@ def no_program_outlives_its_test() -> Iterator[None]:
     for pid in programs():
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-
-
-@pytest.fixture
-def one_renderer(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The commands of a test share the process that renders chat templates: each start of one takes 0.7 s."""
-    with Renderer() as renderer:
-        monkeypatch.setattr("dovetail.data.examples.Renderer", lambda: renderer)
-        yield

@@ -96,7 +96,6 @@ def test_flipped_bytes(name: str, seed: int, copy: Path, tmp_path: Path) -> None
         check("score", "--model", copy, "--data", rows, "--out", tmp_path / "o")
 
 
-@pytest.mark.usefixtures("one_renderer")
 @ROUNDS
 @pytest.mark.parametrize("command", ["score", "generate", "sft", "grpo"])
 def test_odd_rows(command: str, seed: int, model: Path, tmp_path: Path) -> None:

@@ -59,7 +59,6 @@ def shows(source: Any, kind: str = "image") -> dict[str, Any]:
     return {"prompt": user({"type": kind, kind: source}, "?"), "completion": "x"}
 
 
-@pytest.mark.usefixtures("one_renderer")
 def test_rows_are_refused_where_they_stand(seeing: Path, folder: Path) -> None:
     bare = user({"type": "image"})
     cases: list[tuple[dict[str, Any], str]] = [

@@ -181,7 +181,6 @@ def test_a_tokenizer_that_knows_more_ids_than_the_model(command: str, tmp_path: 
         pytest.param(((1, "score"), (1, "sft"), (2, "grpo")), marks=pytest.mark.soak),
     ],
 )
-@pytest.mark.usefixtures("one_renderer")
 def test_a_chat_template_that_fails(
     commands: tuple[tuple[int, str], ...], model: Path, tmp_path: Path
 ) -> None:

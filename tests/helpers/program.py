@@ -10,7 +10,6 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -18,14 +17,11 @@ import yaml
 from transformers import LlamaConfig
 
 from dovetail.cli.main import run_command
-from dovetail.data.chat import Renderer
-from dovetail.data.chat_worker import answer
 from tests.helpers.forked import can_fork, popen
 from tests.helpers.harness import run, template
 from tests.helpers.parity_configs import save_tiny, tiny_configs
-from tests.unit.test_data import CHATML, SEEING, make_tokenizer
+from tests.unit.test_data import make_tokenizer
 
-ASK = Renderer._ask
 VOCAB = 260  # of the byte-level tokenizer
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 SECONDS = 300  # for one program; far more than it takes on an idle machine
@@ -164,18 +160,12 @@ def write_recipe(path: Path, model: Path, data: Path, /, **sections: Any) -> Pat
 
 @contextlib.contextmanager
 def _captured() -> Iterator[tuple[io.StringIO, io.StringIO]]:
-    """Standard output and error. Our own templates are rendered here: the process for others takes a second to start."""
+    """Standard output and error."""
     with (
         contextlib.redirect_stdout(io.StringIO()) as out,
         contextlib.redirect_stderr(io.StringIO()) as err,
-        mock.patch.object(Renderer, "_ask", _ask),
     ):
         yield out, err
-
-
-def _ask(renderer: Renderer, tokenizer: Any, request: str) -> dict[str, str]:
-    known = tokenizer.chat_template in (CHATML, SEEING)
-    return answer(tokenizer, request) if known else ASK(renderer, tokenizer, request)
 
 
 def _as_rank(argv: list[str]) -> Ended:

@@ -2,8 +2,6 @@
 
 import importlib
 import json
-from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +12,6 @@ from transformers import PreTrainedTokenizerFast
 
 from dovetail.batch.packed import PackedBatch
 from dovetail.data import examples
-from dovetail.data.chat import Renderer
 from dovetail.data.examples import Limits
 from dovetail.data.files import needs_text, read_rows
 from dovetail.errors import DataError
@@ -65,16 +62,9 @@ def make_tokenizer(
 
 PLAIN = make_tokenizer()
 LIMITS = Limits(vocab_size=260)
-RENDERER = Renderer()  # one process for all tests here
-load_prompts = partial(examples.load_prompts, renderer=RENDERER)
-load_sft = partial(examples.load_sft, renderer=RENDERER)
-load_score = partial(examples.load_score, renderer=RENDERER)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_renderer() -> Iterator[None]:
-    with RENDERER:
-        yield
+load_prompts = examples.load_prompts
+load_sft = examples.load_sft
+load_score = examples.load_score
 
 
 def write(tmp_path: Path, *rows: object) -> Path:

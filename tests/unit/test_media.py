@@ -2,7 +2,6 @@
 
 import json
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import pytest
 import torch
 from PIL import Image
 
-from dovetail.data.chat import Renderer
 from dovetail.data.examples import Limits, Prompt, load_prompts, load_score, load_sft
 from dovetail.data.media import MediaLocator, MediaRef, Picture
 from dovetail.data.processor import AHEAD, FileMedia, MediaCache, Processor
@@ -32,18 +30,6 @@ from tests.helpers.eyes import (
 LIMITS = Limits(VOCAB)
 TOKENIZER = seeing_tokenizer()
 SIZE = (24, 16)  # three rows of two features
-
-
-@pytest.fixture(scope="module")
-def renderer() -> Iterator[Renderer]:
-    with Renderer() as one:
-        yield one
-
-
-@pytest.fixture(autouse=True)
-def one_renderer(renderer: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All tests share the process that renders chat templates: each start of one takes a second."""
-    monkeypatch.setattr("dovetail.data.examples.Renderer", lambda: renderer)
 
 
 class Squares:

@@ -5,14 +5,13 @@ import csv
 import gzip
 import importlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dovetail.data import examples
-from dovetail.data.chat import Renderer
 from dovetail.data.examples import Limits
 from dovetail.data.files import Source
 from dovetail.data.formats import FORMATS, rows_of
@@ -25,7 +24,6 @@ from tests.unit.test_data import ASSISTANT, USER, make_tokenizer, spelled, write
 
 TOKENIZER = make_tokenizer(template=TEMPLATE)
 LIMITS = Limits(vocab_size=260)
-RENDERER = Renderer()  # one process for all tests here
 ROWS = [{"prompt": "2+2=", "answer": "4"}, {"prompt": '\u00e9, "x"\n', "answer": "5"}]
 LOADERS = {
     "sft": examples.load_sft,
@@ -33,12 +31,6 @@ LOADERS = {
     "preference": examples.load_preferences,
     "score": examples.load_score,
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_renderer() -> Iterator[None]:
-    with RENDERER:
-        yield
 
 
 def marked(ids: Sequence[int], mask: Sequence[bool] | None) -> str:
@@ -56,7 +48,7 @@ def read(shape: Shape, path: Path) -> Any:
     limits = Limits(vocab_size=260, warn=said_lines.append)
     more = {"answers": shape.label is not None} if shape.task == "rl" else {}
     source = Source(path=str(path), **shape.options)
-    (example,) = LOADERS[shape.task](source, TOKENIZER, limits, renderer=RENDERER, **more)  # type: ignore[operator]  # of any kind
+    (example,) = LOADERS[shape.task](source, TOKENIZER, limits, **more)  # type: ignore[operator]  # of any kind
     line = f"rows of {path} are read as {FORMATS[shape.format][0]}"
     assert said_lines == ([] if shape.format == "trl" else [line]), "TRL's columns are ours"
     return example
@@ -69,9 +61,7 @@ def test_messages_written_as_text_are_messages(tmp_path: Path) -> None:
     for n, row in enumerate(({"messages": turns}, {"messages": json.dumps(turns)})):
         (tmp_path / f"{n}.jsonl").write_text(json.dumps(row))
         limits = Limits(vocab_size=260)
-        (example,) = examples.load_sft(
-            tmp_path / f"{n}.jsonl", TOKENIZER, limits, renderer=RENDERER
-        )
+        (example,) = examples.load_sft(tmp_path / f"{n}.jsonl", TOKENIZER, limits)
         loaded.append(marked(example.ids, example.mask))
     assert loaded[0] == loaded[1] and "[[" in loaded[0]
 
@@ -209,7 +199,7 @@ def test_directories_and_globs_are_read_in_order(tmp_path: Path) -> None:
 def test_mistakes_name_file_and_row(name: str, content: bytes, words: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=words):
-        examples.load_sft(tmp_path / name, TOKENIZER, LIMITS, renderer=RENDERER)
+        examples.load_sft(tmp_path / name, TOKENIZER, LIMITS)
 
 
 def test_places_of_images_become_content_parts(tmp_path: Path) -> None:
@@ -286,7 +276,7 @@ def test_options_of_the_template_reach_it(tmp_path: Path) -> None:
         json.dumps({"prompt": [{"role": "user", "content": "a"}], "answer": 1})
     )
     (row,) = examples.load_prompts(
-        tmp_path / "rows.jsonl", TOKENIZER, LIMITS, renderer=Renderer({"enable_thinking": False})
+        tmp_path / "rows.jsonl", TOKENIZER, LIMITS, template_options={"enable_thinking": False}
     )
     assert marked(row.ids, None) == said("user", "a") + "<|im_start|>assistant\n(no thoughts)"
 
@@ -303,18 +293,17 @@ def test_a_template_that_marks_what_is_generated_says_what_is_trained(tmp_path: 
     )
     silent = {**ASSISTANT, "content": "No", "weight": 0}
     path = write(tmp_path, {"messages": [USER, ASSISTANT, USER, silent, USER, ASSISTANT]})
-    (row,) = examples.load_sft(path, make_tokenizer(template=marked), LIMITS, renderer=RENDERER)
+    (row,) = examples.load_sft(path, make_tokenizer(template=marked), LIMITS)
     assert spelled(row.ids, row.mask) == "It is 4<|im_end|>\nIt is 4<|im_end|>\n"
     assert spelled(row.ids).count("<think></think>") == 1
     once = marked.replace("m['role'] == 'assistant'", "loop.last")
     with pytest.raises(
         DataError, match=r"rows.jsonl:1: the chat template marks 1 turns as generated, .* have 3"
     ):
-        examples.load_sft(path, make_tokenizer(template=once), LIMITS, renderer=RENDERER)
+        examples.load_sft(path, make_tokenizer(template=once), LIMITS)
     with pytest.raises(DataError, match="without an assistant turn"):
         examples.load_sft(
             write(tmp_path, {"messages": [USER, silent]}),
             make_tokenizer(template=marked),
             LIMITS,
-            renderer=RENDERER,
         )

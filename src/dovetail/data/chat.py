@@ -1,111 +1,78 @@
-"""Messages -> token ids by the chat template, and the mask of trained ones. A process with limits renders (`chat_worker`)."""
+"""Messages -> token ids by the chat template, and the mask of trained ones."""
 
-import contextlib
 import importlib
 import json
 import re
-import signal
-import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import Any, Self, cast
+from traceback import walk_tb
+from typing import Any, cast
 
-from dovetail.data.chat_worker import answer
+from jinja2 import TemplateError, TemplateSyntaxError
+
 from dovetail.data.rows import JsonRow, is_deep
-from dovetail.errors import DataError, quoted
-from dovetail.launch.process import start_worker
+from dovetail.errors import Caught, DataError, quoted, shortened
 
 Message = Mapping[str, Any]
+Spans = list[tuple[int, int]]  # of characters
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 ROLES = ("system", "user", "assistant", "tool")
 METHODS = ("apply_chat_template", "get_chat_template")
+SOURCE = "<template>"  # jinja2's name
+MAX_ADDED = 1 << 22  # characters of a rendering beyond those of the messages
 
 
-class Renderer:
-    """Its process ends with the outermost `with` block.
+def render(tokenizer: Any, messages: Sequence[Any], **options: Any) -> str:
+    """As `apply_chat_template`; DataError where the template fails or writes too much.
 
-    options: of every rendering. seconds: of processor time for each. memory: bytes of all.
+    transformers renders in jinja2's sandbox, where a template can call and change nothing.
     """
+    text = ""
+    with Caught() as caught:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
+        text.encode()  # refuses half of a surrogate pair
+    return _checked(text, messages, caught.error)
 
-    def __init__(
-        self,
-        options: Mapping[str, Any] | None = None,
-        *,
-        seconds: float = 5.0,
-        memory: int = 1 << 29,
-    ) -> None:
-        self.options = options or {}
-        self.seconds = seconds
-        self.memory = memory
-        self._process: subprocess.Popen[bytes] | None = None
-        self._setup = ""  # of the process
-        self._depth = 0  # of `with` blocks
 
-    def __enter__(self) -> Self:
-        self._depth += 1
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._depth -= 1
-        if self._process is not None and not self._depth:
-            self._process.kill()
-            self._end(self._process)
-
-    def render(self, tokenizer: Any, messages: Sequence[Any], **options: Any) -> str:
-        """As `apply_chat_template`; DataError where the template fails or exceeds a limit."""
-        return self.render_marked(tokenizer, messages, spans=False, **options)[0]
-
-    def render_marked(
-        self, tokenizer: Any, messages: Sequence[Any], *, spans: bool = True, **options: Any
-    ) -> tuple[str, list[list[int]]]:
-        """With the spans of characters that the template marks as generated."""
-        asked = {"messages": messages, "options": {**self.options, **options}, "spans": spans}
-        request = json.dumps(
-            asked, default=lambda x: f"<{type(x).__name__}>"
-        )  # such as dates of parquet files
-        reply = (
-            answer(tokenizer, request)
-            if renders_itself(tokenizer)
-            else self._ask(tokenizer, request)
+def render_marked(tokenizer: Any, messages: Sequence[Message], **options: Any) -> tuple[str, Spans]:
+    """As `render`, with the spans that the template marks as generated."""
+    text = ""
+    spans: Spans = []
+    with Caught() as caught:
+        library = importlib.import_module("transformers.utils.chat_template_utils")
+        (text,), (spans,) = library.render_jinja_template(
+            conversations=[messages],
+            chat_template=tokenizer.get_chat_template(None, options.get("tools")),
+            return_assistant_tokens_mask=True,
+            **{**tokenizer.special_tokens_map, **options},
         )
-        if "error" in reply:
-            raise DataError(f"the chat template {reply['error']}")
-        return reply["text"], reply["spans"]
+        text.encode()
+    return _checked(text, messages, caught.error), spans
 
-    def _ask(self, tokenizer: Any, request: str) -> dict[str, Any]:
-        setup = json.dumps(
-            {"template": tokenizer.chat_template, "special_tokens": tokenizer.special_tokens_map}
-        )
-        limits = str(self.seconds), str(self.memory)
-        process = self._process = self._process or start_worker(
-            "dovetail.data.chat_worker", *limits
-        )
-        assert process.stdin is not None and process.stdout is not None
-        lines = [request] if setup == self._setup else [setup, request]
-        self._setup = setup
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.writelines(line.encode() + b"\n" for line in lines)
-            process.stdin.flush()
-        line = process.stdout.readline()
-        if line.endswith(b"\n"):
-            return cast("dict[str, Any]", json.loads(line))
-        code = self._end(process)
-        if code >= 0:
-            raise RuntimeError(
-                f"the process that renders chat templates ended with exit code {code}"
-            )
-        if code == -signal.SIGPROF:
-            return {
-                "error": f"takes more than {self.seconds:g} s of processor time for these messages"
-            }
-        return {"error": f"ends the process that renders it by signal {-code}"}
 
-    def _end(self, process: subprocess.Popen[bytes]) -> int:
-        process.communicate()
-        self._process = None
-        self._setup = ""
-        return process.returncode
+def _checked(text: str, messages: Sequence[Any], error: BaseException | None) -> str:
+    if error is not None:
+        raise DataError(f"the chat template {_failure(error)}") from error
+    allowed = len(str(messages)) + MAX_ADDED
+    if len(text) > allowed:
+        much = f"{len(text)} characters, more than {MAX_ADDED} beyond its input"
+        raise DataError(f"the chat template writes {much}")
+    return text
+
+
+def _failure(error: BaseException) -> str:
+    letters = " ".join(str(error).split())
+    words = shortened("".join(c if c.isprintable() else ascii(c)[1:-1] for c in letters))
+    if isinstance(error, (TemplateError, ValueError)) and not isinstance(error, UnicodeError):
+        text = f"refuses these messages: {words}"
+    else:
+        text = f"fails on these messages: {type(error).__name__}: {words}"
+    frames = walk_tb(error.__traceback__)
+    lines = [line for frame, line in frames if frame.f_code.co_filename == SOURCE]
+    if isinstance(error, TemplateSyntaxError):
+        lines.append(error.lineno)
+    return f"{text} (line {lines[-1]} of the template)" if lines else text
 
 
 def renders_itself(tokenizer: Any) -> bool:
@@ -115,21 +82,20 @@ def renders_itself(tokenizer: Any) -> bool:
 
 @dataclass(frozen=True)
 class Chat:
+    """A tokenizer with its chat template. options: of every rendering."""
+
     tokenizer: Any  # or None
-    renderer: Renderer
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     def encode(self, row: JsonRow, messages: list[Message], **options: bool) -> list[int]:
-        text, _ = self._render(row, messages, spans=False, **options)
+        given = self._options(row)
+        with row.locating():
+            text = render(self.tokenizer, messages, **given, **options)
         return cast("list[int]", self.tokenizer.encode(text, add_special_tokens=False))
 
-    def _render(
-        self, row: JsonRow, messages: list[Message], **options: bool
-    ) -> tuple[str, list[list[int]]]:
-        """With the row's tools."""
+    def _options(self, row: JsonRow) -> dict[str, Any]:
         tools = tools_of(row, self.tokenizer.chat_template)
-        given = {**_template_options(row), "tools": tools}
-        with row.locating():
-            return self.renderer.render_marked(self.tokenizer, messages, **given, **options)
+        return {**self.options, **_template_options(row), "tools": tools}
 
     def conversation(self, row: JsonRow, messages: list[Message]) -> tuple[list[int], list[bool]]:
         """Ids, and a mask of assistant turns but those of weight 0.
@@ -166,7 +132,9 @@ class Chat:
         return ids, _trained(row, mask)
 
     def _marked(self, row: JsonRow, messages: list[Message]) -> tuple[list[int], list[bool]]:
-        text, spans = self._render(row, messages)
+        given = self._options(row)
+        with row.locating():
+            text, spans = render_marked(self.tokenizer, messages, **given)
         trains = [_trains(message) for message in messages if message["role"] == "assistant"]
         if len(spans) != len(trains):
             raise row.error(

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict, TypeVar, Unpack
 
 from dovetail.batch.packed import Media, Sequence
-from dovetail.data.chat import Chat, Renderer
+from dovetail.data.chat import Chat
 from dovetail.data.columns import extra_columns, is_pair, prompt_column, score_column, sft_column
 from dovetail.data.encode import Encoder, Tokenizer, labelled
 from dovetail.data.files import Source, as_source
@@ -62,11 +62,12 @@ def sequences_of(example: Any) -> list[Any]:
 
 class Reading(TypedDict, total=False):
     processor: Processor | None  # of a model that reads media
-    renderer: Renderer
+    template_options: Mapping[str, Any]
 
 
 def _encoder(tokenizer: Tokenizer | None, reading: Reading) -> Encoder:
-    return Encoder(Chat(tokenizer, reading.get("renderer") or Renderer()), reading.get("processor"))
+    chat = Chat(tokenizer, reading.get("template_options") or {})
+    return Encoder(chat, reading.get("processor"))
 
 
 def load_prompts(
@@ -187,35 +188,33 @@ def _load(
     path = source.path
     count = 0
     cut = 0
-    with encoder.chat.renderer:
-        for count, row in enumerate(rows_of(source, limits.warn), start=1):
-            example = make(f"{source.prefix}{count - 1}" if source.prefix else count - 1, row)
-            lengths = [
-                _checked_length(row, each.ids, limits, placeholders)
-                for each in sequences_of(example)
-            ]
-            if limits.max_tokens is not None and max(lengths) > limits.max_tokens:
-                shorter = _truncated(row, example, limits)
-                if shorter is None and limits.overlong == "drop":
-                    continue
-                if shorter is None:
-                    most = f"at most {limits.max_tokens} fit"
-                    raise row.error(
-                        f"{max(lengths)} tokens, but {most}; shorten the row, {limits.remedy}"
-                    )
-                example = shorter
-                cut = cut + 1
-            total = sum(len(each.ids) for each in sequences_of(example))
-            if limits.together is not None and total > limits.together:
-                if limits.overlong == "drop":
-                    continue
+    for count, row in enumerate(rows_of(source, limits.warn), start=1):
+        example = make(f"{source.prefix}{count - 1}" if source.prefix else count - 1, row)
+        lengths = [
+            _checked_length(row, each.ids, limits, placeholders) for each in sequences_of(example)
+        ]
+        if limits.max_tokens is not None and max(lengths) > limits.max_tokens:
+            shorter = _truncated(row, example, limits)
+            if shorter is None and limits.overlong == "drop":
+                continue
+            if shorter is None:
+                most = f"at most {limits.max_tokens} fit"
                 raise row.error(
-                    f"the pair has {total} tokens, but at most {limits.together} fit, since both "
-                    "share a micro-batch; raise "
-                    "trainer.tokens_per_batch, set data.max_length with data.truncate=right, or "
-                    "data.overlong_rows=drop"
+                    f"{max(lengths)} tokens, but {most}; shorten the row, {limits.remedy}"
                 )
-            examples.append(example)
+            example = shorter
+            cut = cut + 1
+        total = sum(len(each.ids) for each in sequences_of(example))
+        if limits.together is not None and total > limits.together:
+            if limits.overlong == "drop":
+                continue
+            raise row.error(
+                f"the pair has {total} tokens, but at most {limits.together} fit, since both "
+                "share a micro-batch; raise "
+                "trainer.tokens_per_batch, set data.max_length with data.truncate=right, or "
+                "data.overlong_rows=drop"
+            )
+        examples.append(example)
     if not count:
         raise no_rows(path)
     if not examples:

@@ -10,7 +10,6 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from dovetail.data.chat import Renderer
 from dovetail.data.encode import Tokenizer
 from dovetail.data.examples import Limits, Prompt, sequences_of
 from dovetail.data.files import Source
@@ -134,9 +133,12 @@ class RunParts:
     ) -> tuple[list[Example], list[Example], dict[str, list[Example]], str]:
         """Rows of data.train, data.eval and eval.sets, and the fingerprint of the first."""
         data = self.recipe.data
-        with agreed(self.mesh), Renderer(data.chat_template_kwargs) as renderer:
+        with agreed(self.mesh):
             load = partial(
-                load, renderer=renderer, tokenizer=self.tokenizer, processor=self.processor
+                load,
+                template_options=data.chat_template_kwargs,
+                tokenizer=self.tokenizer,
+                processor=self.processor,
             )
             rows, self.parts = load_parts(data, data.train, load)
             held_out, _ = load_parts(data, data.eval, load)

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dovetail.data.chat import Renderer
+from dovetail.data.chat import render
 from dovetail.data.examples import Prompt
 from dovetail.engine.native import Engine
 from dovetail.errors import ConfigError, DataError
@@ -55,11 +55,7 @@ def make_rewards(
         for label, part in named.items():
             if part.model is not None and part.model.path is not None and load_model is not None:
                 engine, tokenizer = load_model(part.model)
-                renderer = Renderer()
-                renderer.__enter__()
-                rewards[label] = ModelReward(
-                    engine, partial(_encode, tokenizer, renderer), renderer.__exit__
-                )
+                rewards[label] = ModelReward(engine, partial(_encode, tokenizer))
             else:
                 limits = CallLimits(
                     batch=part.batch, workers=part.workers, concurrency=part.concurrency
@@ -141,13 +137,11 @@ def _address(part: RewardPart, run_dir: Path) -> dict[str, Any] | None:
     )
 
 
-def _encode(tokenizer: Any, renderer: Renderer, prompt: Prompt, text: str) -> list[int]:
+def _encode(tokenizer: Any, prompt: Prompt, text: str) -> list[int]:
     if isinstance(prompt.prompt, str):
         joined = prompt.prompt + text
     elif tokenizer.chat_template:
-        joined = renderer.render(
-            tokenizer, [*prompt.prompt, {"role": "assistant", "content": text}]
-        )
+        joined = render(tokenizer, [*prompt.prompt, {"role": "assistant", "content": text}])
     else:
         raise DataError(
             "the rows hold messages, but the reward model's tokenizer has no chat template"

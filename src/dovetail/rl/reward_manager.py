@@ -83,7 +83,6 @@ class ModelReward:
 
     engine: Engine
     encode: Callable[[Prompt, str], list[int]]
-    end: Callable[..., None]
 
     def score(
         self,
@@ -106,7 +105,7 @@ class ModelReward:
         return Scores(results)
 
     def close(self) -> None:
-        self.end()
+        """Nothing is open."""
 
 
 Reward = FunctionReward | ModelReward

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
 
-from dovetail.data.chat import Renderer, parsed_call
+from dovetail.data.chat import parsed_call, render
 from dovetail.errors import DataError
 
 Result = TypeVar("Result")
@@ -28,12 +28,10 @@ class Text:
 
     def __init__(self, load: Callable[[], Codec]) -> None:
         self._load = load
-        self._renderer = Renderer()
         self._thread = ThreadPoolExecutor(1, "text")
 
     @cached_property
     def _codec(self) -> Codec:
-        self._renderer.__enter__()  # its process ends with ours
         return self._load()
 
     async def codec(self) -> Codec:
@@ -64,7 +62,7 @@ class Text:
         if tools and "tools" not in str(template):
             raise DataError("tools: the model's chat template does not write them")
         given = {**options, "tools": tools or None, "add_generation_prompt": True}
-        text = self._renderer.render(tokenizer, messages, **given)
+        text = render(tokenizer, messages, **given)
         ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
         return ids
 
