@@ -14,7 +14,6 @@ import pytest
 
 from dovetail import jsonl
 from dovetail.checkpoint.retention import saved_steps
-from dovetail.cli import report
 from dovetail.cli.common import RowFile, portions
 from dovetail.errors import CheckpointError, MachineError
 from dovetail.parallel.mesh import Mesh
@@ -24,6 +23,7 @@ from dovetail.run.metrics import MAX_WAITING, Records
 from dovetail.weights.atomic import replace_file
 from dovetail.weights.hf_reader import HFReader
 from dovetail.weights.safetensors import TensorFileWriter
+from dovetail_tools.cli import report
 from tests.helpers.program import failure, here, read_rows, write_recipe, write_rows
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
