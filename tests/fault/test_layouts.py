@@ -31,7 +31,7 @@ def told_by(world: int, layout: str, model: Path, folder: Path, command: str = "
         ("tp=-2", "tp must be a whole number of 1 or more, not '-2'"),
         ("tp", "'tp' is not one of tp=N, pp=N, cp=N, dp=N, ep=N"),
         ("zz=2", "'zz=2' is not one of tp=N"),
-        ("copy_engines=2", "'copy_engines=2' is not one of tp=N"),
+        ("copy_engines=true", "'copy_engines=true' is not one of tp=N"),
     ],
 )
 @pytest.mark.parametrize("command", ["score", "generate"])

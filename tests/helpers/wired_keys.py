@@ -68,7 +68,6 @@ TABLE = (
         for section, (path, values) in LAYOUTS.items()
         for name, value in values.items()
     ),
-    *(Leaf(f"{s}.copy_engines", False, noted(f"{s}.copy_engines"), True, OWNERS.get(s, "ppo")) for s in LAYOUTS),
     Leaf("teacher.path", "FOLDER/critic", lambda job: str(job.task.teacher.engine.source.path), algorithm="distillation"),
     Leaf("teacher.path", "FOLDER/critic", lambda job: str(job.task.teacher.source.path), algorithm="distillation-sampled"),
     Leaf("algorithm.name", "distillation", lambda job: type(job.task).__name__, "DistillationTask", "distillation"),
@@ -218,7 +217,6 @@ TABLE = (
     Leaf("reward.judge.cache", False, reward("runner.address.cache"), None, "rloo"),
     Leaf("reward.import", "mine:score", reward("runner.function"), algorithm="rloo-import"),
     Leaf("reward.model.path", "FOLDER/critic", lambda job: str(reward("engine.source.path")(job)), algorithm="rloo-model"),
-    Leaf("reward.model.layout.copy_engines", False, noted("reward.model.layout.copy_engines"), True, "rloo-model"),
     *(Leaf(f"reward.model.layout.{k}", v, reward(f"engine.mesh.layout.{k}"), algorithm="rloo-model") for k, v in LAYOUT.items()),
     *(Leaf(f"reward.model.server.{k}", v, reward(f"runner.address.{k}"), algorithm="rloo-server") for k, v in SERVER.items()),
     Leaf(

@@ -72,16 +72,6 @@ def test_flags_beat_overrides_and_the_layout_flag_replaces_the_degrees(recipe: s
     assert layout_of(parse(["train", recipe])) == Layout(tp=4, pp=2, dp=None)
 
 
-def test_copy_engines_is_accepted_without_effect(recipe: str) -> None:
-    for flag, key in (
-        ("tp=2,copy_engines=false", "true"),
-        ("tp=2,copy_engines=true", "false"),
-        ("tp=2", "false"),
-    ):
-        args = parse(["train", recipe, "--layout", flag, f"layout.copy_engines={key}"])
-        assert layout_of(args) == Layout(tp=2, dp=None), flag
-
-
 def test_a_run_that_died_goes_on_from_what_it_saved(recipe: str) -> None:
     argv = ["train", recipe, "--resume", "step=3", "--restarts", "2"]
     supervision = supervision_of(parse(argv))

@@ -74,10 +74,6 @@ def test_nothing_of_a_run_that_is_as_it_should_be(name: str) -> None:
             "the policy is never trained: algorithm.critic_warmup=3 steps train the critic alone, and trainer.steps is 3",
         ),
         (
-            {"layout": {"copy_engines": True}, "rollout": {"layout": {"copy_engines": False}}},
-            "layout.copy_engines, rollout.layout.copy_engines has no effect any more: NCCL runs all collectives; leave it out",
-        ),
-        (
             {"trainer": {"eval_every": 2}},
             "without effect, since there is no data.eval and no eval.sets: trainer.eval_every",
         ),

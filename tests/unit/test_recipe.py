@@ -11,7 +11,7 @@ import yaml
 from dovetail.errors import ConfigError
 from dovetail.parallel.layout import Layout
 from dovetail.recipe.algorithms import GRPO, PPO, PolicyGradient
-from dovetail.recipe.keys import RENAMED
+from dovetail.recipe.keys import REMOVED, RENAMED
 from dovetail.recipe.schema import Recipe, known_keys, load_recipe, make_recipe
 from dovetail.recipe.tracking import LoggerSection
 from dovetail.recipe.yaml import parse_overrides
@@ -253,7 +253,7 @@ def test_all_mistakes_come_together() -> None:
         ("- a", "holds a list; expected a mapping of sections"),
         (
             "on: 2",
-            "recipe.yaml': the key True is not text; expected the name of a section",
+            "the recipe is True; Keys should be strings",
         ),  # as YAML reads it
         (yaml.safe_dump({**SMALLEST, "optim": {7: 2}}), "optim is 7; Keys should be strings"),
         ("optim: {lr: 1, lr: 2}", "the key 'lr' is given twice"),
@@ -404,18 +404,18 @@ def bomb(reference: str, first: str) -> str:
 BOMBS = {
     "anchors": (
         bomb("[{}]", "[1, 2]"),
-        "line 5, column 5: more than 10000 values, with those of every alias",
+        "more than 10000 values, with those of every alias",
     ),
     "merges": (bomb("{{<<: [{}]}}", "{a: 1}"), "more than 10000 values, with those of every alias"),
     "chain": (
         "\n".join(f"x{i}: &x{i} [{f'*x{i - 1}' if i else 1}]" for i in range(99)),
         "or 32 inside each other; make it smaller",
     ),
-    "itself": ("x: &a [*a]", "line 1, column 8: an alias stands inside of what it stands for"),
+    "itself": ("x: &a [*a]", "or 32 inside each other; make it smaller"),
     "keys": ("\n".join(f"k{i}: 1" for i in range(20_000)), "more than 10000 values"),
     "unknown keys": ("\n".join(f"k{i}: 1" for i in range(4_000)), "unknown key k16"),
     "characters": ("x: " + "y" * 20_000_000, "recipe.yaml' has more than 262144 characters"),
-    "depth": ("x: " + "[" * 100_000, "or 32 inside each other; make it smaller"),
+    "depth": ("x: " + "[" * 100_000, "lists and mappings lie too deep inside each other"),
     "digits": ("optim: {lr: " + "1" * 200_000 + "}", "is no int; quote what is text"),
     "exponent": ("optim: {lr: " + "1_" * 100_000 + "e}", "optim.lr is '1_1_"),
     "base 60": ("trainer: {steps: 1" + ":59" * 80_000 + "}", "is no int; quote what is text"),
@@ -455,35 +455,26 @@ def test_tags_that_do_not_fit_are_refused(value: str, tmp_path: Path) -> None:
 
 
 def test_renamed_keys_are_accepted_with_a_note(tmp_path: Path) -> None:
-    path = write(tmp_path, yaml.safe_dump({**SMALLEST, "rollout": {"monitor": True, "top_k": 3}}))
-    recipe = load_recipe(path, ["rollout.replay=trainer"])
-    assert (
-        recipe.rollout.router_replay,
-        recipe.rollout.mismatch_metrics,
-        recipe.rollout.top_k,
-    ) == ("trainer", True, 3)
-    assert recipe.notes == (
-        "rollout.monitor is now rollout.mismatch_metrics; this release still accepts the old name",
-        "rollout.replay is now rollout.router_replay; this release still accepts the old name",
-    )
-    lasting = load_recipe(path, ["data.overlong=drop", "algorithm.minibatches=2", "trainer.keep=3"])
-    assert (
-        lasting.data.overlong_rows,
-        lasting.algorithm.num_mini_batches,
-        lasting.trainer.keep_last,
-    ) == ("drop", 2, 3)
     path = write(tmp_path, yaml.safe_dump({**SMALLEST, "trainer": {"keep": 9}}))
-    assert [
-        load_recipe(path, [f"trainer.{key}=3"]).trainer.keep_last for key in ("keep", "keep_last")
-    ] == [3, 3]
-    assert "data.overlong is now data.overlong_rows; the old name stays accepted" in lasting.notes
+    recipe = load_recipe(path, ["data.overlong=drop", "algorithm.minibatches=2", "trainer.keep=3"])
+    assert recipe.data.overlong_rows == "drop"
+    assert recipe.algorithm.num_mini_batches == 2
+    assert recipe.trainer.keep_last == 3
+    assert load_recipe(path, ["trainer.keep_last=4"]).trainer.keep_last == 4
+    assert "data.overlong is now data.overlong_rows; the old name stays accepted" in recipe.notes
     assert RENAMED.keys().isdisjoint(known_keys()) and set(RENAMED.values()) <= known_keys().keys()
-    with pytest.raises(ConfigError, match=r"unknown key rollout\.replay; did you mean"):
-        load_recipe(
-            write(
-                tmp_path,
-                yaml.safe_dump(
-                    {**SMALLEST, "rollout": {"replay": "none", "router_replay": "none"}}
-                ),
-            )
-        )
+    both = {**SMALLEST, "trainer": {"keep": 1, "keep_last": 1}}
+    with pytest.raises(ConfigError, match=r"unknown key trainer\.keep; did you mean"):
+        load_recipe(write(tmp_path, yaml.safe_dump(both)))
+
+
+@pytest.mark.parametrize(("key", "instead"), REMOVED.items())
+def test_a_removed_key_is_refused_with_what_to_do_instead(key: str, instead: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make_recipe(merge_at(key, "true"))
+    assert str(caught.value) == f"recipe: {key} is no key any more; {instead}"
+
+
+def test_a_removed_key_of_any_layout_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"rollout\.layout\.copy_engines is no key any more"):
+        make_recipe({**SMALLEST, "rollout": {"layout": {"copy_engines": True}}})

@@ -21,7 +21,7 @@ from dovetail.recipe.schema import load_recipe, make_recipe
 from dovetail.rl.collect import step_rows
 from dovetail.run.changes import refuse
 from dovetail.run.directory import RunDirectory
-from dovetail.run.paths import FinishedError, changed
+from dovetail.run.paths import changed
 from dovetail.run.resume import Resumed, find
 from dovetail.run.state import RunState, random_state
 from dovetail.weights.safe_paths import MANIFEST
@@ -133,17 +133,6 @@ def test_under_a_constant_rate_the_updates_of_a_step_are_free() -> None:
 
 def test_where_a_run_writes_is_no_change() -> None:
     assert not changed(full(), full(run_dir="elsewhere"))
-
-
-def test_a_key_by_its_old_name_is_no_change(tmp_path: Path) -> None:
-    """The config.yaml of a run that another release has finished."""
-    text = make_recipe(merged(BASE, {"run_dir": str(tmp_path)})).to_yaml()
-    old = text.replace("  router_replay:", "  replay:").replace("  mismatch_metrics:", "  monitor:")
-    assert old != text
-    (tmp_path / "config.yaml").write_text(old)
-    (tmp_path / "hf").mkdir()
-    with pytest.raises(FinishedError):
-        find(tmp_path, Mesh.solo(), "auto", full(run_dir=str(tmp_path)))
 
 
 def test_a_resumed_run_continues_at_its_cursor(tmp_path: Path) -> None:

@@ -344,7 +344,7 @@ def test_params_are_checked(wrong: dict[str, float]) -> None:
 def test_pipeline_ranks_sample_as_tensor_parallel_ones() -> None:
     spec = spec_from_config(tiny_configs()["llama"].to_dict())
     assert sampling_layout(spec, Layout(tp=2, pp=2, cp=2, dp=3)) == Layout(tp=4, dp=6)
-    assert sampling_layout(spec, Layout.parse("pp=2,dp=3,copy_engines=false")) == Layout(tp=2, dp=3)
+    assert sampling_layout(spec, Layout.parse("pp=2,dp=3")) == Layout(tp=2, dp=3)
     odd = spec_from_config(
         tiny_configs()["llama"].to_dict() | {"num_attention_heads": 4, "num_key_value_heads": 4}
     )

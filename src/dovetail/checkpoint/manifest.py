@@ -62,7 +62,7 @@ class Manifest:
         body = read_body(data, what)
         try:
             step = body["step"]
-            state = None if body["version"] == 1 else body["state"]
+            state = body["state"]
             pieces = body["pieces"].items()
             auxiliary = body["files"].items()
             manifest = cls(

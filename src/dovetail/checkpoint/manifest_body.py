@@ -11,7 +11,6 @@ from dovetail.jsonl import parse_json
 
 FORMAT = "dovetail-sharded"
 VERSION = 2
-READABLE = (1, VERSION)  # the first had no training state
 STEP = re.compile(r"step_(\d{6,})\.\w+")  # the directory of a saved step
 
 
@@ -20,10 +19,10 @@ def read_body(data: bytes, what: str) -> dict[str, Any]:
     body = parse_json(data, what)
     if body.get("format") != FORMAT:
         raise CheckpointError(f"{what}: format {quoted(body.get('format'))}, expected {FORMAT!r}")
-    if body.get("version") not in READABLE:
+    if body.get("version") != VERSION:
         version = quoted(body.get("version"))
-        known = f"this dovetail reads {READABLE[0]} to {VERSION}"
-        raise CheckpointError(f"{what}: format version {version}, {known}; update dovetail")
+        known = f"this dovetail reads {VERSION}; use the release that wrote it"
+        raise CheckpointError(f"{what}: format version {version}, {known}")
     if body.pop("crc32", None) != checksum(body):
         problem = "does not match its own checksum; it was changed after it was written"
         raise CheckpointError(f"{what} {problem}")

@@ -30,10 +30,6 @@ def notes(
             f"not profiled, since the run takes steps {done + 1} to {trainer.steps}: "
             f"{', '.join(missed)}"
         )
-    names = ("critic", "reference", "teacher", "rollout")
-    sections: dict[str, Any] = {"": recipe} | {f"{name}.": vars(recipe)[name] for name in names}
-    sections |= {"reward.model.": recipe.reward.model} if recipe.reward.model else {}
-    layouts = {f"{name}layout": section.layout for name, section in sections.items()}
     if idle := _idle(recipe):
         lines.append(f"without effect, since algorithm.name is {algorithm.name}: {', '.join(idle)}")
     if isinstance(algorithm, PolicyGradient) and algorithm.kl_coef:
@@ -46,11 +42,6 @@ def notes(
     if isinstance(algorithm, PPO) and algorithm.critic_warmup >= trainer.steps:
         warmup = f"algorithm.critic_warmup={algorithm.critic_warmup} steps train the critic alone"
         lines.append(f"the policy is never trained: {warmup}, and trainer.steps is {trainer.steps}")
-    if given := [
-        name for name, layout in layouts.items() if layout and layout.copy_engines is not None
-    ]:
-        keys = ", ".join(f"{name}.copy_engines" for name in given)
-        lines.append(f"{keys} has no effect any more: NCCL runs all collectives; leave it out")
     if trainer.eval_every and recipe.data.eval is None and not recipe.eval.sets:
         lines.append(
             "without effect, since there is no data.eval and no eval.sets: trainer.eval_every"

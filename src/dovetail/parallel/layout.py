@@ -34,10 +34,7 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str) -> "Layout":
-        """Parse "tp=2,dp=2", in any order; an unnamed dp is None. LayoutError.
-
-        `copy_engines=true` or `false` has no effect.
-        """
+        """Parse "tp=2,dp=2", in any order; an unnamed dp is None. LayoutError."""
         degrees: dict[str, int | None] = {"dp": None}
         layout = f"layout {quoted(text)}"
         for part in text.split(","):
@@ -47,8 +44,6 @@ class Layout:
             name, equals, value = item.partition("=")
             if degrees.get(name) is not None:
                 raise LayoutError(f"{layout}: {name} is given twice; leave one out")
-            if name == "copy_engines" and value.lower() in ("true", "false"):
-                continue
             if name not in DEGREES or not equals:
                 known = ", ".join(f"{degree}=N" for degree in DEGREES)
                 raise LayoutError(f"{layout}: {quoted(item)} is not one of {known}")

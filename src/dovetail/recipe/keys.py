@@ -1,4 +1,4 @@
-"""Dotted keys, old names, and the message for invalid recipes."""
+"""Dotted keys, renamed and removed ones, and the message for invalid recipes."""
 
 import difflib
 import json
@@ -41,19 +41,16 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "on_policy_distillation": {"name": "distillation", "divergence": "sampled_reverse_kl"},
 }  # fmt: skip
 
-
-LASTING = (
-    "data.overlong",
-    "algorithm.minibatches",
-    "trainer.keep",
-)  # for good (contract.md); others for one release
-RENAMED: Mapping[str, str] = {
+RENAMED: Mapping[str, str] = {  # the old names stay accepted (contract.md)
     "data.overlong": "data.overlong_rows",
     "algorithm.minibatches": "algorithm.num_mini_batches",
     "trainer.keep": "trainer.keep_last",
-    "algorithm.skip_equal_groups": "algorithm.drop_zero_std_groups",
-    "rollout.replay": "rollout.router_replay",
-    "rollout.monitor": "rollout.mismatch_metrics",
+}
+REMOVED: Mapping[str, str] = {  # and what to do instead; `layout` is that of any section
+    "algorithm.skip_equal_groups": "set algorithm.drop_zero_std_groups",
+    "rollout.replay": "set rollout.router_replay",
+    "rollout.monitor": "set rollout.mismatch_metrics",
+    "layout.copy_engines": "leave it out, since NCCL runs all collectives",
 }
 
 MOST_SHOWN = 20  # problems of one recipe
@@ -92,12 +89,7 @@ def rename_keys(recipe: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def renamed_note(old: str) -> str:
-    kept = (
-        "the old name stays accepted"
-        if old in LASTING
-        else "this release still accepts the old name"
-    )
-    return f"{old} is now {RENAMED[old]}; {kept}"
+    return f"{old} is now {RENAMED[old]}; the old name stays accepted"
 
 
 def keys_of(recipe: type[BaseModel]) -> dict[str, Key]:
@@ -277,6 +269,9 @@ def _unknown_key(
     if name in known:
         return f"{name} does not belong to this algorithm: {known[name].text}"
     section = name.rpartition(".")[0]
+    instead = REMOVED.get(f"{leaf_of(section)}.{leaf_of(name)}")
+    if instead is not None:
+        return f"{name} is no key any more; {instead}"
     known = {
         k: key for k, key in known.items() if not algorithm or key.defaults.keys() & {"", algorithm}
     }

@@ -94,13 +94,11 @@ class LayoutSection(Section):
     schedule: Literal["1f1b", "interleaved", "gpipe", "zero_bubble"] = key(
         "1f1b", "pipeline schedule"
     )
-    copy_engines: bool | None = key(None, "no effect; accepted so that older runs resume")
 
     def to_layout(self) -> Layout:
-        return Layout(
-            **self.model_dump(exclude={"copy_engines"})
-            | {"dp": None if self.dp == "auto" else self.dp}
-        )
+        degrees = self.model_dump()
+        degrees["dp"] = None if self.dp == "auto" else self.dp
+        return Layout(**degrees)
 
 
 OwnLayout = Annotated[

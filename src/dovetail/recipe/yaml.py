@@ -1,4 +1,4 @@
-"""YAML and `key.path=value` as plain data. `1e-6` is a number; duplicate keys are errors."""
+"""Reads and writes YAML, and reads `key.path=value`. `1e-6` is a number; duplicate keys are errors."""
 
 import re
 import sys
@@ -16,42 +16,23 @@ FLOAT = re.compile(
 )  # possessive: linear time
 MERGED = "tag:yaml.org,2002:merge"  # the key `<<`
 LARGE = 2.0**53  # not every larger integer is a float
-# Limits: characters, values (an alias counts as its target), depth, digits of an integer
-MOST_TEXT = 1 << 18
-MOST_VALUES = 10_000
-DEEPEST = 32
-MOST_DIGITS = 1000
+# Limits, since a recipe may be somebody else's; an alias counts as its target.
+MAX_CHARACTERS = 1 << 18
+MAX_VALUES = 10_000
+MAX_DEPTH = 32
+MAX_DIGITS = 1000  # of an integer
+TOO_LARGE = (
+    f"has more than {MAX_VALUES} values, with those of every alias, "
+    f"or {MAX_DEPTH} inside each other; make it smaller"
+)
 
 
 class _Loader(yaml.SafeLoader):
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self.count = 0
-        self.depth = 0
-        self.measured: dict[yaml.Node, tuple[int, int]] = {}  # number of values, depth
-
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        mark = self.peek_event().start_mark
-        is_alias = self.check_event(yaml.AliasEvent)
-        self.count = self.count + 1
-        self.depth = self.depth + 1
-        _limit(self.count, self.depth, mark)
-        node = super().compose_node(parent, index)
-        assert node is not None
-        self.depth -= 1
-        if is_alias and node not in self.measured:
-            raise yaml.MarkedYAMLError(
-                None, None, "an alias stands inside of what it stands for", mark
-            )
-        if not is_alias:
-            pairs = node.value if isinstance(node, yaml.MappingNode) else []
-            inside = [part for pair in pairs for part in pair] or (
-                node.value if isinstance(node.value, list) else []
-            )
-            counts, depths = zip((0, 0), *(self.measured[part] for part in inside), strict=True)
-            self.measured[node] = 1 + sum(counts), 1 + max(depths)
-            _limit(*self.measured[node], mark)
-        return node
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Resolves `<<`. Refuses merges that multiply."""
+        super().flatten_mapping(node)
+        if len(node.value) > MAX_VALUES:
+            raise yaml.MarkedYAMLError(None, None, f"it {TOO_LARGE}", node.start_mark)
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
@@ -76,23 +57,15 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
-def _limit(count: int, depth: int, mark: yaml.Mark) -> None:
-    if count > MOST_VALUES or depth > DEEPEST:
-        most = f"{MOST_VALUES} values, with those of every alias, or {DEEPEST} inside each other"
-        raise yaml.MarkedYAMLError(None, None, f"more than {most}; make it smaller", mark)
-
-
 def _number(loader: _Loader, node: yaml.ScalarNode) -> float:
+    """Returns a float, or an int for one such as `1e6`."""
     value: float = loader.construct_yaml_float(node)
-    return (
-        int(value)
-        if FLOAT.match(node.value) and value.is_integer() and abs(value) < LARGE
-        else value
-    )
+    is_whole = value.is_integer() and abs(value) < LARGE
+    return int(value) if is_whole and FLOAT.match(node.value) else value
 
 
 def _integer(loader: _Loader, node: yaml.ScalarNode) -> int:
-    if len(node.value) > MOST_DIGITS:
+    if len(node.value) > MAX_DIGITS:
         raise ValueError(node.value)
     return loader.construct_yaml_int(node)
 
@@ -114,7 +87,7 @@ def dump_mapping(value: Mapping[str, Any]) -> str:
 def read_text(path: Path) -> str:
     try:
         with path.open(encoding="utf-8") as file:
-            return file.read(MOST_TEXT + 1)
+            return file.read(MAX_CHARACTERS + 1)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise ConfigError(
@@ -131,11 +104,6 @@ def read_mapping(path: Path) -> dict[str, Any]:
         raise ConfigError(
             f"recipe {str(path)!r} holds a {type(value).__name__}; expected a mapping of sections"
         )
-    if odd := [key for key in value if not isinstance(key, str)]:
-        raise ConfigError(
-            f"recipe {str(path)!r}: the key {quoted(odd[0])} is not text; expected the name of a "
-            "section"
-        )
     return value
 
 
@@ -145,7 +113,7 @@ def parse_overrides(tokens: Sequence[str]) -> list[tuple[str, Any]]:
         key, equals, text = token.partition("=")
         if not equals:
             raise ConfigError(f"override {quoted(token)} has no value; expected key.path=value")
-        if not KEY.fullmatch(key) or key.count(".") > DEEPEST:
+        if not KEY.fullmatch(key) or key.count(".") > MAX_DEPTH:
             raise ConfigError(
                 f"override {quoted(token)}: {quoted(key)} is not a key; expected key.path=value"
             )
@@ -154,7 +122,7 @@ def parse_overrides(tokens: Sequence[str]) -> list[tuple[str, Any]]:
 
 
 def parse_value(text: str) -> Any:
-    """Text that is no YAML stays as it is."""
+    """Returns the value of a text, or the text itself where that is no YAML."""
     try:
         return _parse(text, "value")
     except ConfigError:
@@ -162,7 +130,7 @@ def parse_value(text: str) -> Any:
 
 
 def dump_value(value: Any) -> str:
-    """On one line."""
+    """Returns YAML of one line."""
     text: str = yaml.dump(
         value, Dumper=_Dumper, sort_keys=False, default_flow_style=True, width=sys.maxsize
     )
@@ -170,6 +138,7 @@ def dump_value(value: Any) -> str:
 
 
 def merge(recipe: dict[str, Any], key: str, value: Any) -> None:
+    """Sets a dotted key of a recipe."""
     *sections, leaf = key.split(".")
     inner = recipe
     for depth, name in enumerate(sections, 1):
@@ -184,14 +153,36 @@ def merge(recipe: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _parse(text: str, source: str) -> Any:
-    if len(text) > MOST_TEXT:
+    if len(text) > MAX_CHARACTERS:
         raise ConfigError(
-            f"{source} has more than {MOST_TEXT} characters; a recipe takes a few thousand"
+            f"{source} has more than {MAX_CHARACTERS} characters; a recipe takes a few thousand"
         )
     try:
-        return yaml.load(text, _Loader)
+        value = yaml.load(text, _Loader)
     except yaml.YAMLError as error:
         raise ConfigError(f"{source} is not valid YAML: {_describe(error)}") from None
+    except RecursionError:
+        problem = "lists and mappings lie too deep inside each other"
+        raise ConfigError(f"{source} is not valid YAML: {problem}") from None
+    if not _is_small(value):
+        raise ConfigError(f"{source} {TOO_LARGE}")
+    return value
+
+
+def _is_small(value: Any) -> bool:
+    """Whether a value keeps to the limits, with everything inside it."""
+    waiting = [(value, 1)]
+    for _ in range(MAX_VALUES):
+        if not waiting:
+            return True
+        item, depth = waiting.pop()
+        if depth > MAX_DEPTH:
+            return False
+        if isinstance(item, dict):
+            waiting += [(part, depth + 1) for part in item.values()]
+        elif isinstance(item, list):
+            waiting += [(part, depth + 1) for part in item]
+    return False
 
 
 def _describe(error: yaml.YAMLError) -> str:
@@ -207,12 +198,11 @@ def _describe(error: yaml.YAMLError) -> str:
 
 
 def flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """By dotted keys."""
+    """Returns the values of a mapping and of those inside it, by dotted keys."""
     keys: dict[str, Any] = {}
     for key, value in section.items():
-        keys |= (
-            flat(value, f"{prefix}{key}.")
-            if isinstance(value, Mapping) and value
-            else {prefix + key: value}
-        )
+        if isinstance(value, Mapping) and value:
+            keys |= flat(value, f"{prefix}{key}.")
+        else:
+            keys[f"{prefix}{key}"] = value
     return keys

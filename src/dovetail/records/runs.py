@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.errors import ConfigError
-from dovetail.recipe.keys import rename_keys
 from dovetail.recipe.schema import make_recipe
 from dovetail.recipe.yaml import flat, read_mapping
 
@@ -92,7 +91,7 @@ def _read_run(path: Path, name: str) -> Run:
     defaults: dict[str, Any] = {}
     problems = []
     try:
-        config = flat(rename_keys(read_mapping(path / CONFIG))[0])
+        config = flat(read_mapping(path / CONFIG))
         least = {**REQUIRED, "algorithm": {"name": config.get("algorithm.name", "grpo")}}
         defaults = flat(make_recipe(least).model_dump(mode="json", by_alias=True))
         defaults = {key: value for key, value in defaults.items() if key not in flat(REQUIRED)}

@@ -7,7 +7,6 @@ from typing import Any
 
 from dovetail.checkpoint.manifest_body import STEP, read_body
 from dovetail.errors import CheckpointError, ConfigError, listing, quoted
-from dovetail.recipe.keys import rename_keys
 from dovetail.recipe.yaml import read_mapping
 from dovetail.run.paths import (
     CHECKPOINTS,
@@ -47,14 +46,14 @@ def check_going_on(path: Path, recipe: Recipe) -> None:
     if not any((path / CHECKPOINTS).glob("step_*")):
         refuse_unsaved(path, begun_with, recipe, finished=finished)
     elif (state := newest_state(path / CHECKPOINTS)) is not None:
-        refuse(changed(rename_keys(state["recipe"])[0], recipe), recipe, state["step"])
+        refuse(changed(state["recipe"], recipe), recipe, state["step"])
         if finished:
             refuse_done(path, begun_with, recipe, state["step"])
 
 
 def changed_since(path: Path, recipe: Recipe) -> dict[str, tuple[Any, Any]]:
     """Changes since the run in `path` began."""
-    return changed(rename_keys(read_mapping(path / CONFIG))[0], recipe)
+    return changed(read_mapping(path / CONFIG), recipe)
 
 
 def newest_state(folder: Path) -> Mapping[str, Any] | None:

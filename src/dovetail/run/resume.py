@@ -14,7 +14,6 @@ from dovetail.errors import CheckpointError, ConfigError, listing, quoted
 from dovetail.parallel.consensus import agreed, of_first
 from dovetail.parallel.layout import DEGREES
 from dovetail.parallel.mesh import Mesh
-from dovetail.recipe.keys import rename_keys
 from dovetail.run.changes import (
     ANEW,
     changed_since,
@@ -63,7 +62,7 @@ def find(
         raise CheckpointError(
             f"{reader.path}: rng is of {len(state.rng)} ranks, but {ranks} have saved it"
         )
-    changes = changed(rename_keys(state.recipe)[0], recipe)
+    changes = changed(state.recipe, recipe)
     refuse(changes, recipe, state.step)
     if finished:
         refuse_done(path, begun_with, recipe, state.step)
