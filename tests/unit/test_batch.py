@@ -402,3 +402,19 @@ def test_pack_says_which_call_takes_padded_rows(given: Any) -> None:
 def test_values_to_unpack_have_an_entry_for_every_token() -> None:
     with pytest.raises(DataError, match=r"values is a tensor \[3\]"):
         PackedBatch.pack([[1, 2]]).unpack(torch.zeros(3))
+
+
+def test_three_rows_of_positions_travel_with_their_tokens() -> None:
+    batch = PackedBatch.pack([[1, 2, 3], [4, 5], [6, 7, 8, 9]])
+    rows = torch.stack([batch.positions, 10 + batch.positions, 20 + batch.positions])
+    triple = replace(batch, positions=rows)
+    for change in (
+        lambda given: given.select([2, 0]),
+        lambda given: given.compact(torch.tensor([0, 3, 4])),
+        lambda given: given.to("cpu", non_blocking=True),
+    ):
+        plain = change(batch).positions
+        assert torch.equal(change(triple).positions, torch.stack([plain, 10 + plain, 20 + plain]))
+    padded = triple.pad_to_multiple(8).positions
+    assert torch.equal(padded[:, 9:], torch.arange(7).expand(3, 7))
+    assert torch.equal(padded[:, :9], rows)

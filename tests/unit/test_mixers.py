@@ -1,6 +1,7 @@
 """Each layer has its own mixer: here grouped-query attention between layers of latent attention."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -52,7 +53,8 @@ def sampler() -> NativeSampler:
 
 
 def test_a_layer_has_the_mixer_of_its_own_spec(sampler: NativeSampler) -> None:
-    mixers = [sampler.model.model.layers[str(layer)].self_attn for layer in range(SPEC.depth)]
+    blocks: list[Any] = list(sampler.model.model.layers.values())
+    mixers = [block.self_attn for block in blocks]
     assert list(map(type, mixers)) == [LatentAttention, Attention, LatentAttention]
     assert [mixer.window for mixer in mixers] == [None, 5, None]
 

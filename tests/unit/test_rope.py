@@ -8,6 +8,8 @@ from torch import Tensor
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLTextConfig
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
 
 from dovetail.arch.registry import spec_from_config
 from dovetail.arch.spec import RopeSpec
@@ -250,3 +252,17 @@ def test_other_kinds_are_refused_by_name(kind: str) -> None:
         our_spec({"rope_type": kind, "factor": 2.0})
     with pytest.raises(ModelError, match=kind):
         inverse_frequencies(RopeSpec(kind=kind, rotary_dim=8, max_positions=64), torch.float32)
+
+
+def test_three_rows_of_positions_turn_the_channels_that_the_spec_says() -> None:
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
+    module = Qwen3VLTextRotaryEmbedding(Qwen3VLTextConfig(head_dim=16, rope_parameters=rope))
+    positions = torch.randint(0, 90, (3, 7), generator=torch.Generator().manual_seed(0))
+    expected = module(torch.zeros(1, dtype=torch.float32), positions[:, None])
+    spec = RopeSpec(rotary_dim=16, max_positions=90, rows=(0, 1, 2, 0, 1, 2, 0, 0))
+    chosen = torch.tensor([5, 0, 3])
+    for at in (None, chosen):
+        found = rope_tables(spec, positions, (7,), torch.float32, at)
+        for ours, theirs in zip(found, expected, strict=True):
+            rows = theirs[0, :, :8]
+            assert_close(ours, rows if at is None else rows[at], EXACT)

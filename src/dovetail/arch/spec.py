@@ -16,6 +16,7 @@ class RopeSpec:
     kind: str = "default"
     theta: float = 10000.0
     rotary_dim: int  # of a head, its first channels
+    rows: tuple[int, ...] = ()  # by frequency: its row of positions [3, T]; else these are [T]
     factor: float = 1.0
     max_positions: int
     low_freq_factor: float = 1.0  # llama3

@@ -11,7 +11,7 @@ from torch import Tensor
 from dovetail.batch.balancing import balanced_split
 from dovetail.batch.packed import PackedBatch, to_device
 from dovetail.batch.routing import Routes
-from dovetail.parallel.mesh import Mesh
+from dovetail.parallel.mesh import Axis, Mesh
 
 Item = TypeVar("Item")
 
@@ -66,6 +66,7 @@ class MicroBatch:
     routes: Routes | None = None  # of its t / tp tokens between blocks
     halves: tuple["MicroBatch", ...] = ()
     first: int = 0  # tokens of the first half, without padding
+    embeddings: Tensor | None = None  # [T, D] of the whole batch, in place of the table's rows
 
     @classmethod
     def of(cls, batch: PackedBatch, multiple: int = 1, shard: ContextShard = WHOLE) -> "MicroBatch":
@@ -113,6 +114,10 @@ class MicroBatch:
 
     def __len__(self) -> int:
         return int(self.order.shape[0])
+
+    def rows(self, tp: Axis) -> Tensor:
+        """Returns the tokens [t / tp] that this rank of tp holds between blocks."""
+        return self.order.chunk(tp.size)[tp.rank]
 
     @property
     def is_whole(self) -> bool:

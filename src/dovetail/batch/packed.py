@@ -27,8 +27,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class PackedBatch:
-    tokens: Tensor  # int64 [T], as positions and targets
-    positions: Tensor
+    tokens: Tensor  # int64 [T], as targets
+    positions: Tensor  # int64 [T], or [3, T] of images' times, rows and columns (`RopeSpec.rows`)
     cu_seqlens: Tensor  # int32 [S + 1]
     targets: Tensor
     mask: Tensor  # bool [T]
@@ -165,12 +165,13 @@ class PackedBatch:
             for n, x in self.fields.items()
         }
         lengths = (*self.lengths, missing)
+        more = torch.arange(missing, device=self.positions.device)
+        if self.positions.dim() > 1:
+            more = more.expand(len(self.positions), missing)
         return replace(
             self,
             **padded,
-            positions=torch.cat(
-                [self.positions, torch.arange(missing, device=self.positions.device)]
-            ),
+            positions=torch.cat([self.positions, more], dim=-1),
             cu_seqlens=cumulative(lengths).to(self.cu_seqlens.device),
             lengths=lengths,
             fields=fields,
@@ -192,8 +193,12 @@ class PackedBatch:
     def _map(self, fn: Callable[[Tensor], Tensor], **by_sequence: Any) -> "PackedBatch":
         """`fn` of all columns [T]."""
         columns: dict[str, Any] = {
-            name: fn(vars(self)[name]) for name in ("tokens", "positions", "targets", "mask")
+            name: fn(vars(self)[name]) for name in ("tokens", "targets", "mask")
         }
+        if self.positions.dim() == 1:
+            columns["positions"] = fn(self.positions)
+        else:
+            columns["positions"] = torch.stack([fn(row) for row in self.positions])
         columns["fields"] = {name: fn(x) for name, x in self.fields.items()}
         columns["routing"] = None if self.routing is None else self.routing.map(fn)
         return replace(self, **columns, **by_sequence)

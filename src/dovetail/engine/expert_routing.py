@@ -53,7 +53,7 @@ class Routing:
         if micro.halves:
             return replace(micro, halves=tuple(map(self.with_routes, micro.halves)))
         trace = micro.batch.routing
-        rows = self._rows(micro)
+        rows = micro.rows(self.mesh["tp"])
         local = None if trace is None else trace.map(lambda x: x[rows])
         return replace(micro, routes=Routes(local))
 
@@ -69,7 +69,7 @@ class Routing:
 
         def prepare(number: int) -> tuple[Tensor, MicroBatch]:
             for index, micro in split_halves([pairs[number]]):
-                rows = self._rows(micro)
+                rows = micro.rows(self.mesh["tp"])
                 batch = micro.batch
                 assert micro.routes is not None
                 micro.routes.balance = Balance(
@@ -107,7 +107,7 @@ class Routing:
         device = self.mesh.device
         indices = torch.zeros(tokens, len(moe.numbers), moe.top_k, dtype=torch.int32, device=device)
         for index, micro in split_halves(pairs):
-            rows = self._rows(micro)
+            rows = micro.rows(self.mesh["tp"])
             real = rows < len(index)
             assert micro.routes is not None
             for layer, chosen in micro.routes.chosen.items():
@@ -145,9 +145,6 @@ class Routing:
             stats = blank if self.model.is_critic else TokenStats(blank, blank)
             total += torch.as_tensor(loss(stats, micro.all_counted).count)
         return float(sum_over(total, self.mesh["dp"]))
-
-    def _rows(self, micro: MicroBatch) -> Tensor:
-        return micro.order.chunk(self.mesh["tp"].size)[self.mesh["tp"].rank]
 
     def _sum(self, x: Tensor) -> Tensor:
         for axis in ("tp", "data", "pp"):

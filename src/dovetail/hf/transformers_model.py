@@ -129,7 +129,8 @@ class TransformersModel(StagedModel):
             batch = micro.batch
             limit = self.length_limit
             positions = batch.positions if limit is None else marked(batch, limit)
-            return {"input_ids": micro.tokens[None], "position_ids": positions[micro.order][None]}
+            position_ids = positions[..., micro.order].unsqueeze(-2)  # [1, t] or [3, 1, t]
+            return {"input_ids": micro.tokens[None], "position_ids": position_ids}
         placeholders = kinds_of(micro.tokens, self.model.config) > 0
         embed = self.model.get_input_embeddings()
         words = embed(micro.tokens.masked_fill(placeholders, 0))

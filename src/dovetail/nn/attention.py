@@ -86,9 +86,12 @@ def rope_tables(
     dtype: torch.dtype,
     at: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin [T, R / 2] of positions [T]. lengths: for kinds `BY_LENGTH`. at [t]: these tokens only."""
+    """Returns cos and sin [T, R / 2] of positions [T], or [3, T] where the spec has `rows`.
+
+    lengths: of sequences, for kinds `BY_LENGTH`. at [t]: these tokens only.
+    """
     if at is not None:
-        positions = positions[at]
+        positions = positions[..., at]
     frequencies = _frequencies_on(spec, wide(dtype), positions.device)
     if spec.kind in BY_LENGTH and max(lengths, default=0) > spec.max_positions:
         rows = torch.stack([inverse_frequencies(spec, wide(dtype), length) for length in lengths])
@@ -96,7 +99,9 @@ def rope_tables(
         frequencies = to_device(by_token, positions.device)
         if at is not None:
             frequencies = frequencies[at]
-    angles = positions.to(wide(dtype))[:, None] * frequencies
+    turns = positions.to(wide(dtype))
+    turns = turns[_rows_on(spec, positions.device)].T if spec.rows else turns[:, None]
+    angles = turns * frequencies
     cos = angles.cos() * spec.attention_factor
     sin = angles.sin() * spec.attention_factor
     return cos.to(dtype), sin.to(dtype)
@@ -106,6 +111,11 @@ def rope_tables(
 def _frequencies_on(spec: RopeSpec, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Cached: sending waits for the device."""
     return to_device(inverse_frequencies(spec, dtype), device)
+
+
+@lru_cache(maxsize=64)
+def _rows_on(spec: RopeSpec, device: torch.device) -> Tensor:
+    return to_device(torch.tensor(spec.rows), device)
 
 
 class Attention(nn.Module):

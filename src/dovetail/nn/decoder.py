@@ -148,7 +148,7 @@ class Decoder(StagedModel):
         if micro is None:
             return torch.zeros((), device=self.mesh.device, requires_grad=True)
         if x is None:
-            x = self.model.embed_tokens(micro.tokens)
+            x = self.embed(micro)
         x = self._blocks(micro, stage, x)
         if not (self.cut.last and stage == len(self.cut.stages) - 1):
             return x
@@ -156,6 +156,12 @@ class Decoder(StagedModel):
             loss = shared(loss, micro, self.mesh["cp"])
         result: TokenStats | Loss | Tensor = self.head(self.model.norm(x), micro, loss)
         return result
+
+    def embed(self, micro: MicroBatch) -> Tensor:
+        """Returns the first stage's input [t, D]: rows of the table, or the embeddings given."""
+        if micro.embeddings is None:
+            return self.model.embed_tokens(micro.tokens)
+        return micro.embeddings[micro.rows(self.mesh["tp"])]
 
     def _blocks(self, micro: MicroBatch, stage: int, x: Tensor) -> Tensor:
         layers = self.cut.stages[stage]
