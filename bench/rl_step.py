@@ -44,8 +44,9 @@ from dovetail.rl.collect import SampleCollector
 from dovetail.rl.losses import PolicyLoss
 from dovetail.rl.reward_manager import RewardManager
 from dovetail.rl.tasks import RLTask
-from dovetail.sampler.base import Completion, SamplingParams
+from dovetail.sampler.base import SamplingParams
 from dovetail.sampler.native import NativeSampler
+from dovetail.sampler.turn import Turn
 
 PARTS = {"push": "weight push", "rollout": "rollout", "reward": "reward", "score": "old log-probs", "update": "update",
          "optimizer": "optimizer"}  # fmt: skip
@@ -75,7 +76,7 @@ class Coin(RewardManager):
         super().__init__({})
 
     def __call__(
-        self, prompts: Sequence[Prompt], completions: Sequence[Completion], texts: Sequence[str]
+        self, prompts: Sequence[Prompt], completions: Sequence[Turn], texts: Sequence[str]
     ) -> list[RewardResult]:
         return [
             RewardResult(float(random.Random(f"{c.row}/{c.sample}").random() < 0.5), None)

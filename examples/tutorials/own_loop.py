@@ -43,10 +43,8 @@ def reward(prompt: str, text: str) -> float:
     return 0.5 * (text[:1] == right) + 0.5 * (text == right)
 
 
-def sample(
-    engine: dt.SamplingEngine, prompts: list[str]
-) -> tuple[list[dt.Completion], torch.Tensor]:
-    """Completions, and their rewards [prompts, SAMPLES]."""
+def sample(engine: dt.SamplingEngine, prompts: list[str]) -> tuple[list[dt.Turn], torch.Tensor]:
+    """Turns, and their rewards [prompts, SAMPLES]."""
     ids, end = [tokenizer.encode(prompt) for prompt in prompts], [tokenizer.eos_token_id]
     drawn = engine.generate(ids, n=SAMPLES, max_tokens=3, temperature=1.0, stop_token_ids=end)
     texts = [tokenizer.decode(each.ids, skip_special_tokens=True) for each in drawn]

@@ -25,13 +25,13 @@ if TYPE_CHECKING:
         TrainerState as TrainerState,
     )
     from dovetail.run.trainer import Outcome as Outcome
-    from dovetail.sampler.base import Completion as Completion
+    from dovetail.sampler.turn import Completion as Completion, Turn as Turn
 
 __version__ = "0.1.0"
 
 HOMES: Mapping[str, str] = {
     "BatchReport": "dovetail.engine.base",
-    "Completion": "dovetail.sampler.base",
+    "Completion": "dovetail.sampler.turn",
     "Engine": "dovetail.engine.native",
     "EngineOptions": "dovetail.factory.engine",
     "Layout": "dovetail.parallel.layout",
@@ -49,6 +49,7 @@ HOMES: Mapping[str, str] = {
     "Trainer": "dovetail.factory.trainer",
     "TrainerCallback": "dovetail.run.callbacks",
     "TrainerState": "dovetail.run.callbacks",
+    "Turn": "dovetail.sampler.turn",
     "ensure_process_group": "dovetail.parallel.process_group",
     "from_pretrained": "dovetail.factory.engine",
 }

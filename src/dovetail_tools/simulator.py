@@ -1,7 +1,8 @@
 """Engines, a trainer and a pool in simulated milliseconds: what GPUs yield under the rules of the real loop.
 
 An engine decodes all its running samples at one pace, the slower the more there are; prefills and pushes stop it. The trainer
-takes groups from `Pool`, trains for a time that follows from their tokens, and pushes its weights. Imports no torch.
+takes groups from a `StalenessController`, trains for a time that follows from their tokens, and pushes its weights.
+Imports no torch.
 """
 
 import heapq
@@ -14,7 +15,7 @@ from math import exp, inf, log, sqrt
 from statistics import NormalDist
 from typing import NamedTuple
 
-from dovetail.rl.asynchronous.staleness import Pool
+from dovetail.rl.asynchronous.staleness import StalenessController
 
 DRAWN = 1000  # lengths of a log-normal distribution
 
@@ -176,7 +177,7 @@ class Simulation:
         self.lengths = lengths
         self.seed = seed
         beyond = setup.steps + setup.max_lag + 1  # so that the last steps are as the others
-        self.pool = Pool(setup.groups_per_step, setup.samples, setup.max_lag, beyond)
+        self.pool = StalenessController(setup.groups_per_step, setup.samples, setup.max_lag, beyond)
         self.engines = [Engine(setup.decode) for _ in range(setup.engines)]
         self.queue = deque[tuple[int, int]]()  # samples that no engine has begun: group, length
         self.cached = set[tuple[int, int]]()  # engines and groups whose prompt they hold

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from dovetail.checkpoint.retention import saved_steps
-from dovetail.inference_servers.protocol import Request
+from dovetail.inference_servers.protocol import ServerRequest
 from dovetail.recipe.schema import load_recipe
 from dovetail.rl.collect import step_rows
 from dovetail.sampler.base import SamplingParams
+from dovetail.sampler.turn import RolloutId
 from dovetail.system import children_of
 from tests.helpers.model_engine import ModelEngine
 from tests.helpers.processes import all_gone
@@ -27,8 +28,8 @@ def seeds_of(groups: set[int]) -> Iterator[int]:
     for group in groups:
         step, row = divmod(group, BATCH)
         for sample in range(SAMPLES):
-            yield Request(
-                ids=[1], row=row, sample=sample, params=SamplingParams(step=step), salt=""
+            yield ServerRequest(
+                id=RolloutId(step, row, sample), prompt_ids=[1], params=SamplingParams(), salt=""
             ).seed(0)
 
 

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from dovetail.sampler.base import Completion, Prompt, SamplingParams
+from dovetail.sampler.base import Prompt, SamplingParams
 from dovetail.sampler.native import NativeSampler
+from dovetail.sampler.turn import Turn
 from tests.helpers.program import (
     here,
     make_model,
@@ -77,7 +78,7 @@ def test_rows_are_written_as_they_are_sampled(
 
     def breaks(
         self: NativeSampler, prompts: Sequence[Prompt], params: SamplingParams
-    ) -> list[Completion]:
+    ) -> list[Turn]:
         assert prompts[0].row < 2
         return whole(self, prompts, params)
 
@@ -124,7 +125,7 @@ def test_every_flag_reaches_the_sampler(
 
     def record(
         _self: NativeSampler, _prompts: Sequence[Prompt], params: SamplingParams
-    ) -> list[Completion]:
+    ) -> list[Turn]:
         seen.append(params)
         return []
 

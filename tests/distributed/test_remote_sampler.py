@@ -124,9 +124,7 @@ def test_all_ranks_get_the_first_one_s_samples_and_errors() -> None:
         and first["errors"] == second["errors"]
     )
     samples = first["first"]
-    assert [(each["row"], each["sample"]) for each in samples] == [
-        (row, i) for row in (4, 9) for i in range(3)
-    ]
+    assert [each["id"][1:] for each in samples] == [(row, i) for row in (4, 9) for i in range(3)]
     for each in samples:
         ids = each["ids"]
         assert len(ids) == len(each["log_probs"]) and each["versions"] == ((1, 0, len(ids)),)

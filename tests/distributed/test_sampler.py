@@ -17,9 +17,10 @@ from dovetail.kernels.registry import KernelSet
 from dovetail.parallel.layout import Layout
 from dovetail.parallel.mesh import Mesh
 from dovetail.sampler import model_runner
-from dovetail.sampler.base import Completion, Prompt, SamplingParams
+from dovetail.sampler.base import Prompt, SamplingParams
 from dovetail.sampler.native import NativeSampler
 from dovetail.sampler.sampling import draw
+from dovetail.sampler.turn import Turn
 from tests.helpers.harness import distributed, run
 from tests.helpers.parity_configs import VOCAB, moe_configs, save_tiny, tiny_configs, tiny_model
 from tests.helpers.tolerances import MODEL_FP32, OP_FP64, SUM_ORDER, assert_close
@@ -53,7 +54,7 @@ def prompts_of(lengths: tuple[int, ...]) -> list[Prompt]:
 
 def sample_all(
     layout: str, lengths: tuple[int, ...], max_tokens: int, names: tuple[str, ...] = MODELS
-) -> dict[str, list[Completion]]:
+) -> dict[str, list[Turn]]:
     """Completions of every model; the mesh is built once."""
     mesh, prompts = mesh_of(layout), prompts_of(lengths)
     return {
@@ -63,11 +64,11 @@ def sample_all(
 
 
 @functools.cache
-def alone(lengths: tuple[int, ...], names: tuple[str, ...] = MODELS) -> dict[str, list[Completion]]:
+def alone(lengths: tuple[int, ...], names: tuple[str, ...] = MODELS) -> dict[str, list[Turn]]:
     return sample_all("tp=1", lengths, 10_000, names)
 
 
-def assert_same(actual: list[Completion], expected: list[Completion]) -> None:
+def assert_same(actual: list[Turn], expected: list[Turn]) -> None:
     assert len(actual) == len(expected)
     for a, b in zip(actual, expected, strict=True):
         assert (a.row, a.sample, a.ids, a.finish) == (b.row, b.sample, b.ids, b.finish)
@@ -215,17 +216,17 @@ TRACED = replace(PARAMS, trace=True)
 
 def sample_experts(
     layout: str, lengths: tuple[int, ...], names: tuple[str, ...] = EXPERTS
-) -> dict[str, list[Completion]]:
+) -> dict[str, list[Turn]]:
     mesh, prompts = mesh_of(layout), prompts_of(lengths)
     return {name: sampler_of(name, mesh, max_tokens=500).sample(prompts, TRACED) for name in names}
 
 
 @functools.cache
-def experts_alone(lengths: tuple[int, ...], names: tuple[str, ...]) -> dict[str, list[Completion]]:
+def experts_alone(lengths: tuple[int, ...], names: tuple[str, ...]) -> dict[str, list[Turn]]:
     return sample_experts("tp=1", lengths, names)
 
 
-def assert_same_routes(actual: list[Completion], expected: list[Completion]) -> None:
+def assert_same_routes(actual: list[Turn], expected: list[Turn]) -> None:
     for a, b in zip(actual, expected, strict=True):
         assert a.routing is not None and b.routing is not None
         assert a.routing.layers == b.routing.layers
@@ -256,7 +257,7 @@ def test_experts_and_latent_attention_draw_the_same_and_tell_the_same_routes(
             assert_same_routes(found[name], expected[name])
 
 
-def score_routes(folder: str, found: dict[str, list[Completion]], prompts: list[Prompt]) -> None:
+def score_routes(folder: str, found: dict[str, list[Turn]], prompts: list[Prompt]) -> None:
     """What was drawn is what the engine scores, along the routes that it takes itself."""
     ids = {prompt.row: list(prompt.ids) for prompt in prompts}
     for name, completions in found.items():

@@ -15,10 +15,12 @@ from dovetail.batch.packed import PackedBatch
 from dovetail.engine.base import StepReport
 from dovetail.engine.native import Engine
 from dovetail.errors import UserError
+from dovetail.rl.collect import requests_for
 from dovetail.rl.reward_manager import FunctionReward
 from dovetail.rl.step_metrics import Row
 from dovetail.rl.tasks import RLTask
 from dovetail.run.trainer import train
+from dovetail.sampler.turn import generate_all
 from tests.golden.job import builder_of
 from tests.helpers.probe import parameters
 
@@ -119,7 +121,9 @@ def one_update(given: Mapping[str, Any], noise: float, steps: int = 0) -> dict[s
             task.step(step)
         collector = task.collector
         collector.push()
-        samples, *_ = collector.sample(collector.prompts[:6], collector.sampling, "")
+        prompts = collector.prompts[:6]
+        turns = generate_all(collector.sampler, requests_for(prompts, collector.sampling))
+        samples, *_ = collector.reward(prompts, turns, "")
         batch, _ = task._prepare(samples, steps)
         scored = task.policy.score(batch).logprob
         generator = torch.Generator().manual_seed(3)

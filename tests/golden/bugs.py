@@ -35,9 +35,12 @@ def grouped_by_sample(
     batch: PackedBatch, samples: Seq[Sample], settings: Any, own: Any
 ) -> PackedBatch:
     """First samples of all prompts against each other, and so on: interleaved where it should be back to back."""
-    return with_advantages(
-        batch, [replace(s, group=s.completion.sample) for s in samples], settings, own
-    )
+    regrouped = []
+    for sample in samples:
+        turn = sample.completion
+        other = replace(turn, id=turn.id._replace(row=turn.id.sample))
+        regrouped.append(replace(sample, completion=other))
+    return with_advantages(batch, regrouped, settings, own)
 
 
 def mask_late(samples: Seq[Sample], temperature: float, version: int | None = None) -> PackedBatch:

@@ -15,10 +15,11 @@ from dovetail.batch.packed import PackedBatch, Sequence
 from dovetail.kernels import cuda
 from dovetail.kernels.registry import kernels_for
 from dovetail.parallel.mesh import Mesh
-from dovetail.sampler.base import Completion, Prompt, SamplingParams
+from dovetail.sampler.base import Prompt, SamplingParams
 from dovetail.sampler.kv_cache import PagedCache
 from dovetail.sampler.model_runner import CapturedStep, cuda_capture
 from dovetail.sampler.native import NativeSampler, SamplerOptions
+from dovetail.sampler.turn import Turn
 from tests.helpers.caches import fill, held
 from tests.helpers.parity_configs import VOCAB, moe_configs, tiny_configs, tiny_model
 from tests.helpers.tolerances import HALF_SHARE, MODEL_FP32, OP_BF16, OP_FP32, assert_close
@@ -52,9 +53,7 @@ def sampler_of(name: str, dtype: torch.dtype, capture: Any = None, **options: An
 
 
 @torch.no_grad()
-def scored(
-    model: torch.nn.Module, prompts: list[Prompt], done: list[Completion], device: str
-) -> Tensor:
+def scored(model: torch.nn.Module, prompts: list[Prompt], done: list[Turn], device: str) -> Tensor:
     """Log-probs of all drawn tokens from one packed pass, as in training, in the order of `done`."""
     ids = {prompt.row: list(prompt.ids) for prompt in prompts}
     rows = []
@@ -65,7 +64,7 @@ def scored(
     return model(MicroBatch.of(PackedBatch.pack(rows, dtype=dtype).to(device), 1)).logprob.cpu()
 
 
-def drawn(done: list[Completion]) -> Tensor:
+def drawn(done: list[Turn]) -> Tensor:
     return torch.tensor([x for c in done for x in c.log_probs], dtype=torch.float64)
 
 

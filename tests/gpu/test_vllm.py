@@ -28,7 +28,8 @@ from dovetail.launch.engines import URLS, EngineStart, running
 from dovetail.parallel.mesh import Mesh
 from dovetail.parallel.process_group import temporary_process_group
 from dovetail.recipe.rollout import PushSection
-from dovetail.sampler.base import Completion, Prompt, SamplingParams
+from dovetail.sampler.base import Prompt, SamplingParams
+from dovetail.sampler.turn import Turn
 from tests.helpers.tolerances import ENGINE_LOGPROB_BF16
 from tests.helpers.vllm_stand_in import PLUGIN, install_plugin
 from tests.remote.test_vllm import PYTHON, VersionPusher, free_port
@@ -91,7 +92,7 @@ def sampler(
         made.close()
 
 
-def packed(asked: Sequence[Prompt], drawn: Sequence[Completion]) -> PackedBatch:
+def packed(asked: Sequence[Prompt], drawn: Sequence[Turn]) -> PackedBatch:
     """With the server's log-probs as `theirs`."""
     rows = []
     for c in drawn:

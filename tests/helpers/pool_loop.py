@@ -1,23 +1,24 @@
-"""An asynchronous run in one process: stand-ins of a trainer and of engines around the real pool, journal and feed.
+"""An asynchronous run in one process: stand-ins of a trainer and of engines around the real rollout buffer.
 
 A policy is a digest; a token depends on the policy that sampled it, its sample and its position, so that it shows whether the
 run still has the policy of its version. A step of the trainer is a digest of what it trains on.
 """
 
+import asyncio
 import hashlib
 import json
 import random
 import threading
 import time
-from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dovetail.rl.asynchronous.buffer import Feed
-from dovetail.rl.asynchronous.checkpoint import Journal
-from dovetail.rl.asynchronous.staleness import Pool
-from dovetail.sampler.base import Completion
+from dovetail.rl.asynchronous.buffer import RolloutBuffer
+from dovetail.rl.asynchronous.checkpoint import RolloutCheckpoint
+from dovetail.rl.asynchronous.staleness import StalenessController
+from dovetail.sampler.params import SamplingParams
+from dovetail.sampler.turn import GenerationRequest, RolloutId, Turn
 from dovetail.weights.atomic import replace_file
 
 BATCH, SAMPLES, LAG, STEPS, SAVE_EVERY = 3, 2, 2, 12, 2
@@ -34,30 +35,47 @@ def token(policy: str, group: int, sample: int, position: int) -> int:
 
 @dataclass
 class Running:
+    id: RolloutId
     group: int
     sample: int
     length: int
-    future: "Future[Completion]" = field(default_factory=Future)
+    future: "Future[Turn]" = field(default_factory=Future)
     ids: tuple[int, ...] = ()
     versions: tuple[tuple[int, int, int], ...] = ()
+
+
+def requests_of_step(
+    step: int, groups: int = BATCH, samples: int = SAMPLES
+) -> list[GenerationRequest]:
+    return [
+        GenerationRequest(
+            id=RolloutId(step, row, sample), prompt_ids=(5, 6), params=SamplingParams()
+        )
+        for row in range(groups)
+        for sample in range(samples)
+    ]
 
 
 class Engines:
     """Run at most four samples; a turn decodes up to three tokens of each."""
 
-    def __init__(self, log: Path) -> None:
+    def __init__(self, log: Path, groups_per_step: int = BATCH) -> None:
+        self.groups_per_step = groups_per_step
         self.waiting: list[Running] = []
         self.policy, self.version, self.log = "", 0, log
         self.luck, self.lock = random.Random(str(log)), threading.Lock()
         threading.Thread(target=self._run, daemon=True).start()
 
-    def submit(self, samples: Sequence[tuple[int, int]]) -> "list[Future[Completion]]":
+    async def generate(self, request: GenerationRequest) -> Turn:
+        step, row, sample = request.id
+        group = step * self.groups_per_step + row
         with open(self.log, "a") as log:
-            log.writelines(f"{group}\n" for group, _ in samples)
-        begun = [Running(*each, LENGTHS[int(digest(*each), 16) % len(LENGTHS)]) for each in samples]
+            log.write(f"{group}\n")
+        length = LENGTHS[int(digest(group, sample), 16) % len(LENGTHS)]
+        running = Running(request.id, group, sample, length)
         with self.lock:
-            self.waiting += begun
-        return [each.future for each in begun]
+            self.waiting.append(running)
+        return await asyncio.wrap_future(running.future)
 
     def hold(self, policy: str, version: int) -> None:
         with self.lock:
@@ -71,9 +89,8 @@ class Engines:
                 self.waiting = [sampled for sampled in self.waiting if sampled not in done]
             for each in done:
                 each.future.set_result(
-                    Completion(
-                        0,
-                        each.sample,
+                    Turn(
+                        each.id,
                         each.ids,
                         (-0.5,) * each.length,
                         "stop",
@@ -112,30 +129,28 @@ class Checkpoint:
 def train(run: Path, life: int) -> None:
     """To the end, from what an earlier start left in `run`. Checks every token that it trains on."""
     state, engines = Checkpoint.load(run), Engines(run / f"submitted-{life}")
-    feed = Feed(Pool(BATCH, SAMPLES, LAG, STEPS), Journal(run / "pool", "key"), engines.submit)
+    controller = StalenessController(BATCH, SAMPLES, LAG, STEPS)
+    checkpoint = RolloutCheckpoint(run / "pool", "key")
+    feed = RolloutBuffer(controller, checkpoint, engines, requests_of_step)
     assert feed.resume(len(state.trained)) == []
     for step in range(len(state.trained), STEPS):
         engines.hold(state.policies[-1], step)
         feed.pushed(step)
-        groups = feed.take()
-        for group in groups:
-            for answer in group.answers:
-                at = [
-                    state.policies[version]
-                    for version, start, stop in answer.versions
-                    for _ in range(start, stop)
-                ]
-                made = tuple(
-                    token(policy, group.id, answer.sample, i) for i, policy in enumerate(at)
-                )
-                assert made == answer.ids, (
-                    f"group {group.id} was sampled by policies that this run does not have"
-                )
+        turns = feed.take()
+        groups = [turn.id.step * BATCH + turn.id.row for turn in turns]
+        for group, turn in zip(groups, turns, strict=True):
+            at = [
+                state.policies[version]
+                for version, start, stop in turn.versions
+                for _ in range(start, stop)
+            ]
+            made = tuple(token(policy, group, turn.sample, i) for i, policy in enumerate(at))
+            assert made == turn.ids, (
+                f"group {group} was sampled by policies that this run does not have"
+            )
         time.sleep(0.001)  # engines go on while the trainer trains
-        state.policies.append(
-            digest(state.policies[-1], [answer.ids for group in groups for answer in group.answers])
-        )
-        state.trained.append([group.id for group in groups])
+        state.policies.append(digest(state.policies[-1], [turn.ids for turn in turns]))
+        state.trained.append([*dict.fromkeys(groups)])
         if len(state.trained) % SAVE_EVERY == 0:
             state.save(run)
-            feed.journal.forget(len(state.trained) * BATCH)
+            feed.forget(len(state.trained))

@@ -192,7 +192,7 @@ TABLE = (
     Leaf("rollout.start.command", ("vllm2", "serve"), lambda job: tuple(engines_of(job).commands[0][:2]), algorithm="grpo-start"),
     Leaf("rollout.start.args", ("--seed", "5"), lambda job: tuple(engines_of(job).commands[0][-2:]), algorithm="grpo-start"),
     Leaf("rollout.start.timeout", 77.0, lambda job: engines_of(job).timeout, algorithm="grpo-start"),
-    Leaf("rollout.engines", ["http://h:1"], lambda job: len(job.stream.sampler.fleet.replicas), 1, "grpo-async"),
+    Leaf("rollout.engines", ["http://h:1"], lambda job: len(job.stream.remote.fleet.replicas), 1, "grpo-async"),
     Leaf("trainer.max_lag", 3, lambda job: pool_of(job).max_lag, algorithm="grpo-async"),
     Leaf("rollout.push.transport", "file", pushed("transport"), algorithm="grpo-engines"),
     Leaf("rollout.push.proof", "checker", lambda job: job.recipe.rollout.push.proof, algorithm="grpo-start"),

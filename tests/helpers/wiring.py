@@ -137,9 +137,9 @@ def fleet_urls(job: Any) -> list[str]:
 
 def pool_of(job: Any) -> Any:
     """Of an asynchronous run, as it will start."""
-    feed = job.stream.make_feed()
-    feed.close()
-    return feed.pool
+    buffer = job.stream.make_buffer()
+    buffer.close()
+    return buffer.controller
 
 
 def engines_of(job: Any) -> EngineStart:

@@ -15,8 +15,9 @@ from dovetail.factory.layouts import Backend
 from dovetail.factory.sampler import backend_layout, make_sampler
 from dovetail.parallel.layout import Layout
 from dovetail.parallel.mesh import Mesh
-from dovetail.sampler.base import Completion, Prompt, SamplingParams
+from dovetail.sampler.base import Prompt, SamplingParams
 from dovetail.sampler.transformers import TransformersSampler
+from dovetail.sampler.turn import Turn
 from dovetail.weights.hf_directory import Pretrained
 from tests.helpers.families import TEXT, WORDS
 from tests.helpers.harness import run
@@ -41,7 +42,7 @@ PARAMS = SamplingParams(
 BESIDE: Rows = ((2, CLIP, 3, SMALL, 2), (3, SMALL, 5), (2, FILM, 4), (7,))
 
 
-def sampled(path: Path, backend: Backend) -> tuple[list[Completion], float]:
+def sampled(path: Path, backend: Backend) -> tuple[list[Turn], float]:
     """Completions after a refill from an engine, and how far their log-probs are from the engine's own."""
     source = Pretrained.open(path)
     engine = from_pretrained(path, device="cpu", options=EngineOptions(engine="transformers"))
@@ -183,7 +184,7 @@ def test_the_config_has_no_say_in_what_is_drawn() -> None:
     assert found[0] == found[1]
 
 
-def sighted(family: str, folder: Path) -> tuple[list[Prompt], list[Completion], float]:
+def sighted(family: str, folder: Path) -> tuple[list[Prompt], list[Turn], float]:
     """Completions of `BESIDE`, and how far their log-probs are from those of the engine, which takes each row as it is."""
     save_sighted(family, folder)
     source, batch = Pretrained.open(folder), sights(family, BESIDE)

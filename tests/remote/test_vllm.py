@@ -27,7 +27,8 @@ from dovetail.inference_servers.vllm import Vllm
 from dovetail.launch.engines import URLS, EngineStart, running
 from dovetail.parallel.mesh import Mesh
 from dovetail.parallel.process_group import temporary_process_group
-from dovetail.sampler.base import Completion, Prompt, SamplingParams
+from dovetail.sampler.base import Prompt, SamplingParams
+from dovetail.sampler.turn import Turn
 from dovetail.system import children_of
 from tests.helpers.tolerances import ENGINE_LOGPROB
 
@@ -167,7 +168,7 @@ def leader_of(url: str) -> int:
 
 
 def difference(
-    policy: Any, asked: Sequence[Prompt], drawn: Sequence[Completion], temperature: float
+    policy: Any, asked: Sequence[Prompt], drawn: Sequence[Turn], temperature: float
 ) -> float:
     """Mean |log-prob of the server - ours| over all tokens."""
     rows = []

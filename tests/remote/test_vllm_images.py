@@ -18,7 +18,8 @@ from dovetail.inference_servers.remote_sampler import RemoteSampler
 from dovetail.inference_servers.vllm import Vllm
 from dovetail.launch.engines import URLS, EngineStart, running
 from dovetail.parallel.mesh import Mesh
-from dovetail.sampler.base import Completion, Prompt, SamplingParams
+from dovetail.sampler.base import Prompt, SamplingParams
+from dovetail.sampler.turn import Turn
 from tests.helpers.families import END, IMAGE, START
 from tests.helpers.sights import SMALL, TALL, WIDE, layout_of, media_of
 from tests.helpers.tolerances import ENGINE_LOGPROB
@@ -73,7 +74,7 @@ def save(folder: Path) -> dict[str, int]:
     return ids
 
 
-def difference(policy: Any, asked: Sequence[Prompt], drawn: Sequence[Completion]) -> list[float]:
+def difference(policy: Any, asked: Sequence[Prompt], drawn: Sequence[Turn]) -> list[float]:
     """Mean |log-prob of the server - ours| of each prompt."""
     found = []
     for prompt in asked:

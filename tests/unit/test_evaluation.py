@@ -20,13 +20,13 @@ from dovetail.recipe.evaluation import default_metrics
 from dovetail.recipe.schema import make_recipe
 from dovetail.rl.evaluation import EvalSet, average, majority, pass_at
 from dovetail.rl.samples import Sample
-from dovetail.sampler.base import Completion
+from dovetail.sampler.turn import RolloutId, Turn
 from tests.helpers.tolerances import OP_FP32
 
 
 def sample(text: str, reward: float, group: int = 0, index: int = 0) -> Sample:
     prompt = Prompt(id=f"p{group}", ids=(1,), prompt="?", answer="7", columns={"level": group})
-    return Sample(prompt, group, Completion(group, index, (1,), (0.0,), "stop"), text, reward)
+    return Sample(prompt, Turn(RolloutId(0, group, index), (1,), (0.0,), "stop"), text, reward)
 
 
 def solved(pattern: Sequence[int]) -> list[Sample]:

@@ -1,26 +1,41 @@
 """The pool of an asynchronous run: the bound on lag, the order of groups, and what a kill leaves."""
 
+import asyncio
 import os
 import random
 import signal
-import threading
 import time
 import traceback
-from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from dovetail.data.rows import batch_rows
 from dovetail.errors import MachineError
-from dovetail.rl.asynchronous.buffer import Feed
-from dovetail.rl.asynchronous.checkpoint import FinishedGroup, Journal
-from dovetail.rl.asynchronous.staleness import Pool
-from dovetail.sampler.base import Completion
-from tests.helpers.pool_loop import BATCH, STEPS, Checkpoint, Engines, train
+from dovetail.rl.asynchronous.buffer import RolloutBuffer
+from dovetail.rl.asynchronous.checkpoint import RolloutCheckpoint, versions_of
+from dovetail.rl.asynchronous.staleness import StalenessController
+from dovetail.sampler.turn import GenerationRequest, Generator, RolloutId, Turn
+from tests.helpers.pool_loop import BATCH, STEPS, Checkpoint, Engines, requests_of_step, train
 
 
-def drive(pool: Pool, luck: random.Random, restarts: float) -> list[list[int]]:
+class Refusing:
+    """A server that is gone."""
+
+    async def generate(self, request: GenerationRequest) -> Turn:
+        await asyncio.sleep(0.05)
+        raise MachineError("no engine is left")
+
+
+def buffer(folder: Path, generator: Generator, *, max_lag: int) -> RolloutBuffer:
+    """Of nine steps of one sample."""
+    controller = StalenessController(1, 1, max_lag, 9)
+    requests = partial(requests_of_step, groups=1, samples=1)
+    return RolloutBuffer(controller, RolloutCheckpoint(folder, ""), generator, requests)
+
+
+def drive(pool: StalenessController, luck: random.Random, restarts: float) -> list[list[int]]:
     """Groups of all steps. Samples end in any order, pushes are late, and the run is killed at times."""
     trained: list[list[int]] = []
     versions: dict[int, tuple[int, int]] = {}  # of tokens: oldest and newest
@@ -47,7 +62,7 @@ def drive(pool: Pool, luck: random.Random, restarts: float) -> list[list[int]]:
             pool.pushed(pool.step)
         if luck.random() < restarts:
             trained, running, versions = trained[:saved], [], {}
-            pool = Pool(pool.groups_per_step, pool.samples, pool.max_lag, pool.steps)
+            pool = StalenessController(pool.groups_per_step, pool.samples, pool.max_lag, pool.steps)
             assert pool.restore(saved, finished) == [
                 group for group in sorted(finished) if group >= pool.first
             ]
@@ -57,7 +72,9 @@ def drive(pool: Pool, luck: random.Random, restarts: float) -> list[list[int]]:
 def test_no_lag_beyond_the_bound_and_no_group_left_out() -> None:
     for seed in range(300):
         luck = random.Random(seed)
-        pool = Pool(luck.randint(1, 4), luck.randint(1, 3), luck.randint(0, 3), luck.randint(1, 8))
+        pool = StalenessController(
+            luck.randint(1, 4), luck.randint(1, 3), luck.randint(0, 3), luck.randint(1, 8)
+        )
         trained = drive(pool, luck, luck.choice((0.0, 0.05)))
         assert [group for groups in trained for group in groups] == list(
             range(pool.steps * pool.groups_per_step)
@@ -66,7 +83,7 @@ def test_no_lag_beyond_the_bound_and_no_group_left_out() -> None:
 
 def test_without_lag_the_order_is_the_synchronous_one() -> None:
     """The rows of every step, and nothing runs while the trainer trains."""
-    pool = Pool(3, samples=1, max_lag=0, steps=4)
+    pool = StalenessController(3, samples=1, max_lag=0, steps=4)
     stream = batch_rows(5, 12, seed=7, start=0)
     for step in range(4):
         admitted = pool.admit()
@@ -81,9 +98,9 @@ def test_without_lag_the_order_is_the_synchronous_one() -> None:
 
 def test_a_smaller_bound_samples_too_old_groups_anew() -> None:
     finished = {0: (0, 0), 1: (0, 1), 2: (0, 2), 4: (1, 2), 6: (2, 4)}
-    kept = Pool(1, 1, 9, 9).restore(0, finished)
+    kept = StalenessController(1, 1, 9, 9).restore(0, finished)
     assert kept == [0, 1, 2, 4], "6 has tokens of version 4, and group 3 runs again"
-    pool = Pool(1, 1, 1, 9)
+    pool = StalenessController(1, 1, 1, 9)
     assert pool.restore(0, finished) == [0, 1]  # 2 would have the lag 2, 4 was sampled after it
     assert pool.admit() == [] and pool.take() == [0] and pool.take() == [1]
     pool.pushed(1)
@@ -91,8 +108,8 @@ def test_a_smaller_bound_samples_too_old_groups_anew() -> None:
 
 
 def test_an_engine_that_holds_old_weights_is_reported(tmp_path: Path) -> None:
-    engines = Engines(tmp_path / "log")
-    feed = Feed(Pool(1, 1, 1, 9), Journal(tmp_path / "pool", ""), engines.submit)
+    engines = Engines(tmp_path / "log", groups_per_step=1)
+    feed = buffer(tmp_path / "pool", engines, max_lag=1)
     for step in range(2):
         feed.pushed(step)
         feed.take()
@@ -107,67 +124,61 @@ def test_an_engine_that_holds_old_weights_is_reported(tmp_path: Path) -> None:
 @pytest.mark.parametrize("repeats", [True, False])
 def test_groups_of_policies_that_are_not_made_again_are_lost(repeats: bool, tmp_path: Path) -> None:
     """Also on disk: a later start, which has the policy of their version again, must not meet them."""
-    journal = Journal(tmp_path, "")
+    journal = RolloutCheckpoint(tmp_path, "")
     for group, version in ((4, 3), (5, 4), (6, 5), (7, 4)):
         spans = ((3, 0, 1), (version, 1, 2))
-        journal.save(
-            FinishedGroup(group, (Completion(0, 0, (5, 6), (-0.5, -0.25), "stop", versions=spans),))
-        )
-    feed = Feed(Pool(1, 1, 4, 9), journal, lambda *_: pytest.fail("no engine is asked"))
+        turn = Turn(RolloutId(group, 0, 0), (5, 6), (-0.5, -0.25), "stop", versions=spans)
+        journal.save(group, [turn])
+    feed = buffer(tmp_path, Refusing(), max_lag=4)
     problems = feed.resume(4, repeats=repeats)
     kept = {4, 5, 6, 7} if repeats else {4, 5, 7}
-    assert {*journal.load(0)[0]} == kept == {*feed.pool.alive}
+    assert {*journal.load(0)[0]} == kept == {*feed.controller.groups}
     assert ("1 groups" in str(problems)) is not repeats
     feed.close()
 
 
 def test_what_an_engine_raises_is_raised_where_the_trainer_waits(tmp_path: Path) -> None:
-    future: Future[Completion] = Future()
-    feed = Feed(Pool(1, 1, 0, 9), Journal(tmp_path / "pool", ""), lambda _: [future])
+    feed = buffer(tmp_path / "pool", Refusing(), max_lag=0)
     feed.pushed(0)
-    threading.Timer(0.05, future.set_exception, [MachineError("no engine is left")]).start()
     with pytest.raises(MachineError, match="no engine is left"):
         feed.take()
 
 
 def test_a_saved_group_comes_back_as_it_was(tmp_path: Path) -> None:
-    answers = (
-        Completion(
-            7,
-            0,
+    group = [
+        Turn(
+            RolloutId(3, 7, 0),
             (5, 6, 7),
             (-0.1, -1e-300, -3.3333333333333335),
             "length",
             versions=((4, 0, 2), (5, 2, 3)),
         ),
-        Completion(7, 2, (9,), (-0.25,), "stop", versions=((5, 0, 1),)),
-    )
-    journal, group = Journal(tmp_path / "pool", "one"), FinishedGroup(12, answers)
-    journal.save(group)
-    journal.save(FinishedGroup(13, answers[1:]))
+        Turn(RolloutId(3, 7, 2), (9,), (-0.25,), "stop", versions=((5, 0, 1),)),
+    ]
+    journal = RolloutCheckpoint(tmp_path / "pool", "one")
+    journal.save(12, group)
+    journal.save(13, group[1:])
     (tmp_path / "pool" / ".tmp-group_000000014.safetensors-0").write_text("cut")
-    assert group.ages == (4, 5)
-    assert journal.load(0) == ({12: group, 13: FinishedGroup(13, answers[1:])}, [])
+    assert versions_of(group) == (4, 5)
+    assert journal.load(0) == ({12: group, 13: group[1:]}, [])
     assert journal.load(13)[0].keys() == {13}
-    _, problems = Journal(tmp_path / "pool", "two").load(0)
+    _, problems = RolloutCheckpoint(tmp_path / "pool", "two").load(0)
     assert (
         len(problems) == 2
         and "of another model, of other data, or of other sampling" in problems[0]
     )
     journal.forget(13)
     assert [file.name for file in (tmp_path / "pool").iterdir()] == ["group_000000013.safetensors"]
-    journal.save(group)
+    journal.save(12, group)
     journal.drop(13, ())
     assert [file.name for file in (tmp_path / "pool").iterdir()] == ["group_000000012.safetensors"]
 
 
 def test_a_damaged_group_runs_again(tmp_path: Path) -> None:
     """One bit anywhere, or a cut: the file is refused, or what it holds is the same."""
-    journal = Journal(tmp_path, "one")
-    group = FinishedGroup(
-        3, (Completion(0, 0, (5, 6), (-0.5, -0.25), "stop", versions=((1, 0, 2),)),)
-    )
-    journal.save(group)
+    journal = RolloutCheckpoint(tmp_path, "one")
+    group = [Turn(RolloutId(1, 0, 0), (5, 6), (-0.5, -0.25), "stop", versions=((1, 0, 2),))]
+    journal.save(3, group)
     (file,) = tmp_path.iterdir()
     whole, refused = file.read_bytes(), 0
     places = random.Random(0).sample(range(len(whole)), 100)

@@ -14,12 +14,13 @@ import torch
 from dovetail.errors import ConfigError
 from dovetail.inference_servers.fleet import Fleet, Replica, Wire
 from dovetail.inference_servers.http import Client, EngineError
-from dovetail.inference_servers.protocol import Reply, Request, check_log_probs
+from dovetail.inference_servers.protocol import ServerRequest, check_log_probs
 from dovetail.inference_servers.remote_sampler import RemoteSampler
 from dovetail.inference_servers.sglang import Sglang
 from dovetail.inference_servers.vllm import Vllm
 from dovetail.parallel.mesh import Mesh
 from dovetail.sampler.base import Prompt, SamplingParams
+from dovetail.sampler.turn import RolloutId, Turn
 from tests.helpers.fake_engine import VOCABULARY, FakeEngine, hashed_logits, log_softmax
 from tests.helpers.tolerances import OP_FP64
 
@@ -51,11 +52,13 @@ def fleet(*fakes: FakeEngine, silence: float = 5.0) -> Iterator[tuple[Fleet, lis
         made.close()
 
 
-def request(params: SamplingParams, row: int = 0, sample: int = 0) -> Request:
-    return Request(ids=PROMPT, row=row, sample=sample, params=params, salt="run-7")
+def request(params: SamplingParams, row: int = 0, sample: int = 0) -> ServerRequest:
+    return ServerRequest(
+        id=RolloutId(params.step, row, sample), prompt_ids=PROMPT, params=params, salt="run-7"
+    )
 
 
-def expected_log_probs(reply: Reply, temperature: float = 1.0) -> list[float]:
+def expected_log_probs(reply: Turn, temperature: float = 1.0) -> list[float]:
     scores = []
     for i, token in enumerate(reply.ids):
         z = hashed_logits([*PROMPT, *reply.ids[:i]])
@@ -68,12 +71,12 @@ def test_a_sample_has_the_ids_and_log_probs_of_the_server_and_stops_where_asked(
     params = SamplingParams(max_new_tokens=80, temperature=0.7, seed=5, step=2, banned_ids=(2, 9))
     with fleet(FakeEngine(kind, stream_interval=7)) as (engines, _):
         whole, other, again = (
-            engines.threads.submit(engines.draw, request(params, sample=i)).result()
+            engines.threads.submit(engines.generate, request(params, sample=i)).result()
             for i in (0, 1, 0)
         )
         stop = whole.ids[20]
         ended = engines.threads.submit(
-            engines.draw, request(replace(params, stop_ids=(stop,)))
+            engines.generate, request(replace(params, stop_ids=(stop,)))
         ).result()
     assert len(whole.ids) == 80 and whole.finish == "length" and whole.versions == ((7, 0, 80),)
     assert whole.ids == again.ids != other.ids and not {2, 9} & {*whole.ids, *other.ids}
@@ -93,7 +96,7 @@ def test_every_sampling_field_is_sent_and_known_to_the_server(kind: Any) -> None
     )
     fake = FakeEngine(kind)
     with fleet(fake) as (engines, _):
-        engines.threads.submit(engines.draw, request(params)).result()
+        engines.threads.submit(engines.generate, request(params)).result()
     sent = fake.requests[0]["sampling_params"]
     names = {
         "temperature": 0.0,
@@ -127,7 +130,9 @@ def test_a_dead_replica_s_samples_go_on_elsewhere_with_their_tokens(
         FakeEngine(kind, stream_interval=4),
     )
     with fleet(dying, other) as (engines, losses):
-        futures = [engines.threads.submit(engines.draw, request(params, row=i)) for i in range(6)]
+        futures = [
+            engines.threads.submit(engines.generate, request(params, row=i)) for i in range(6)
+        ]
         replies = [future.result(20) for future in futures]
     assert len(losses) == 1 and losses[0].url == dying.url
     for reply in replies:
@@ -136,7 +141,7 @@ def test_a_dead_replica_s_samples_go_on_elsewhere_with_their_tokens(
     asked = [each.get("token_ids") or each["input_ids"] for each in other.requests]
     continued = [ids for ids in asked if len(ids) > len(PROMPT)]
     assert continued and all(
-        ids[len(PROMPT) :] in [reply.ids[: len(ids) - len(PROMPT)] for reply in replies]
+        tuple(ids[len(PROMPT) :]) in [reply.ids[: len(ids) - len(PROMPT)] for reply in replies]
         for ids in continued
     )
     if temperature == 0:
@@ -148,7 +153,7 @@ def test_a_stop_string_may_span_replicas_so_its_sample_begins_anew() -> None:
     dying, other = FakeEngine(stream_interval=4, dies_after=10), FakeEngine()
     with fleet(dying, other) as (engines, _):
         replies = [
-            engines.threads.submit(engines.draw, request(params, row=i)).result(20)
+            engines.threads.submit(engines.generate, request(params, row=i)).result(20)
             for i in range(2)
         ]
     assert [len(reply.ids) for reply in replies] == [30, 30]
@@ -162,7 +167,7 @@ def test_silence_loses_a_replica_and_nothing_is_lost_with_it() -> None:
         losses,
     ):
         replies = [
-            engines.threads.submit(engines.draw, request(params, row=i)).result(20)
+            engines.threads.submit(engines.generate, request(params, row=i)).result(20)
             for i in range(2)
         ]
         assert not engines.replicas[0].serves and engines.replicas[1].serves
@@ -187,7 +192,9 @@ def test_a_push_is_no_silence_and_a_replica_that_does_not_take_it_is_left_at_onc
     )
     with fleet(good, bad, silence=0.3) as (engines, losses):
         futures = [
-            engines.threads.submit(engines.draw, request(SamplingParams(max_new_tokens=9), row=i))
+            engines.threads.submit(
+                engines.generate, request(SamplingParams(max_new_tokens=9), row=i)
+            )
             for i in range(2)
         ]
         with engines.pushing():
@@ -210,7 +217,7 @@ def test_a_push_is_no_silence_and_a_replica_that_does_not_take_it_is_left_at_onc
 
 def test_requests_under_way_end_when_the_run_does() -> None:
     with fleet(FakeEngine(stream_interval=2, stalls_after=4), silence=1e6) as (engines, _):
-        future = engines.threads.submit(engines.draw, request(SamplingParams(max_new_tokens=9)))
+        future = engines.threads.submit(engines.generate, request(SamplingParams(max_new_tokens=9)))
         time.sleep(0.1)
         engines.close()
         with pytest.raises(EngineError):
@@ -223,7 +230,7 @@ def test_a_busy_replica_is_asked_again_and_a_wrong_request_is_not() -> None:
         fake.failures = 2
         assert (
             len(
-                engines.threads.submit(engines.draw, request(SamplingParams(max_new_tokens=5)))
+                engines.threads.submit(engines.generate, request(SamplingParams(max_new_tokens=5)))
                 .result(20)
                 .ids
             )
@@ -231,7 +238,7 @@ def test_a_busy_replica_is_asked_again_and_a_wrong_request_is_not() -> None:
         )
         with pytest.raises(EngineError, match="HTTP 400: 500 tokens behind 5"):
             engines.threads.submit(
-                engines.draw, request(SamplingParams(max_new_tokens=500))
+                engines.generate, request(SamplingParams(max_new_tokens=500))
             ).result(20)
         assert not losses and engines.replicas[0].serves
 
@@ -245,16 +252,16 @@ def test_a_replica_serves_only_after_a_push_that_it_took() -> None:
         )
         replies = [
             engines.threads.submit(
-                engines.draw, request(SamplingParams(max_new_tokens=3), row=i)
+                engines.generate, request(SamplingParams(max_new_tokens=3), row=i)
             ).result()
             for i in range(4)
         ]
         assert not fakes[0].requests and len(fakes[1].requests) == 4 and len(replies) == 4
         engines.pushed(engines.replicas[1], 8, EngineError("u", "/pause", None, "gone"))
         with pytest.raises(EngineError, match=r"no engine is left.*sum of lm_head.*gone"):
-            engines.threads.submit(engines.draw, request(SamplingParams())).result()
+            engines.threads.submit(engines.generate, request(SamplingParams())).result()
         engines.pushed(first, 9, None)
-        engines.threads.submit(engines.draw, request(SamplingParams(max_new_tokens=3))).result()
+        engines.threads.submit(engines.generate, request(SamplingParams(max_new_tokens=3))).result()
     assert len(losses) == 2 and len(fakes[0].requests) == 1
 
 
@@ -271,7 +278,8 @@ def test_requests_go_to_the_replica_with_the_fewest_and_a_prompt_s_to_its_own() 
             fake.logits = logits
         futures = [
             engines.threads.submit(
-                engines.draw, request(SamplingParams(max_new_tokens=2), row=i // 4, sample=i % 4)
+                engines.generate,
+                request(SamplingParams(max_new_tokens=2), row=i // 4, sample=i % 4),
             )
             for i in range(16)
         ]

@@ -80,7 +80,9 @@ def test_a_sampler_sends_the_images_of_a_prompt_with_its_ids() -> None:
         sampler = RemoteSampler(
             Mesh.solo(torch.device("cpu")), torch.bfloat16, VOCABULARY, engines, None, None, IMAGE
         )
+        assert sampler.servers is not None
         sampler.version = 7
+        sampler.servers.version = 7
         prompts, params = (
             [Prompt(0, ids, media), Prompt(1, [5])],
             SamplingParams(samples=2, max_new_tokens=3),
@@ -91,7 +93,7 @@ def test_a_sampler_sends_the_images_of_a_prompt_with_its_ids() -> None:
                 sampler.sample(prompts[:1], params)
         with pytest.raises(DataError, match="not the places of images"):
             sampler.sample([Prompt(0, [1, 2], media)], params)
-        sampler.image_token = None
+        sampler.servers.image_token = None
         with pytest.raises(DataError, match="row 0 has images or videos"):
             sampler.sample(prompts, params)
     sent = [each.get("features") for each in fake.requests[:4]]

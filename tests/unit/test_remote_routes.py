@@ -2,17 +2,22 @@
 
 import base64
 import json
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from dovetail.arch.spec import MoeSpec
 from dovetail.errors import MachineError
-from dovetail.inference_servers.routes import read_experts
+from dovetail.inference_servers.protocol import ServerRequest
+from dovetail.inference_servers.routes import read_experts, read_trace
 from dovetail.sampler.base import SamplingParams
+from dovetail.sampler.turn import Turn
 from tests.helpers.fake_engine import FakeEngine, as_int32, as_npy, hashed_experts
 from tests.unit.test_remote_engines import KINDS, PROMPT, fleet, probe, request
 
@@ -35,19 +40,30 @@ def test_experts_of_a_reply_that_vllm_s_own_classes_wrote(name: str) -> None:
     )
 
 
+def traced(params: SamplingParams, row: int = 0) -> ServerRequest:
+    read_routes = partial(read_trace, moe=MOE) if params.trace else None
+    return replace(request(params, row), read_routes=read_routes)
+
+
+def experts_of(turn: Turn, new_tokens: int) -> Tensor:
+    """Without the last token, which was not routed."""
+    assert turn.routing is not None and len(turn.routing.indices) == len(PROMPT) + new_tokens
+    return turn.routing.indices[:-1]
+
+
 @KINDS
 def test_routes_come_with_a_sample_where_they_are_asked_for(kind: Any) -> None:
     fake = FakeEngine(kind, experts=hashed_experts, stream_interval=4)
     with fleet(fake) as (engines, _):
-        traced, plain = (
+        found, plain = (
             engines.threads.submit(
-                engines.draw, request(SamplingParams(max_new_tokens=9, trace=trace))
+                engines.generate, traced(SamplingParams(max_new_tokens=9, trace=trace))
             ).result()
             for trace in (True, False)
         )
-        assert engines.replicas[0].server.routes and not plain.routes
-    experts = read_experts(traced.routes, len(PROMPT) + 9, MOE)
-    assert experts.tolist() == hashed_experts([*PROMPT, *traced.ids][:-1])[:, 1:].tolist()
+        assert engines.replicas[0].server.routes and plain.routing is None
+    experts = experts_of(found, 9)
+    assert experts.tolist() == hashed_experts([*PROMPT, *found.ids][:-1])[:, 1:].tolist()
     with FakeEngine(kind) as fake:
         assert not probe(fake).routes
 
@@ -60,14 +76,14 @@ def test_a_traced_sample_of_a_lost_replica_begins_anew(kind: Any) -> None:
     other = FakeEngine(kind, experts=hashed_experts)
     with fleet(dying, other) as (engines, losses):
         replies = [
-            engines.threads.submit(engines.draw, request(params, row=i)).result(20)
+            engines.threads.submit(engines.generate, traced(params, row=i)).result(20)
             for i in range(2)
         ]
     assert len(losses) == 1 and all(
         (each.get("token_ids") or each["input_ids"]) == PROMPT for each in other.requests
     )
     for reply in replies:
-        experts = read_experts(reply.routes, len(PROMPT) + 30, MOE)
+        experts = experts_of(reply, 30)
         assert experts.tolist() == hashed_experts([*PROMPT, *reply.ids][:-1])[:, 1:].tolist()
 
 

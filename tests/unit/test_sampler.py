@@ -22,10 +22,11 @@ from dovetail.kernels import cuda
 from dovetail.kernels.registry import KernelSet
 from dovetail.parallel.layout import Layout
 from dovetail.parallel.mesh import Mesh
-from dovetail.sampler.base import Completion, Prompt, SamplingParams
+from dovetail.sampler.base import Prompt, SamplingParams
 from dovetail.sampler.native import NativeSampler, capture_for
 from dovetail.sampler.sampling import uniforms
 from dovetail.sampler.transformers import plan_static_batches
+from dovetail.sampler.turn import Turn
 from dovetail.weights.hf_directory import Pretrained
 from tests.helpers.parity_configs import MAX_POSITIONS, VOCAB, moe_configs, tiny_configs, tiny_model
 from tests.helpers.tolerances import MODEL_FP32, SUM_ORDER, assert_close
@@ -52,9 +53,7 @@ def some_prompts(lengths=LENGTHS, seed: int = 3) -> list[Prompt]:
 
 
 @torch.no_grad()
-def full_scores(
-    config: PreTrainedConfig, prompt: Prompt, done: Completion, temperature: float
-) -> Tensor:
+def full_scores(config: PreTrainedConfig, prompt: Prompt, done: Turn, temperature: float) -> Tensor:
     """transformers' log-probs of a completion, from one pass over prompt and completion without a cache."""
     ids = torch.tensor([[*prompt.ids, *done.ids]])
     log_probs = (

@@ -19,11 +19,12 @@ from dovetail.kernels import reference
 from dovetail.kernels.reference import Spans
 from dovetail.kernels.registry import KernelSet
 from dovetail.parallel.mesh import Mesh
-from dovetail.sampler.base import Completion, SamplingParams
+from dovetail.sampler.base import SamplingParams
 from dovetail.sampler.kv_cache import PageBudget, PagedCache, PagePool
 from dovetail.sampler.model_runner import GraphPool, ModelRunner, pad_to_bucket
 from dovetail.sampler.native import NativeSampler, SamplerOptions
 from dovetail.sampler.scheduler import Group, Request, Scheduler
+from dovetail.sampler.turn import Turn
 from tests.helpers.caches import fill, held
 from tests.helpers.parity_configs import VOCAB, moe_configs, tiny_configs, tiny_model
 from tests.helpers.tolerances import SUM_ORDER, assert_close
@@ -52,7 +53,7 @@ def sampler_of(
     return sampler
 
 
-def assert_same(actual: list[Completion], expected: list[Completion]) -> None:
+def assert_same(actual: list[Turn], expected: list[Turn]) -> None:
     for a, b in zip(actual, expected, strict=True):
         assert (a.row, a.sample, a.ids, a.finish) == (b.row, b.sample, b.ids, b.finish)
         assert_close(torch.tensor(a.log_probs), torch.tensor(b.log_probs), SUM_ORDER)

@@ -23,15 +23,16 @@ from dovetail.factory import serving as serving_parts
 from dovetail.inference_servers import push, transports
 from dovetail.inference_servers.fleet import Fleet, Replica
 from dovetail.inference_servers.http import Client, EngineError
-from dovetail.inference_servers.protocol import Reply, Request
+from dovetail.inference_servers.protocol import ServerRequest
 from dovetail.inference_servers.push import Pusher
 from dovetail.inference_servers.remote_sampler import RemoteSampler
 from dovetail.inference_servers.sglang import Sglang
 from dovetail.inference_servers.vllm import Native, Vllm, generate_body
 from dovetail.parallel.mesh import Mesh
 from dovetail.recipe.rollout import PushSection
-from dovetail.sampler.base import Completion, Prompt, SamplingParams
+from dovetail.sampler.base import Prompt, SamplingParams
 from dovetail.sampler.native import NativeSampler, cache_bytes
+from dovetail.sampler.turn import RolloutId, Turn
 from dovetail.serving.app import Settings
 from dovetail.serving.http_server import HttpServer, listen
 from dovetail.serving.sampler_server import SamplerServer
@@ -107,11 +108,13 @@ def pusher(
     return Pusher([Client(server.url)], section, kind="vllm")
 
 
-def request(ids: Sequence[int], params: SamplingParams, row: int = 0) -> Request:
-    return Request(ids=list(ids), row=row, sample=0, params=params, salt="s")
+def request(ids: Sequence[int], params: SamplingParams, row: int = 0) -> ServerRequest:
+    return ServerRequest(
+        id=RolloutId(params.step, row, 0), prompt_ids=list(ids), params=params, salt="s"
+    )
 
 
-def all_but_versions(done: list[Completion]) -> list[Completion]:
+def all_but_versions(done: list[Turn]) -> list[Turn]:
     return [replace(each, versions=()) for each in done]
 
 
@@ -173,7 +176,7 @@ def test_requests_join_what_runs_and_draw_the_same() -> None:
         fleet = fleet_of(server)
         asked = [(prompt, params) for prompt in prompts for params in kinds]
         futures = [
-            fleet.threads.submit(fleet.draw, request(prompt.ids, params, prompt.row))
+            fleet.threads.submit(fleet.generate, request(prompt.ids, params, prompt.row))
             for prompt, params in asked
         ]
         alone = zip(*(local.sample(prompts, params) for params in kinds), strict=True)
@@ -187,7 +190,9 @@ def test_requests_join_what_runs_and_draw_the_same() -> None:
             Client(server.url), fleet.replicas[0].server, request(prompts[0].ids, long, prompts[0].row),
             futures[0].result().ids[:6], lambda: time.monotonic() + 9,
         )  # fmt: skip
-        assert [token for part in continued for token in part.ids] == futures[0].result().ids[6:]
+        assert (
+            tuple(token for part in continued for token in part.ids) == futures[0].result().ids[6:]
+        )
         fleet.close()
 
 
@@ -205,7 +210,7 @@ def test_a_push_through_running_requests(
         assert made.push(weights().items(), 3) == [None]
         engine.call(partial(engine.pause, clear_cache=False))
         futures = [
-            fleet.threads.submit(fleet.draw, request(prompt.ids, params, prompt.row))
+            fleet.threads.submit(fleet.generate, request(prompt.ids, params, prompt.row))
             for prompt in prompts
         ]
         wait_for(lambda: len(engine._living) == 2)
@@ -220,7 +225,7 @@ def test_a_push_through_running_requests(
         fleet.close()
 
 
-def check_parts(prompt: Prompt, reply: Reply, params: SamplingParams, kv: str) -> None:
+def check_parts(prompt: Prompt, reply: Turn, params: SamplingParams, kv: str) -> None:
     """Tokens of version 3 are as without the push; those of version 4, with `recompute`, as if its weights had drawn on."""
     (_, _, cut), second = reply.versions
     assert (
@@ -234,12 +239,12 @@ def check_parts(prompt: Prompt, reply: Reply, params: SamplingParams, kv: str) -
     (after,) = new.sample(
         [Prompt(0, [*prompt.ids, *reply.ids[:cut]])], replace(params, max_new_tokens=24 - cut)
     )
-    assert reply.ids[:cut] == list(before.ids[:cut]) and reply.ids != list(before.ids)
+    assert reply.ids[:cut] == before.ids[:cut] and reply.ids != before.ids
     assert_close(
         torch.tensor(reply.log_probs[:cut]), torch.tensor(before.log_probs[:cut]), SUM_ORDER
     )
     if kv == "recompute":
-        assert reply.ids[cut:] == list(after.ids)
+        assert reply.ids[cut:] == after.ids
         assert_close(torch.tensor(reply.log_probs[cut:]), torch.tensor(after.log_probs), SUM_ORDER)
     else:
         assert abs(reply.log_probs[cut] - after.log_probs[0]) > MODEL_FP32, (
@@ -284,7 +289,7 @@ def test_a_push_that_is_not_whole_leaves_the_server_alive_and_silent(
             "is_paused": False
         }
         fleet = fleet_of(server)
-        assert fleet.threads.submit(fleet.draw, request([1, 2], GREEDY)).result().versions == (
+        assert fleet.threads.submit(fleet.generate, request([1, 2], GREEDY)).result().versions == (
             (2, 0, 1),
         )
         fleet.close()
@@ -324,7 +329,7 @@ def test_a_pause_keeps_requests_and_clients_that_leave_free_their_pages() -> Non
         client, fleet, engine = Client(server.url), fleet_of(server), server.engine
         client.post("/pause?mode=keep&clear_cache=false")
         future = fleet.threads.submit(
-            fleet.draw, request([3, 4], replace(GREEDY, max_new_tokens=7))
+            fleet.generate, request([3, 4], replace(GREEDY, max_new_tokens=7))
         )
         wait_for(lambda: len(engine._living) == 1)
         assert not future.done() and engine.pool.num_free == 1024
@@ -337,7 +342,7 @@ def test_a_pause_keeps_requests_and_clients_that_leave_free_their_pages() -> Non
         next(events)
         (leaves,) = engine._living.values()
         stays = fleet.threads.submit(
-            fleet.draw, request([3, 4], replace(GREEDY, max_new_tokens=600))
+            fleet.generate, request([3, 4], replace(GREEDY, max_new_tokens=600))
         )
         wait_for(lambda: len(engine._living) == 2)
         events.close()  # type: ignore[attr-defined]  # it is a generator
@@ -354,13 +359,13 @@ def test_a_batch_that_does_not_get_whole_begins_all_the_same(
     with serving() as server:
         fleet = fleet_of(server)
         lone = replace(request([1], GREEDY), batch=("b", 2, 0))
-        assert len(fleet.threads.submit(fleet.draw, lone).result().ids) == 1
+        assert len(fleet.threads.submit(fleet.generate, lone).result().ids) == 1
         pair = [replace(request([n], GREEDY), batch=("c", 2, n)) for n in (0, 1)]
         assert all(
             len(future.result().ids) == 1
-            for future in [fleet.threads.submit(fleet.draw, one) for one in pair]
+            for future in [fleet.threads.submit(fleet.generate, one) for one in pair]
         )
-        assert len(fleet.threads.submit(fleet.draw, pair[0]).result().ids) == 1, (
+        assert len(fleet.threads.submit(fleet.generate, pair[0]).result().ids) == 1, (
             "a request that is sent again begins at once"
         )
         fleet.close()

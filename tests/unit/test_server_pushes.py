@@ -12,7 +12,7 @@ import torch
 
 from dovetail.errors import CheckpointError
 from dovetail.inference_servers.http import Client, EngineError
-from dovetail.inference_servers.protocol import Request
+from dovetail.inference_servers.protocol import ServerRequest
 from dovetail.inference_servers.transports import map_memory
 from dovetail.serving import receive
 from dovetail.serving.receive import Receiver
@@ -99,8 +99,8 @@ def test_a_trainers_timeout_is_bounded_and_samples_go_on(
         joining = threading.Thread(target=join)
         begun = time.monotonic()
         joining.start()
-        asked: Request = request([1, 2], GREEDY)
-        assert len(fleet.threads.submit(fleet.draw, asked).result().ids) == 1
+        asked: ServerRequest = request([1, 2], GREEDY)
+        assert len(fleet.threads.submit(fleet.generate, asked).result().ids) == 1
         assert not ended
         joining.join()
         assert ended and time.monotonic() - begun < 20

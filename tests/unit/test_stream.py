@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -16,20 +15,22 @@ import torch.distributed as dist
 
 from dovetail.errors import MachineError
 from dovetail.factory.job import Builder, Job
-from dovetail.factory.remote import make_stream
+from dovetail.factory.remote import make_async_sampler
 from dovetail.factory.trainer import run_job
-from dovetail.inference_servers.protocol import Request
+from dovetail.inference_servers.protocol import ServerRequest
 from dovetail.launch.progress import Progress
 from dovetail.parallel.mesh import Mesh
 from dovetail.parallel.process_group import StopSignal, temporary_process_group
 from dovetail.recipe.schema import load_recipe
-from dovetail.rl.asynchronous.sampler import StreamSampler
+from dovetail.rl.asynchronous.sampler import AsyncSampler
 from dovetail.rl.collect import step_rows
 from dovetail.rl.samples import Sample
 from dovetail.rl.tasks import RLTask
 from dovetail.run.directory import POLICY
-from dovetail.sampler.base import Prompt, SamplingParams
+from dovetail.sampler.base import Prompt, SamplingParams, requests_of
+from dovetail.sampler.turn import RolloutId, generate_all
 from tests.helpers.checkpoints import assert_same_tensors, tensors_of
+from tests.helpers.drawn import DrawnSampler
 from tests.helpers.harness import run
 from tests.helpers.model_engine import ModelEngine
 from tests.helpers.program import (
@@ -211,9 +212,11 @@ def seeds(requests: Sequence[dict[str, Any]]) -> set[int]:
 
 def seeds_of(step: int) -> set[int]:
     """Of the requests of a step, counted from 0."""
-    params, places = SamplingParams(seed=0, step=step), product(range(BATCH), range(SAMPLES))
+    places = product(range(BATCH), range(SAMPLES))
     return {
-        Request(ids=[1], row=row, sample=sample, params=params, salt="").seed(0)
+        ServerRequest(
+            id=RolloutId(step, row, sample), prompt_ids=[1], params=SamplingParams(), salt=""
+        ).seed(0)
         for row, sample in places
     }
 
@@ -256,26 +259,19 @@ def test_groups_of_later_policies_stay_where_these_are_made_again(
     run.say.assert_called_once_with("sampled again: 3 groups")
 
 
-@pytest.mark.parametrize(
-    ("change", "of_step"),
-    [
-        ({}, True),
-        ({"step": 1}, False),
-        ({"temperature": 0.0}, False),
-        ({"seed": 7}, False),
-        ({"samples": 1}, False),
-    ],
-)
-def test_a_step_alone_takes_its_groups(change: dict[str, Any], of_step: bool) -> None:
+def test_a_step_alone_takes_its_groups() -> None:
     """An evaluation before the first step has as many prompts, and step 0, as that step."""
     params = SamplingParams(samples=SAMPLES, seed=3)
-    prompts = [Prompt(row, (5, 6)) for row in range(BATCH)]
-    sampler: Any = mock.Mock()
-    sampler.shared.return_value, sampler.sample.return_value = ["of the feed"], ["of the engines"]
-    stream = StreamSampler(sampler, None, Mesh.solo(), params, BATCH, 0)
-    found: Any = stream.sample(prompts, replace(params, **change))
-    assert found == (["of the feed"] if of_step else ["of the engines"])
-    assert stream.step == int(of_step)
+    requests = requests_of([Prompt(row, (5, 6)) for row in range(BATCH)], params)
+    remote: Any = DrawnSampler(lambda *_: (1,))
+    remote.mesh = Mesh.solo()
+    remote.share = mock.Mock(return_value=["of the buffer"])
+    stream = AsyncSampler(remote, None, 0)
+    found: Any = stream.generate_step(requests)
+    assert found == ["of the buffer"] and stream.step == 1 and not remote.asked
+    turns = generate_all(stream, requests)
+    assert [turn.id for turn in turns] == [request.id for request in requests]
+    assert stream.step == 1 and remote.asked == [[*range(BATCH)]]
 
 
 def test_finished_groups_are_of_the_same_inputs_and_sampling(recipe: Path, tmp_path: Path) -> None:
@@ -285,12 +281,12 @@ def test_finished_groups_are_of_the_same_inputs_and_sampling(recipe: Path, tmp_p
         )
         first_row = sampling.pop("first_row", 0)
         run: Any = SimpleNamespace(path=tmp_path, first_row=first_row, resumed=None, mesh=None)
-        sampler: Any = SimpleNamespace(fleet=object(), watch=None)
-        stream = make_stream(sampler, made, run, SamplingParams(**sampling), [], (), inputs)
-        assert stream.make_feed is not None
-        feed = stream.make_feed()
-        feed.close()
-        return feed.journal.key
+        sampler: Any = SimpleNamespace(servers=object(), watch=None, dtype=torch.float32)
+        stream = make_async_sampler(sampler, made, run, SamplingParams(**sampling), [], (), inputs)
+        assert stream.make_buffer is not None
+        buffer = stream.make_buffer()
+        buffer.close()
+        return buffer.checkpoint.key
 
     others = [
         key("trainer.prompts_per_step=3"), key("data.shuffle=false"), key(inputs=("model", "other")),

@@ -25,7 +25,9 @@ from dovetail.rl.samples import Sample, without_zero_std_groups
 from dovetail.rl.step_metrics import mean, sample_metrics
 from dovetail.rl.tasks import RLTask, inner_batches, weighted
 from dovetail.run.callbacks import Callbacks, TrainerCallback, TrainerState
-from dovetail.sampler.base import Completion, SamplingParams
+from dovetail.sampler.base import SamplingParams
+from dovetail.sampler.turn import Turn
+from tests.helpers.drawn import DrawnSampler, turn_of
 from tests.helpers.tolerances import OP_FP32, assert_close
 
 
@@ -45,8 +47,8 @@ RECIPE = recipe_of()
 
 
 def sample(group: int, index: int, prompt: Seq[int], response: Seq[int], reward: float) -> Sample:
-    completion = Completion(group, index, tuple(response), tuple(-1.0 for _ in response), "stop")
-    return Sample(Prompt(id=group, ids=tuple(prompt)), group, completion, "", reward)
+    turn = turn_of(response, group, index)
+    return Sample(Prompt(id=group, ids=tuple(prompt)), turn, "", reward)
 
 
 SAMPLES = [
@@ -131,15 +133,12 @@ def pretended_ppo(policy: StepReport, critic: StepReport, **algorithm: Any) -> R
         )
 
     prompts = [Prompt(id=i, ids=(5, 6)) for i in range(4)]
-    sampler = mock.Mock(
-        sample=lambda asked, _: [Completion(p.row, 0, (1, 2), (-1.0, -1.0), "stop") for p in asked]
-    )
     recipe = recipe_of("ppo", epochs=2, num_mini_batches=2, **algorithm)
     trained = engine(policy)
     collector = SampleCollector(
         recipe=recipe,
         policy=trained,
-        sampler=sampler,
+        sampler=DrawnSampler(lambda *_: (1, 2)),
         sampling=SamplingParams(),
         prompts=prompts,
         held_out=[],
@@ -214,7 +213,7 @@ def test_callbacks_replace_rewards_and_drop_samples() -> None:
             "TypeError: expected None, or a list of samples it was given",
         ),
         (
-            lambda samples: [replace(s, group=9) for s in samples],
+            lambda samples: [replace(s, completion=turn_of((1,), row=9)) for s in samples],
             "TypeError: expected None, or a list of samples",
         ),
         (
@@ -281,21 +280,10 @@ def dynamic(
     rewards: Mapping[int, Seq[float | None]], **algorithm: Any
 ) -> tuple[RLTask, list[list[int]]]:
     """GRPO on prompts with these rewards of their two samples, and the rows that were asked for."""
-    asked: list[list[int]] = []
     prompts = [Prompt(id=i, ids=(5, 6)) for i in rewards]
+    sampler = DrawnSampler(lambda _, sample: (1,) * (2, 9)[sample])
 
-    def draw(requests: Seq[Any], _: SamplingParams) -> list[Completion]:
-        asked.append([request.row for request in requests])
-        lengths = (2, 9)
-        return [
-            Completion(r.row, i, (1,) * n, (-1.0,) * n, "stop")
-            for r in requests
-            for i, n in enumerate(lengths)
-        ]
-
-    def judge(
-        prompts: Seq[Prompt], completions: Seq[Completion], _: Seq[str]
-    ) -> list[RewardResult]:
+    def judge(prompts: Seq[Prompt], completions: Seq[Turn], _: Seq[str]) -> list[RewardResult]:
         return [
             RewardResult(rewards[p.id][c.sample]) for p, c in zip(prompts, completions, strict=True)
         ]
@@ -311,15 +299,15 @@ def dynamic(
     collector = SampleCollector(
         recipe=recipe,
         policy=policy,
-        sampler=mock.Mock(sample=draw),
-        sampling=SamplingParams(),
+        sampler=sampler,
+        sampling=SamplingParams(samples=2),
         prompts=prompts,
         held_out=[],
         rewards=judging(side_effect=judge),
         decode=lambda _: "",
     )
     task = RLTask(recipe=recipe, policy=policy, collector=collector, policy_loss=mock.Mock())
-    return task, asked
+    return task, sampler.asked
 
 
 def rolled(task: RLTask, step: int) -> tuple[list[Sample], Mapping[str, Any]]:

@@ -20,7 +20,7 @@ from dovetail.rl.step_metrics import length_metrics, sample_metrics
 from dovetail.run.loggers import RunFacts
 from dovetail.run.metrics import Metrics
 from dovetail.run.trainer import phase_metrics
-from dovetail.sampler.base import Completion
+from dovetail.sampler.turn import RolloutId, Turn
 
 STEP_SECONDS, SHARE = 2.0, 0.01  # tracking may take this share of a short step
 
@@ -29,8 +29,8 @@ def samples(count: int) -> list[Sample]:
     finishes: tuple[Literal["stop", "length"], ...] = ("stop", "length", "stop", "stop")
     return [
         Sample(
-            Prompt(id=i // 8, ids=tuple(range(3 + i % 5))), i // 8,
-            Completion(i // 8, i % 8, tuple(range(1 + i % 7)), (0.0,) * (1 + i % 7), finishes[i % 4]), "", float(i % 3),
+            Prompt(id=i // 8, ids=tuple(range(3 + i % 5))),
+            Turn(RolloutId(0, i // 8, i % 8), tuple(range(1 + i % 7)), (0.0,) * (1 + i % 7), finishes[i % 4]), "", float(i % 3),
         )
         for i in range(count)
     ]  # fmt: skip

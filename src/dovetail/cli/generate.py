@@ -15,8 +15,9 @@ from dovetail.factory.tokenizer import banned_ids, stop_ids, text_of
 from dovetail.launch.progress import Progress
 from dovetail.parallel.consensus import agreed
 from dovetail.run.state import refuse_other_models
-from dovetail.sampler.base import Completion, Prompt, SamplingParams
+from dovetail.sampler.base import Prompt, SamplingParams
 from dovetail.sampler.native import SamplerOptions
+from dovetail.sampler.turn import Turn
 
 ON_CPU = 128
 ON_GPU = 2048  # samples of a replica between two writes
@@ -67,9 +68,7 @@ class Generation:
         self.params = SamplingParams(**given, stop_ids=stops, banned_ids=banned)
         self.decode = partial(text_of, stops=stops, tokenizer=tokenizer)
 
-    def portions(
-        self, progress: Progress, out: RowFile | None = None
-    ) -> Iterator[list[Completion]]:
+    def portions(self, progress: Progress, out: RowFile | None = None) -> Iterator[list[Turn]]:
         """Loads the weights first."""
         options = SamplerOptions(keep_cache=True)
         dtype = getattr(torch, self.args.dtype)

@@ -43,7 +43,8 @@ from dovetail.parallel.process_group import (
     pick_device,
 )
 from dovetail.pipeline.partition import partition
-from dovetail.sampler.base import Completion, Prompt, Sampler, SamplingParams
+from dovetail.sampler.base import Prompt, Sampler, SamplingParams
+from dovetail.sampler.turn import Turn
 from dovetail.weights.hf_directory import (
     LM_HEAD,
     CheckpointSource,
@@ -121,7 +122,7 @@ class SamplingEngine(Engine):
         top_k: int = 0,
         stop_token_ids: Seq[int] = (),
         seed: int = 0,
-    ) -> list[Completion]:
+    ) -> list[Turn]:
         """`n` completions of each prompt, a list of ids, in order: `row` is the prompt's number. Collective.
 
         Names are vLLM's. temperature 0: the likeliest token. top_k 0: all. Draws depend on `seed`, the number of

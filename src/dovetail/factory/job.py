@@ -25,7 +25,12 @@ from dovetail.factory.functions import (
 from dovetail.factory.layouts import Backend, check_positions
 from dovetail.factory.notes import notes
 from dovetail.factory.parts import Engines, RunParts
-from dovetail.factory.remote import check_prompts, check_sent, make_remote_sampler, make_stream
+from dovetail.factory.remote import (
+    check_prompts,
+    check_sent,
+    make_async_sampler,
+    make_remote_sampler,
+)
 from dovetail.factory.rewards import Printed, make_rewards
 from dovetail.factory.rows import reads_answer
 from dovetail.factory.sampler import backend_layout, make_sampler
@@ -38,7 +43,7 @@ from dovetail.recipe.distillation import SAMPLED, Distillation
 from dovetail.recipe.preferences import DPO, KTO, AnyPreference
 from dovetail.recipe.schema import Recipe
 from dovetail.recipe.types import LayoutSection
-from dovetail.rl.asynchronous.sampler import StreamSampler
+from dovetail.rl.asynchronous.sampler import AsyncSampler
 from dovetail.rl.collect import SampleCollector
 from dovetail.rl.distillation_task import DistillationTask, prompt_of
 from dovetail.rl.losses import PolicyLoss, ValueLoss
@@ -68,7 +73,7 @@ class Job:
     rewards: RewardManager | None
     at_close: ExitStack
     notes: Sequence[str] = ()
-    stream: StreamSampler | None = None  # of an asynchronous run
+    stream: AsyncSampler | None = None  # of an asynchronous run
     printed: Printed = field(default_factory=Printed)
 
     def start(self) -> None:
@@ -270,9 +275,9 @@ class Builder(RunParts):
 
     def _stream(
         self, sampling: dict[str, Any], run: RunDirectory, prompts: Sequence[Prompt], rows: str
-    ) -> StreamSampler:
+    ) -> AsyncSampler:
         inputs = [self.first_weights, rows]
-        stream = make_stream(
+        stream = make_async_sampler(
             sampling["sampler"], self.recipe, run, sampling["sampling"], prompts, self.parts, inputs
         )
         self.at_close.callback(stream.close)

@@ -45,7 +45,7 @@ from dovetail.recipe.preferences import Reward
 from dovetail.recipe.reward import RewardModelSection
 from dovetail.recipe.schema import CriticSection, Recipe, ReferenceSection
 from dovetail.recipe.types import LayoutSection
-from dovetail.rl.asynchronous.sampler import StreamSampler
+from dovetail.rl.asynchronous.sampler import AsyncSampler
 from dovetail.rl.evaluation import EvalSet
 from dovetail.run.directory import POLICY
 from dovetail.run.resume import ROWS, Resumed, refuse_other
@@ -84,7 +84,7 @@ class RunParts:
         self.lengths: list[int] = []  # of training rows
         self.parts: Parts = ()  # of a mixture
         self.replicas: list[Replica] = []  # servers that sample
-        self.stream: StreamSampler | None = None  # of an asynchronous run
+        self.stream: AsyncSampler | None = None  # of an asynchronous run
         self.first_weights = ""  # fingerprint
         self.notes: list[str] = [*recipe.notes]
         self.meshes: dict[Layout, Mesh] = {}

@@ -1,11 +1,11 @@
-"""The samplers of inference servers: in turns with training, or asynchronous."""
+"""The samplers of inference servers: synchronous, or asynchronous."""
 
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from dataclasses import asdict, replace
-from functools import lru_cache
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -14,19 +14,21 @@ from dovetail.data.processor import FileMedia, Processor
 from dovetail.errors import ConfigError
 from dovetail.factory.engines import WIRES, check_lengths, push_settings
 from dovetail.inference_servers.fleet import Fleet, Replica
+from dovetail.inference_servers.generator import ServerGenerator
 from dovetail.inference_servers.images import check_media
 from dovetail.inference_servers.push import Pusher
 from dovetail.inference_servers.remote_sampler import RemoteSampler
 from dovetail.parallel.mesh import Mesh
 from dovetail.recipe.schema import Recipe
-from dovetail.rl.asynchronous.buffer import Feed
-from dovetail.rl.asynchronous.checkpoint import Journal
-from dovetail.rl.asynchronous.sampler import StreamSampler
-from dovetail.rl.asynchronous.staleness import Pool
-from dovetail.rl.collect import step_rows
+from dovetail.rl.asynchronous.buffer import RolloutBuffer
+from dovetail.rl.asynchronous.checkpoint import RolloutCheckpoint
+from dovetail.rl.asynchronous.sampler import AsyncSampler
+from dovetail.rl.asynchronous.staleness import StalenessController
+from dovetail.rl.collect import step_requests
 from dovetail.run.directory import RunDirectory
 from dovetail.run.paths import POOL
-from dovetail.sampler.base import Completion, Prompt, SamplingParams
+from dovetail.sampler.base import SamplingParams, Watch
+from dovetail.sampler.turn import GenerationRequest
 from dovetail.weights.hf_directory import Pretrained
 
 
@@ -82,43 +84,54 @@ def check_sent(recipe: Recipe, prompts: Sequence[Row]) -> None:
         )
 
 
-def make_stream(
-    sampler: RemoteSampler,
+def make_async_sampler(
+    remote: RemoteSampler,
     recipe: Recipe,
     run: RunDirectory,
     sampling: SamplingParams,
     prompts: Sequence[Row],
     parts: Sequence[tuple[int, float]],
     inputs: Sequence[str],
-) -> StreamSampler:
-    """inputs: fingerprints of first weights and rows."""
-    trainer = recipe.trainer
+) -> AsyncSampler:
+    """inputs: fingerprints of first weights and rows. parts: as for `step_rows`."""
     first_row = run.first_row
-
-    @lru_cache(maxsize=2)
-    def rows(step: int) -> Sequence[int]:
-        return step_rows(recipe, len(prompts), step, first_row, parts)
-
-    def submit(samples: Sequence[tuple[int, int]]) -> "list[Future[Completion]]":
-        requests = []
-        for group, sample in samples:
-            step, row = divmod(group, trainer.prompts_per_step)
-            requests.append(
-                (Prompt(row, prompts[rows(step)[row]].ids), sample, replace(sampling, step=step))
-            )
-        return sampler.submit(requests)
-
-    def make_feed() -> Feed:
-        assert trainer.max_lag is not None
-        drawn = [asdict(sampling), trainer.prompts_per_step, first_row, recipe.data.shuffle]
-        key = hashlib.sha256(json.dumps([*inputs, *drawn]).encode()).hexdigest()
-        pool = Pool(trainer.prompts_per_step, sampling.samples, trainer.max_lag, trainer.steps)
-        feed = Feed(pool, Journal(run.path / POOL, key), submit, keeps=trainer.save_every > 0)
-        feed.watch = sampler.watch
-        return feed
-
     step = 0 if run.resumed is None else run.resumed.state.step
-    lead = sampler.fleet is not None
-    return StreamSampler(
-        sampler, make_feed if lead else None, run.mesh, sampling, trainer.prompts_per_step, step
+    if remote.servers is None:
+        return AsyncSampler(remote, None, step)
+    requests = partial(
+        step_requests,
+        recipe=recipe,
+        prompts=prompts,
+        sampling=sampling,
+        first_row=first_row,
+        parts=parts,
+    )
+    per_step = recipe.trainer.prompts_per_step
+    facts = [*inputs, asdict(sampling), per_step, first_row, recipe.data.shuffle]
+    key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+    make_buffer = partial(
+        _make_buffer, remote.servers, recipe, requests, run.path / POOL, key, remote.watch
+    )
+    return AsyncSampler(remote, make_buffer, step)
+
+
+def _make_buffer(
+    servers: ServerGenerator,
+    recipe: Recipe,
+    requests: Callable[[int], Sequence[GenerationRequest]],
+    path: Path,
+    key: str,
+    watch: Watch | None,
+) -> RolloutBuffer:
+    """Returns the buffer with its files below `path`, once the run has a directory."""
+    trainer = recipe.trainer
+    assert trainer.max_lag is not None
+    samples = recipe.rollout.samples_per_prompt
+    return RolloutBuffer(
+        StalenessController(trainer.prompts_per_step, samples, trainer.max_lag, trainer.steps),
+        RolloutCheckpoint(path, key),
+        servers,
+        requests,
+        keeps=trainer.save_every > 0,
+        watch=watch,
     )

@@ -13,10 +13,11 @@ from functools import partial
 from dovetail.batch.balancing import plan_microbatches
 from dovetail.inference_servers.background import in_background
 from dovetail.inference_servers.http import Client, EngineError
-from dovetail.inference_servers.protocol import Abilities, Reply, Request
+from dovetail.inference_servers.protocol import Abilities, ServerRequest
 from dovetail.inference_servers.sglang import Sglang
 from dovetail.inference_servers.vllm import SLEEP, WAKE, Vllm
-from dovetail.sampler.params import Spans
+from dovetail.sampler.params import join_spans
+from dovetail.sampler.turn import Turn
 
 Wire = Vllm | Sglang
 BATCHES = 64  # whose replica is remembered
@@ -80,15 +81,18 @@ class Fleet:
                 replica.heard = time.monotonic()
             self._pushing = False
 
-    def together(self, requests: Sequence[Request]) -> Sequence[Request]:
-        """With a batch for each embedded sampler, so that runs repeat; unchanged beyond `capacity`."""
+    def assign_batches(self, requests: Sequence[ServerRequest]) -> Sequence[ServerRequest]:
+        """Returns the requests with a batch for each `dovetail serve`, so that runs repeat.
+
+        More requests than `capacity` stay unchanged.
+        """
         serving = [replica for replica in self.replicas if replica.serves]
         keyed = bool(serving) and all(replica.server.keyed for replica in serving)
         if not keyed or len(requests) > self.capacity - sum(replica.busy for replica in serving):
             return requests
         prompts: dict[tuple[int, ...], list[int]] = {}  # row and ids -> numbers of requests
         for i, request in enumerate(requests):
-            prompts.setdefault((request.row, *request.ids), []).append(i)
+            prompts.setdefault((request.id.row, *request.prompt_ids), []).append(i)
         costs = [
             len(key) - 1 + sum(requests[i].params.max_new_tokens for i in own)
             for key, own in prompts.items()
@@ -138,39 +142,44 @@ class Fleet:
         self._closed = True
         self.threads.shutdown(wait=False, cancel_futures=True)
 
-    def draw(self, request: Request) -> Reply:
-        """EngineError if no replica is left, or one refuses the request."""
-        reply = Reply()
+    def generate(self, request: ServerRequest) -> Turn:
+        """Returns a whole turn; EngineError if no replica is left, or one refuses the request."""
+        turn = Turn(request.id)
         attempts = 0
         while True:
-            replica = self._take(request)
-            kept = len(reply.ids)
+            replica = self._acquire(request)
+            received = len(turn.ids)
             try:
-                self._read(replica, request, reply)
-                return reply
-            except EngineError as error:
+                turn, error = self._read(replica, request, turn)
+                if error is None:
+                    return turn
                 if self._closed or (error.status is not None and error.status not in PASSING):
-                    raise
-                attempts = 1 if len(reply.ids) > kept else attempts + 1
-                self._judge(replica, error)
+                    raise error
+                attempts = 1 if len(turn.ids) > received else attempts + 1
+                self._check_health(replica, error)
                 if attempts == ATTEMPTS:
-                    raise
+                    raise error
             finally:
                 with self._lock:
                     replica.busy -= 1
-            if self._is_whole(reply, request):  # the stream broke after its last token
-                return reply
+            turn = self._finished(turn, request)
+            if turn.finish is not None:  # the stream broke after its last token
+                return turn
             if not self._wire.continues(request.params):
-                reply = Reply()
+                turn = Turn(request.id)
             if replica.serves:
                 time.sleep(FIRST_WAIT * 2 ** (attempts - 1))
 
-    def _read(self, replica: Replica, request: Request, reply: Reply) -> None:
-        """Tokens of a stream that breaks have the oldest version that they can have."""
-        kept = len(reply.ids)
+    def _read(
+        self, replica: Replica, request: ServerRequest, turn: Turn
+    ) -> tuple[Turn, EngineError | None]:
+        """Returns the turn with all tokens that came, and the error that ended their stream.
+
+        Tokens of a stream that breaks have the oldest version that they can have.
+        """
+        before = turn
+        first = len(before.ids)
         version = replica.version
-        spans: Spans = ()
-        known = list[tuple[int, int, int]]()
 
         def deadline() -> float:
             if self._closed or not replica.serves:
@@ -179,39 +188,33 @@ class Fleet:
 
         try:
             for part in self._wire.generate(
-                replica.client, replica.server, request, reply.ids[:kept], deadline
+                replica.client, replica.server, request, before.ids, deadline
             ):
                 replica.heard = time.monotonic()
-                start = len(reply.ids)
-                reply.ids += part.ids
-                reply.log_probs += part.log_probs
-                if version is not None:
-                    known.append((version, start, len(reply.ids)))
+                start = len(turn.ids)
+                known = () if version is None else ((version, start, start + len(part.ids)),)
+                turn = turn.extended(part, known)
                 version = replica.version
-                if part.finish is not None:
-                    reply.finish = part.finish
-                    spans = part.versions
-                    reply.routes = part.routes
-            if reply.finish is None or len(reply.ids) == 0:
-                raise EngineError(
-                    replica.client.url,
-                    "generate",
-                    None,
-                    "the reply ended without a finish or a token",
-                )
-        finally:
-            named = tuple((number, kept + start, kept + end) for number, start, end in spans)
-            reply.keep(named or tuple(known))
+                if part.versions:  # what the server says of all its tokens
+                    named = [(v, first + start, first + end) for v, start, end in part.versions]
+                    turn = replace(turn, versions=join_spans(before.versions, named))
+        except EngineError as error:
+            return turn, error
+        if turn.finish is None or not turn.ids:
+            problem = "the reply ended without a finish or a token"
+            return turn, EngineError(replica.client.url, "generate", None, problem)
+        return turn, None
 
-    def _is_whole(self, reply: Reply, request: Request) -> bool:
-        if reply.finish is None and reply.ids and self._wire.continues(request.params):
-            if reply.ids[-1] in request.params.stop_ids:
-                reply.finish = "stop"
-            elif len(reply.ids) == request.params.max_new_tokens:
-                reply.finish = "length"
-        return reply.finish is not None
+    def _finished(self, turn: Turn, request: ServerRequest) -> Turn:
+        """Returns the turn with its finish, if its last token tells that."""
+        if turn.finish is None and turn.ids and self._wire.continues(request.params):
+            if turn.ids[-1] in request.params.stop_ids:
+                return replace(turn, finish="stop")
+            if len(turn.ids) == request.params.max_new_tokens:
+                return replace(turn, finish="length")
+        return turn
 
-    def _take(self, request: Request) -> Replica:
+    def _acquire(self, request: ServerRequest) -> Replica:
         with self._lock:
             alive = [replica for replica in self.replicas if replica.serves]
             if not alive:
@@ -222,14 +225,14 @@ class Fleet:
             least = min(alive, key=lambda replica: replica.busy)
             home = self._pinned.get(request.batch[0]) if request.batch else None
             if home is None or not home.serves:
-                home = alive[(request.params.step + request.row) % len(alive)]
+                home = alive[(request.id.step + request.id.row) % len(alive)]
             replica = home if request.batch or home.busy < least.busy + MOST_IMBALANCE else least
             if not replica.busy:
                 replica.heard = time.monotonic()
             replica.busy += 1
             return replica
 
-    def _judge(self, replica: Replica, error: EngineError) -> None:
+    def _check_health(self, replica: Replica, error: EngineError) -> None:
         """Take it out of service if it is silent or not healthy."""
         if not replica.serves:
             return

@@ -1,13 +1,17 @@
 """Requests to inference servers, and their answers."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
 from dovetail.errors import ConfigError
 from dovetail.inference_servers.http import EngineError
-from dovetail.sampler.params import Finish, SamplingParams, Spans
+from dovetail.sampler.params import Finish, SamplingParams, VersionSpans
+from dovetail.sampler.turn import GenerationRequest
+
+if TYPE_CHECKING:
+    from dovetail.batch.routing import RoutingTrace
 
 LogProbs = Literal["processed", "tempered", "penalized", "raw"]
 FINISHES: Mapping[object, Finish] = {"stop": "stop", "length": "length"}
@@ -19,16 +23,18 @@ RETURNS_ROUTES = "--enable-return-routed-experts"  # of both servers
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
-    """One sample of a prompt."""
+class ServerRequest(GenerationRequest):
+    """A request as servers are sent it.
 
-    ids: Sequence[int]
-    row: int
-    sample: int
-    params: SamplingParams
-    salt: str  # of the prefix cache
-    images: Mapping[str, Any] | None = None  # vLLM's `features`
-    batch: tuple[str, int, int] | None = None  # name, number of requests, own number
+    salt: of the prefix cache. images: vLLM's `features`. batch: a name, the number of its
+    requests, and the place of this one. read_routes: makes the experts of all tokens from a
+    server's text and the number of tokens; None: they are not asked for.
+    """
+
+    salt: str
+    images: Mapping[str, Any] | None = None
+    batch: tuple[str, int, int] | None = None
+    read_routes: "Callable[[str, int], RoutingTrace] | None" = None
 
     @property
     def sampling(self) -> dict[str, Any]:
@@ -50,40 +56,21 @@ class Request:
         return fields | ({"logit_bias": bans} if bans else {})
 
     def seed(self, received: int) -> int:
-        """Depends on the tokens received: a server counts draws from its first one."""
-        params = self.params
-        key = f"{params.seed}/{params.step}/{self.row}/{self.sample}/{received}"
+        """Returns a seed that depends on the tokens received: servers count draws from the first."""
+        step, row, sample = self.id
+        key = f"{self.params.seed}/{step}/{row}/{sample}/{received}"
         return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8]) >> 1
 
     def keys(self, received: int) -> dict[str, Any]:
-        """For `dovetail serve`: what the noise depends on, and the batch."""
-        params = self.params
-        batch = None if received else self.batch
+        """Returns what `dovetail serve` is told: the noise, the tokens drawn before, the batch."""
         return {
-            "noise": [params.seed, params.step, self.row, self.sample],
+            "noise": [self.params.seed, *self.id],
             "drawn": received,
-            "batch": batch,
+            "batch": None if received else self.batch,
         }
 
-
-@dataclass
-class Reply:
-    """Tokens received so far, or those of one event. versions and routes, of all, come with the last event."""
-
-    ids: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-    finish: Finish | None = None
-    versions: Spans = ()  # empty: unknown
-    routes: str = ""  # see routes.py
-
-    def keep(self, versions: Spans) -> None:
-        """Append spans, joined where the version is the same."""
-        for version, start, end in versions:
-            if self.versions and self.versions[-1][0] == version:
-                start = self.versions[-1][1]
-                self.versions = self.versions[:-1]
-            if end > start:
-                self.versions = (*self.versions, (version, start, end))
+    def routing(self, text: str, tokens: int) -> "RoutingTrace | None":
+        return None if self.read_routes is None else self.read_routes(text, tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +131,7 @@ def check_log_probs(
     )
 
 
-def pushed_spans(spans: Any, length: int, url: str) -> Spans:
+def pushed_spans(spans: Any, length: int, url: str) -> VersionSpans:
     """Checked to cover a reply; empty without pushed versions."""
     if not spans:
         return ()

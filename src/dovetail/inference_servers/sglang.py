@@ -10,10 +10,10 @@ from dovetail.inference_servers.protocol import (
     STREAMED,
     Abilities,
     LogProbs,
-    Reply,
-    Request,
+    ServerRequest,
 )
 from dovetail.sampler.params import SamplingParams
+from dovetail.sampler.turn import Turn
 
 GENERATE = "/generate"
 PUSH_PATHS = (
@@ -62,13 +62,14 @@ class Sglang:
         self,
         client: Client,
         server: Abilities,
-        request: Request,
+        request: ServerRequest,
         received: Sequence[int],
         deadline: Deadline,
-    ) -> Iterator[Reply]:
+    ) -> Iterator[Turn]:
+        body = generate_body(server, request, received)
         drawn = 0
         spans = list[tuple[int, int, int]]()
-        for event in client.stream(GENERATE, generate_body(server, request, received), deadline):
+        for event in client.stream(GENERATE, body, deadline):
             meta = event["meta_info"]
             fresh = int(meta["completion_tokens"]) - drawn
             entries = meta["output_token_logprobs"][-fresh:] if fresh else []
@@ -91,9 +92,17 @@ class Sglang:
                 if finish and sum(end - start for _, start, end in spans) == drawn
                 else ()
             )
-            routes = meta.get("routed_experts") or ""
-            yield Reply(
-                ids, [entry[0] for entry in entries], FINISHES.get(finish), versions, routes
+            routing = None
+            if finish:
+                tokens = len(body["input_ids"]) + drawn
+                routing = request.routing(meta.get("routed_experts") or "", tokens)
+            yield Turn(
+                request.id,
+                tuple(ids),
+                tuple(entry[0] for entry in entries),
+                FINISHES.get(finish),
+                routing,
+                versions,
             )
 
     def continues(self, params: SamplingParams) -> bool:
@@ -101,7 +110,9 @@ class Sglang:
         return not params.stop and not params.trace and params.repetition_penalty == 1
 
 
-def generate_body(server: Abilities, request: Request, received: Sequence[int]) -> dict[str, Any]:
+def generate_body(
+    server: Abilities, request: ServerRequest, received: Sequence[int]
+) -> dict[str, Any]:
     params = request.params
     left = params.max_new_tokens - len(received)
     sampling = {
@@ -116,7 +127,7 @@ def generate_body(server: Abilities, request: Request, received: Sequence[int]) 
         else max(STREAMED, -(-left // MOST_EVENTS)),
     }
     return {
-        "input_ids": [*request.ids, *received],
+        "input_ids": [*request.prompt_ids, *received],
         "sampling_params": sampling,
         "return_logprob": True,
         "logprob_start_len": -1,

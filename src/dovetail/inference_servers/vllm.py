@@ -11,11 +11,11 @@ from dovetail.inference_servers.protocol import (
     STREAMED,
     Abilities,
     LogProbs,
-    Reply,
-    Request,
+    ServerRequest,
     pushed_spans,
 )
 from dovetail.sampler.params import SamplingParams
+from dovetail.sampler.turn import Turn
 
 GENERATE = "/inference/v1/generate"
 PUSH_PATHS = (
@@ -100,11 +100,11 @@ class Vllm:
         self,
         client: Client,
         server: Abilities,
-        request: Request,
+        request: ServerRequest,
         received: Sequence[int],
         deadline: Deadline,
-    ) -> Iterator[Reply]:
-        """Continue the prompt and the tokens received."""
+    ) -> Iterator[Turn]:
+        """Yields the parts of a turn that continues the prompt and the tokens received."""
         drawn = 0
         body = generate_body(server, request, received)
         for event in client.stream(GENERATE, body, deadline):
@@ -129,13 +129,17 @@ class Vllm:
                 versions = (
                     pushed_spans(choice.get("weight_versions"), drawn, client.url) if finish else ()
                 )
-                routes = choice.get("routed_experts") or "" if request.params.trace else ""
-                yield Reply(
-                    ids,
-                    [each["logprob"] for each in content],
+                routing = None
+                if finish:
+                    tokens = len(body["token_ids"]) + drawn
+                    routing = request.routing(choice.get("routed_experts") or "", tokens)
+                yield Turn(
+                    request.id,
+                    tuple(ids),
+                    tuple(each["logprob"] for each in content),
                     FINISHES.get(finish),
+                    routing,
                     versions,
-                    routes,
                 )
 
     def continues(self, params: SamplingParams) -> bool:
@@ -158,7 +162,9 @@ class Native(Vllm):
         return replace(super().probe(client, vocab_size), log_probs="tempered", keyed=True)
 
 
-def generate_body(server: Abilities, request: Request, received: Sequence[int]) -> dict[str, Any]:
+def generate_body(
+    server: Abilities, request: ServerRequest, received: Sequence[int]
+) -> dict[str, Any]:
     params = request.params
     sampling = {
         **request.sampling,
@@ -176,7 +182,7 @@ def generate_body(server: Abilities, request: Request, received: Sequence[int]) 
         del sampling["stream_interval"]
     body = {
         "model": server.model,
-        "token_ids": [*request.ids, *received],
+        "token_ids": [*request.prompt_ids, *received],
         "sampling_params": sampling,
         "cache_salt": request.salt,
         "stream": True,

@@ -10,13 +10,14 @@ from dovetail.data.examples import Prompt
 from dovetail.data.rows import batch_rows, mixed_rows
 from dovetail.engine.native import Engine
 from dovetail.errors import DataError
-from dovetail.launch.progress import Phase, Progress
+from dovetail.launch.progress import Progress
 from dovetail.rewards.samples import TrainingProgress
 from dovetail.rl.evaluation import SOLVED_REWARD, EvalSet, Rewarded, with_rewards
 from dovetail.rl.reward_manager import RewardManager
 from dovetail.rl.samples import Sample, sample_row, with_overlong_penalty, without_zero_std_groups
 from dovetail.rl.step_metrics import Row, mean, sample_metrics
-from dovetail.sampler.base import Completion, Prompt as SamplerPrompt, Sampler, SamplingParams
+from dovetail.sampler.base import Prompt as SamplerPrompt, Sampler, SamplingParams, requests_of
+from dovetail.sampler.turn import GenerationRequest, Turn, generate_all
 
 if TYPE_CHECKING:
     from dovetail.recipe.algorithms import AnyRL
@@ -44,17 +45,26 @@ def step_rows(
     return batch_rows(num_rows, trainer.prompts_per_step, seed, cursor)
 
 
-def draw(
-    sampler: Sampler, prompts: Seq[Prompt], params: SamplingParams, first: int = 0
-) -> list[Completion]:
-    """Returns completions whose `row` is the index in `prompts`. Collective.
+def requests_for(
+    prompts: Seq[Prompt], params: SamplingParams, first: int = 0
+) -> list[GenerationRequest]:
+    """Returns `params.samples` requests for each prompt, by prompt; `first` is the first one's row."""
+    rows = enumerate(prompts, first)
+    return requests_of([SamplerPrompt(row, each.ids, each.media) for row, each in rows], params)
 
-    first: number of the first prompt for the sampler's noise.
-    """
-    requests = [
-        SamplerPrompt(first + row, prompt.ids, prompt.media) for row, prompt in enumerate(prompts)
-    ]
-    return [replace(c, row=c.row - first) for c in sampler.sample(requests, params)]
+
+def step_requests(
+    step: int,
+    *,
+    recipe: "Recipe",
+    prompts: Seq[Prompt],
+    sampling: SamplingParams,
+    first_row: int,
+    parts: Seq[tuple[int, float]],
+) -> list[GenerationRequest]:
+    """Returns the requests of a training step, by prompt. first_row, parts: as for `step_rows`."""
+    rows = step_rows(recipe, len(prompts), step, first_row, parts)
+    return requests_for([prompts[row] for row in rows], replace(sampling, step=step))
 
 
 def ignore_evaluation(name: str, step: int, rows: Seq[Row]) -> None:
@@ -128,7 +138,14 @@ class SampleCollector:
             )
             prompts = [self.prompts[i] for i in rows]
             params = replace(self.sampling, step=step)
-            found = self.sample(prompts, params, f"step {step + 1}", first=batch * wanted)
+            requests = requests_for(prompts, params, first=batch * wanted)
+            self.progress.phase("rollout")
+            if batch == 0:
+                turns = self.sampler.generate_step(requests)
+            else:
+                turns = generate_all(self.sampler, requests)
+            self.progress.phase("reward")
+            found = self.reward(prompts, turns, f"step {step + 1}")
             self.dropped += found.dropped
             failed = _added(failed, found.metrics)
             rewarded = rewarded or bool(found.samples)
@@ -176,7 +193,10 @@ class SampleCollector:
             if each.name:
                 where += f" on {each.name}"
                 prefix = f"eval/{each.name}/"
-            found = self.sample(each.prompts, params, where, "eval")
+            self.progress.phase("eval")
+            turns = generate_all(self.sampler, requests_for(each.prompts, params))
+            self.progress.phase("eval")
+            found = self.reward(each.prompts, turns, where)
             rows = [sample_row(sample) for sample in (*found.samples, *found.dropped)]
             self.write_eval(each.name, step, rows)
             metrics = each.measure(found.samples)
@@ -191,28 +211,18 @@ class SampleCollector:
             row |= {f"{prefix}{metric}": value for metric, value in metrics.items()}
         return row
 
-    def sample(
-        self,
-        prompts: Seq[Prompt],
-        params: SamplingParams,
-        where: str,
-        phase: Phase | None = None,
-        first: int = 0,
-    ) -> Rewarded:
-        """Draws and rewards completions of `prompts`.
+    def reward(self, prompts: Seq[Prompt], turns: Seq[Turn], where: str) -> Rewarded:
+        """Rewards the turns of prompts, which are in the order of `requests_for`.
 
-        where: for messages. phase: instead of rollout and reward. first: group of the first prompt.
+        where: for messages.
         """
-        self.progress.phase(phase or "rollout")
-        completions = draw(self.sampler, prompts, params, first)
-        texts = [self.decode(c.ids) for c in completions]
-        self.progress.phase(phase or "reward")
-        found = with_rewards(prompts, completions, texts, self.rewards, where)
-        samples = _renumbered(found.samples, first)
-        dropped = _renumbered(found.dropped, first)
-        made = (sum(len(c.ids) for c in completions), len(completions))
+        samples = len(turns) // max(1, len(prompts))
+        asked = [prompt for prompt in prompts for _ in range(samples)]
+        texts = [self.decode(turn.ids) for turn in turns]
+        found = with_rewards(asked, turns, texts, self.rewards, where)
+        made = (sum(len(turn.ids) for turn in turns), len(turns))
         work = {"rollout": made, "reward": made}
-        return Rewarded(samples, dropped, {**found.metrics, "work": work})
+        return found._replace(metrics={**found.metrics, "work": work})
 
     def _training_progress(self, step: int) -> TrainingProgress:
         """Returns what reward functions are told after `step` steps."""
@@ -235,11 +245,6 @@ class SampleCollector:
                 f"trained: {self.rewards.name} returned None for all of them, which drops a "
                 "sample; return a number"
             )
-
-
-def _renumbered(samples: Seq[Sample], first: int) -> list[Sample]:
-    """Returns the samples with the numbers of their groups counted from `first`."""
-    return [replace(sample, group=first + sample.group) for sample in samples]
 
 
 def _added(before: Row, more: Row) -> Row:

@@ -13,13 +13,14 @@ from dovetail.batch.packed import PackedBatch, Sequence
 from dovetail.data.examples import Prompt
 from dovetail.engine.native import Engine
 from dovetail.engine.teacher import Teacher, evaluate
-from dovetail.rl.collect import draw
+from dovetail.rl.collect import requests_for
 from dovetail.rl.distillation import DistillationLoss, SampledReverseKL
 from dovetail.rl.experience import pack_samples, score_old
 from dovetail.rl.samples import Sample, sample_row
 from dovetail.rl.step_metrics import Row, sample_metrics, update_metrics
 from dovetail.rl.tasks import RowsTask, inner_batches, lengths_of, weighted
 from dovetail.sampler.base import Sampler, SamplingParams
+from dovetail.sampler.turn import generate_all
 
 if TYPE_CHECKING:
     from dovetail.recipe.distillation import Distillation
@@ -100,8 +101,8 @@ class DistillationTask(RowsTask):
         self.sampler.refill(self.policy.weights(self.sampler.dtype))
         self.progress.phase(phase)
         prompts = [prompt_of(number, row) for number, row in enumerate(rows)]
-        completions = draw(self.sampler, prompts, params)
-        return [Sample(prompts[c.row], c.row, c, self.decode(c.ids), 0.0) for c in completions]
+        turns = generate_all(self.sampler, requests_for(prompts, params))
+        return [Sample(prompts[turn.row], turn, self.decode(turn.ids), 0.0) for turn in turns]
 
     def _packed(self, rows: Seq[Sequence | Prompt | Sample]) -> PackedBatch:
         sampled_kl = self.algorithm.divergence == "sampled_reverse_kl"

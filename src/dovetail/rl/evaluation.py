@@ -16,7 +16,7 @@ from dovetail.rewards.runner import RewardRunner
 from dovetail.rl.reward_manager import RewardManager, reward_input
 from dovetail.rl.samples import Sample
 from dovetail.rl.step_metrics import Row, mean
-from dovetail.sampler.base import Completion
+from dovetail.sampler.turn import Turn
 
 SOLVED_REWARD = 1.0
 
@@ -30,26 +30,25 @@ class Rewarded(NamedTuple):
 
 
 def with_rewards(
-    prompts: Seq[Prompt],
-    completions: Seq[Completion],
+    asked: Seq[Prompt],
+    turns: Seq[Turn],
     texts: Seq[str],
     rewards: RewardManager,
     where: str,
 ) -> Rewarded:
-    """Score completions. prompts: by `Completion.row`. Collective.
+    """Scores turns. asked: the prompt of each. Collective.
 
     Samples whose reward failed are in neither list; `reward_errors` counts them.
     """
-    asked = [prompts[c.row] for c in completions]
-    results = rewards(asked, completions, texts)
+    results = rewards(asked, turns, texts)
     errors, cause = rewards.failures.count(results, [prompt.id for prompt in asked], where)
     samples = list[Sample]()
     dropped = list[Sample]()
-    for prompt, c, text, result in zip(asked, completions, texts, results, strict=True):
+    for prompt, turn, text, result in zip(asked, turns, texts, results, strict=True):
         if result.value is not None:
-            samples.append(Sample(prompt, c.row, c, text, result.value, result.parts, result.extra))
+            samples.append(Sample(prompt, turn, text, result.value, result.parts, result.extra))
         elif result.error is None:
-            dropped.append(Sample(prompt, c.row, c, text, math.nan, result.parts, result.extra))
+            dropped.append(Sample(prompt, turn, text, math.nan, result.parts, result.extra))
     metrics: Row = {"reward_errors": errors, "rewards_none": len(dropped)}
     if cause is not None:
         metrics["reward_error"] = cause

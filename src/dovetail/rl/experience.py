@@ -17,7 +17,7 @@ from dovetail.rl.advantages import gae, group_relative, leave_one_out, terminal_
 from dovetail.rl.correction import mismatch
 from dovetail.rl.losses import kl_estimate
 from dovetail.rl.samples import Sample
-from dovetail.sampler.base import Completion
+from dovetail.sampler.turn import Turn
 
 if TYPE_CHECKING:
     from dovetail.recipe.algorithms import AnyRL
@@ -40,25 +40,23 @@ def pack_samples(
     rows = []
     for sample in samples:
         prompt = sample.prompt.ids
-        response = sample.completion
-        log_probs: Seq[float] = [0.0] * len(prompt) + list(response.log_probs)
+        turn = sample.completion
+        log_probs: Seq[float] = [0.0] * len(prompt) + list(turn.log_probs)
         fields: Mapping[str, float | Seq[float]] = {**shared, "rollout_logprob": log_probs}
         if named:
-            fields = {**fields, "lag": [0.0] * len(prompt) + lags(response, newest)}
-        mask = [False] * len(prompt) + [True] * len(response.ids)
-        rows.append(
-            Sequence([*prompt, *response.ids], mask, fields, sample.prompt.media, response.routing)
-        )
+            fields = {**fields, "lag": [0.0] * len(prompt) + lags(turn, newest)}
+        mask = [False] * len(prompt) + [*turn.mask]
+        rows.append(Sequence([*prompt, *turn.ids], mask, fields, sample.prompt.media, turn.routing))
     return PackedBatch.pack(rows)
 
 
-def lags(completion: Completion, version: int) -> list[float]:
+def lags(turn: Turn, version: int) -> list[float]:
     """`version` minus that of each id; 0 where none is named."""
-    found = [0.0] * len(completion.ids)
-    for own, start, end in completion.versions:
+    found = [0.0] * len(turn.ids)
+    for own, start, end in turn.versions:
         if not (0 <= start <= end <= len(found) and own <= version):
             tokens = f"{len(found)} tokens up to version {version}"
-            raise DataError(f"versions {completion.versions} are not those of {tokens}")
+            raise DataError(f"versions {turn.versions} are not those of {tokens}")
         found[start:end] = [float(version - own)] * (end - start)
     return found
 

@@ -21,7 +21,7 @@ from dovetail.rewards.samples import (
     TrainingProgress,
 )
 from dovetail.rl.step_metrics import mean
-from dovetail.sampler.base import Completion
+from dovetail.sampler.turn import Turn
 
 METRIC_PREFIX = "reward_metric/"  # of what functions log by `log_metric`
 
@@ -34,14 +34,15 @@ class Scores:
     metrics: Seq[tuple[str, float]] = ()
 
 
-def reward_input(p: Prompt, c: Completion, text: str) -> RewardInput:
+def reward_input(prompt: Prompt, turn: Turn, text: str) -> RewardInput:
+    assert turn.finish is not None
     return RewardInput(
         completion=text,
-        completion_ids=c.ids,
-        answer=p.answer,
-        finish=c.finish,
-        prompt=p.prompt,
-        columns=p.columns,
+        completion_ids=turn.ids,
+        answer=prompt.answer,
+        finish=turn.finish,
+        prompt=prompt.prompt,
+        columns=prompt.columns,
     )
 
 
@@ -55,7 +56,7 @@ class FunctionReward:
     def score(
         self,
         prompts: Seq[Prompt],
-        completions: Seq[Completion],
+        turns: Seq[Turn],
         texts: Seq[str],
         progress: TrainingProgress,
     ) -> Scores:
@@ -63,9 +64,9 @@ class FunctionReward:
         metrics = list[tuple[str, float]]()
         with agreed(self.mesh):
             if self.runner is not None:
-                samples = zip(prompts, completions, texts, strict=True)
+                samples = zip(prompts, turns, texts, strict=True)
                 inputs = [reward_input(*sample) for sample in samples]
-                groups = [c.row for c in completions]
+                groups = [turn.id.row for turn in turns]
                 scored = self.runner.score(inputs, MAX_REWARD_ERRORS, groups, progress)
                 results = [asdict(each) for each in scored]
                 metrics = self.runner.metrics
@@ -87,7 +88,7 @@ class ModelReward:
     def score(
         self,
         prompts: Seq[Prompt],
-        completions: Seq[Completion],
+        turns: Seq[Turn],
         texts: Seq[str],
         _: TrainingProgress,
     ) -> Scores:
@@ -125,11 +126,11 @@ class RewardManager:
         self._metrics: dict[str, list[float]] = defaultdict(list)
 
     def __call__(
-        self, prompts: Seq[Prompt], completions: Seq[Completion], texts: Seq[str]
+        self, prompts: Seq[Prompt], turns: Seq[Turn], texts: Seq[str]
     ) -> list[RewardResult]:
         parts = []
         for reward in self.rewards.values():
-            scores = reward.score(prompts, completions, texts, self.progress)
+            scores = reward.score(prompts, turns, texts, self.progress)
             parts.append(scores.results)
             for name, value in scores.metrics:
                 self._metrics[name].append(value)

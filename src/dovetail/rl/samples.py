@@ -5,24 +5,28 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dovetail.data.examples import Prompt
-from dovetail.sampler.base import Completion
+from dovetail.sampler.turn import Turn
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A completion with its reward.
+    """A turn with its reward.
 
-    group: the index of its prompt in the step. rewards: terms of the sum by label, if several.
-    extra: what reward functions log for it, by column.
+    rewards: terms of the sum by label, if several. extra: what reward functions log for it, by
+    column.
     """
 
     prompt: Prompt
-    group: int
-    completion: Completion
+    completion: Turn
     text: str
     reward: float
     rewards: Mapping[str, float | None] = field(default_factory=dict)
     extra: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def group(self) -> int:
+        """The place of its prompt in the step."""
+        return self.completion.id.row
 
 
 def sample_row(sample: Sample) -> dict[str, Any]:

@@ -112,15 +112,12 @@ class Callbacks:
             )
 
     def replaced(self, samples: list[Any]) -> list[Any]:
-        known = {(sample.group, sample.completion.sample) for sample in samples}
+        known = {sample.completion.id for sample in samples}
 
         def called(method: Callable[..., list[Any] | None]) -> list[Any]:
             result = method(self.state, list(samples))
             for sample in result or ():
-                if (
-                    not isinstance(sample, type(samples[0]))
-                    or (sample.group, sample.completion.sample) not in known
-                ):
+                if not (isinstance(sample, type(samples[0])) and sample.completion.id in known):
                     raise TypeError(
                         "expected None, or a list of samples it was given, changed by "
                         "dataclasses.replace"
@@ -135,10 +132,7 @@ class Callbacks:
         for each in self.callbacks if samples else ():
             samples = self._together("on_rollout_end", each, called)
             rewards = json.dumps(
-                [
-                    [sample.group, sample.completion.sample, float(sample.reward)]
-                    for sample in samples
-                ]
+                [[*sample.completion.id, float(sample.reward)] for sample in samples]
             )
             if len({*of_all(rewards, self.mesh)}) > 1:
                 name = f"{type(each).__name__}.on_rollout_end"

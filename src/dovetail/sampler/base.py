@@ -1,8 +1,8 @@
-"""The interface of samplers: token ids in, token ids out."""
+"""What samplers have in common: token ids in, token ids out."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -16,7 +16,8 @@ from dovetail.batch.routing import RoutingTrace, narrow_dtype
 from dovetail.errors import CheckpointError, DataError, ModelError, listing
 from dovetail.parallel.collectives import sum_over
 from dovetail.parallel.mesh import Mesh
-from dovetail.sampler.params import Finish, SamplingParams as SamplingParams, Spans
+from dovetail.sampler.params import SamplingParams as SamplingParams
+from dovetail.sampler.turn import GenerationRequest, RequestBatch, RolloutId, Turn, generate_all
 
 Numbers = NDArray[np.int64]
 
@@ -28,35 +29,69 @@ class Prompt:
     media: Media | None = None
 
 
-@dataclass(frozen=True)
-class Completion:
-    row: int
-    sample: int
-    ids: tuple[int, ...]  # with the stop token
-    log_probs: tuple[float, ...]  # at the temperature (greedy: 1), before cuts and penalties
-    finish: Finish
-    routing: RoutingTrace | None = None  # of the prompt, too
-    versions: Spans = ()
-
-
 Watch = Callable[[int, int, int], None]  # samples done, all samples, tokens
 
 
-class Sampler(Protocol):
-    """Collective: all ranks pass the same prompts and get all completions."""
+class Sampler(ABC):
+    """Samples for all ranks, which make the same requests in the same order and get all turns.
 
-    @property
-    def dtype(self) -> torch.dtype | None: ...  # of the weights that it takes; None: as saved
+    dtype: of the weights that it takes.
+    """
 
-    def refill(self, weights: Iterable[tuple[str, Tensor]]) -> None: ...  # (HF name, whole tensor)
+    dtype: torch.dtype
 
-    def sample(
-        self, prompts: Sequence[Prompt], params: SamplingParams
-    ) -> list[Completion]: ...  # by prompt, sample
+    def __init__(self) -> None:
+        self.watch: Watch | None = None
+        self._batch = RequestBatch(self._sample_requests)
+
+    @abstractmethod
+    def refill(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Takes weights as pairs of an HF name and a whole tensor."""
+
+    @abstractmethod
+    def sample(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Turn]:
+        """Returns `params.samples` turns for each prompt, by prompt."""
+
+    async def generate(self, request: GenerationRequest) -> Turn:
+        """Returns the turn of a request, sampled with those that are made together with it.
+
+        All samples of a prompt are asked for together.
+        """
+        return await self._batch.ask(request)
+
+    def generate_step(self, requests: Sequence[GenerationRequest]) -> list[Turn]:
+        """Returns the turns of a training step."""
+        return generate_all(self, requests)
+
+    def _sample_requests(self, requests: Sequence[GenerationRequest]) -> list[Turn]:
+        prompts: dict[SamplingParams, dict[int, Prompt]] = {}
+        for request in requests:
+            row = request.id.row
+            prompt = Prompt(row, request.prompt_ids, request.media)
+            prompts.setdefault(request.params, {}).setdefault(row, prompt)
+        turns = {}
+        for params, by_row in prompts.items():
+            for turn in self.sample([*by_row.values()], params):
+                turns[params, turn.id] = turn
+        return [turns[request.params, request.id] for request in requests]
+
+
+def requests_of(prompts: Iterable[Prompt], params: SamplingParams) -> list[GenerationRequest]:
+    """Returns `params.samples` requests for each prompt, by prompt."""
+    return [
+        GenerationRequest(
+            id=RolloutId(params.step, prompt.row, sample),
+            prompt_ids=prompt.ids,
+            params=params,
+            media=prompt.media,
+        )
+        for prompt in prompts
+        for sample in range(params.samples)
+    ]
 
 
 class SampleBuffer:
-    """Completions by slot; those of other replicas are zeros. moe: of traced experts."""
+    """Sampled ids by slot; those of other replicas are zeros. moe: of traced experts."""
 
     def __init__(
         self,
@@ -106,7 +141,8 @@ class SampleBuffer:
         self.log_probs.numpy()[slots[row], drawn[row] + step] = outputs[step, 1, row]
         self.counts.numpy()[slots] += taken
 
-    def completions(self) -> list[Completion]:
+    def turns(self) -> list[Turn]:
+        """Returns those of all replicas. Collective."""
         replicas = self.mesh["data"]
         device = self.mesh.device
         counts: list[int] = sum_over(self.counts.to(device), replicas).tolist()
@@ -114,7 +150,7 @@ class SampleBuffer:
         ids = sum_over(self.ids[:, :longest].to(device), replicas).tolist()
         log_probs = sum_over(self.log_probs[:, :longest].to(device), replicas).tolist()
         experts = None if self.moe is None else sum_over(self.experts, replicas).cpu()
-        out = []
+        turns = []
         for slot, count in enumerate(counts):
             index, sample = divmod(slot, self.params.samples)
             prompt = self.prompts[index]
@@ -125,11 +161,16 @@ class SampleBuffer:
                 valid = torch.arange(length) < length - 1  # the last token was not routed
                 routed = experts[slot, :length].to(torch.int32) * valid[:, None, None]
                 trace = RoutingTrace(self.moe.numbers, routed, valid)
-            finish: Finish = "stop" if drawn[-1] in self.params.stop_ids else "length"
-            out.append(
-                Completion(prompt.row, sample, drawn, tuple(log_probs[slot][:count]), finish, trace)
+            turns.append(
+                Turn(
+                    RolloutId(self.params.step, prompt.row, sample),
+                    drawn,
+                    tuple(log_probs[slot][:count]),
+                    "stop" if drawn[-1] in self.params.stop_ids else "length",
+                    trace,
+                )
             )
-        return out
+        return turns
 
 
 def check_weights(problems: list[str]) -> None:

@@ -16,11 +16,10 @@ from dovetail.parallel.collectives import stack_over
 from dovetail.parallel.mesh import Mesh
 from dovetail.parallel.placement import as_index, checkpoint_shapes
 from dovetail.sampler.base import (
-    Completion,
     Prompt,
     SampleBuffer,
+    Sampler,
     SamplingParams,
-    Watch,
     check_request,
     check_weights,
 )
@@ -28,6 +27,7 @@ from dovetail.sampler.kv_cache import PageBudget, PagedCache, PagePool, numbers_
 from dovetail.sampler.model_runner import Capture, ModelRunner, cuda_capture, pad_to_bucket
 from dovetail.sampler.sampling import streams
 from dovetail.sampler.scheduler import GenerationLoop, Group, Scheduler
+from dovetail.sampler.turn import Turn
 from dovetail.weights.hf_reader import TensorSource
 from dovetail.weights.load import load
 from dovetail.weights.shards import checkpoint_params, form_of
@@ -48,8 +48,8 @@ class SamplerOptions:
     keep_cache: bool = False
 
 
-class NativeSampler:
-    """A layout of its own: tp, and replicas over dp x cp. Implements `Sampler`."""
+class NativeSampler(Sampler):
+    """The embedded sampler, in a layout of its own: tp, and replicas over dp x cp."""
 
     def __init__(
         self,
@@ -64,6 +64,7 @@ class NativeSampler:
     ) -> None:
         """max_tokens: of a replica's cache; default 2^16, on a GPU half of the free memory."""
         assert mesh["pp"].size == 1, "factory.sampler makes pipeline ranks tensor-parallel ones"
+        super().__init__()
         self.spec = spec
         self.mesh = mesh
         self.kernels = kernels
@@ -80,7 +81,6 @@ class NativeSampler:
         self._runner: ModelRunner | None = None
         self._wanted_pages = 0  # before the memory budget
         self.filled = False
-        self.watch: Watch | None = None
 
     @torch.no_grad()
     def refill(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -102,7 +102,7 @@ class NativeSampler:
         self.model.experts = form_of(self.model, source)
 
     @torch.no_grad()
-    def sample(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Completion]:
+    def sample(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Turn]:
         rope = self.spec.rope
         limit = (rope.kind, rope.max_positions) if rope.kind in BY_LENGTH else None
         check_request(prompts, params, self.spec.vocab_size, limit, filled=self.filled)
@@ -112,7 +112,7 @@ class NativeSampler:
         lengths = buffer.local_prompts(self.spec.width)
         if lengths:
             self._run(lengths, buffer)
-        return buffer.completions()
+        return buffer.turns()
 
     def _run(self, lengths: dict[int, int], buffer: SampleBuffer) -> None:
         options = self.options

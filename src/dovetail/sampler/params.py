@@ -1,12 +1,14 @@
 """What is asked of samplers, and how samples end. Imports no torch."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 from dovetail.bounds import MAX_NEW_TOKENS, MAX_SAMPLES, MAX_TEMPERATURE, MIN_TEMPERATURE
 from dovetail.errors import ConfigError
 
-Spans = tuple[tuple[int, int, int], ...]  # (version of the weights, first token, behind the last)
+# (version of the weights, first token that it drew, end)
+VersionSpans = tuple[tuple[int, int, int], ...]
 Finish = Literal["stop", "length"]
 
 
@@ -51,3 +53,14 @@ class SamplingParams:
     @property
     def cuts(self) -> bool:
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+
+def join_spans(spans: VersionSpans, more: Iterable[tuple[int, int, int]]) -> VersionSpans:
+    """Returns both in one, with neighbors of the same version as one span and no empty ones."""
+    for version, start, end in more:
+        if spans and spans[-1][0] == version:
+            start = spans[-1][1]
+            spans = spans[:-1]
+        if end > start:
+            spans = (*spans, (version, start, end))
+    return spans

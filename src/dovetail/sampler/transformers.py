@@ -23,15 +23,15 @@ from dovetail.hf.vision import as_images, family_of, kinds_of
 from dovetail.parallel.consensus import agreed
 from dovetail.parallel.mesh import Mesh
 from dovetail.sampler.base import (
-    Completion,
     Prompt,
     SampleBuffer,
+    Sampler,
     SamplingParams,
-    Watch,
     check_request,
     check_weights,
 )
 from dovetail.sampler.sampling import draw, uniforms
+from dovetail.sampler.turn import Turn
 from dovetail.weights.hf_reader import TensorSource
 from dovetail.weights.shards import FUSED, MIXTRAL
 
@@ -54,11 +54,12 @@ def plan_static_batches(
     return batches
 
 
-class TransformersSampler:
-    """Implements `Sampler`; the whole model is on every rank."""
+class TransformersSampler(Sampler):
+    """A sampler by transformers' `generate`, with the whole model on every rank."""
 
     def __init__(self, config: Mapping[str, Any], mesh: Mesh, dtype: torch.dtype) -> None:
         assert mesh["tp"].size == mesh["pp"].size == 1, "factory.sampler makes all ranks replicas"
+        super().__init__()
         self.mesh = mesh
         self.dtype = dtype
         known = known_config(config)
@@ -73,7 +74,6 @@ class TransformersSampler:
         self.vocab_size: int = known.get_text_config().vocab_size
         self.limit = length_limit(known)
         self._filled = False
-        self.watch: Watch | None = None
 
     @torch.no_grad()
     def refill(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -112,7 +112,7 @@ class TransformersSampler:
             self.refill((name, source.read(name)) for name in source.names)
 
     @torch.no_grad()
-    def sample(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Completion]:
+    def sample(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Turn]:
         check_request(prompts, params, self.vocab_size, self.limit, filled=self._filled)
         buffer = SampleBuffer(prompts, params, self.mesh, self.mesh.device)
         lengths = buffer.local_prompts()
@@ -124,7 +124,7 @@ class TransformersSampler:
             done += len(batch)
             if self.watch is not None:
                 self.watch(done, len(lengths) * params.samples, int(buffer.counts.sum()))
-        return buffer.completions()
+        return buffer.turns()
 
     def _run(self, batch: StaticBatch, buffer: SampleBuffer) -> None:
         rows = [buffer.prompts[i] for i, _ in batch]
