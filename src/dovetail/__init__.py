@@ -24,7 +24,7 @@ if TYPE_CHECKING:
         TrainerCallback as TrainerCallback,
         TrainerState as TrainerState,
     )
-    from dovetail.run.trainer import Outcome as Outcome
+    from dovetail.run.outcome import Outcome as Outcome
     from dovetail.sampler.turn import Completion as Completion, Turn as Turn
 
 __version__ = "0.1.0"
@@ -37,7 +37,7 @@ HOMES: Mapping[str, str] = {
     "Layout": "dovetail.parallel.layout",
     "Loss": "dovetail.batch.loss",
     "OptimSettings": "dovetail.optim.optimizer",
-    "Outcome": "dovetail.run.trainer",
+    "Outcome": "dovetail.run.outcome",
     "PackedBatch": "dovetail.batch.packed",
     "ParamGroup": "dovetail.optim.groups",
     "Sample": "dovetail.rl.samples",

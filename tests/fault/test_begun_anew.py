@@ -35,7 +35,7 @@ def opened(path: Path, resume: str = "auto", index: int | None = None) -> RunDir
     run = RunDirectory(recipe, Mesh.solo(), resume)
     if index is not None:
         die_at(index)
-    run.claim()
+    run.lock_and_find_resume()
     run.open(Contents(engines={}, auxiliary={}, model="m", data="d"))
     run.close()
     return run

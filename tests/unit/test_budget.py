@@ -2,14 +2,15 @@
 
 import pytest
 
-from dovetail.run import trainer
-from dovetail.run.trainer import Row
+from dovetail.run import budget, trainer
+from dovetail.run.outcome import Row
 from tests.unit.test_trainer import LOOP, Clock, PretendedRun, PretendedTask, loop, train
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
+    monkeypatch.setattr(budget, "time", clock)
     monkeypatch.setattr(trainer, "time", clock)
     return clock
 

@@ -194,7 +194,7 @@ def test_callbacks_replace_rewards_and_drop_samples() -> None:
         pretended_ppo(report(1.0), report(1.0)),
         Callbacks(TrainerState(RECIPE, True), Mesh.solo()),
     )
-    task.collector.rollout_end = on.replaced
+    task.collector.rollout_end = on.replace_samples
     on.callbacks = [
         Judge(lambda samples: [replace(s, reward=float(s.group)) for s in samples if s.group != 1]),
         Judge(lambda _: None),

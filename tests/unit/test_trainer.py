@@ -14,10 +14,11 @@ from dovetail.parallel.mesh import Mesh
 from dovetail.recipe.schema import TrainerSection, make_recipe
 from dovetail.recipe.tracking import ProfileSection
 from dovetail.rl.step_metrics import Row
-from dovetail.run import trainer
+from dovetail.run import budget, trainer
 from dovetail.run.callbacks import Callbacks, TrainerCallback, TrainerState
+from dovetail.run.outcome import Outcome
 from dovetail.run.profiler import Profiler
-from dovetail.run.trainer import Guard, Outcome, Task
+from dovetail.run.trainer import Guard, Task
 
 
 def loop(**keys: Any) -> TrainerSection:
@@ -76,7 +77,7 @@ class PretendedRun:
         self.checkpoints: list[int] = []
         self.started: list[Row] = []
         self.stop_after = stop_after
-        self.on = Callbacks(
+        self.callbacks = Callbacks(
             TrainerState(
                 make_recipe({"model": {"path": "m"}, "data": {"train": "rows"}, "run_dir": "run"}),
                 True,
@@ -116,6 +117,7 @@ class PretendedRun:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
+    monkeypatch.setattr(budget, "time", clock)
     monkeypatch.setattr(trainer, "time", clock)
     return clock
 
@@ -297,7 +299,7 @@ def steered(
     clock: Clock, run: PretendedRun, **flags: tuple[str, int]
 ) -> tuple[Steering, PretendedTask, Outcome]:
     task, callback = PretendedTask(clock), Steering(**flags)
-    run.on.callbacks = [callback]
+    run.callbacks.callbacks = [callback]
     return callback, task, train(task, run, LOOP)
 
 
@@ -315,7 +317,7 @@ def test_callbacks_are_called_in_turn_and_add_columns(clock: Clock) -> None:
         run.rows[-1]["eval_double"],
         run.rows[0]["eval_double_before"],
     ) == (10, 10, 0)
-    assert (run.on.state.max_steps, run.on.state.log_history) == (5, run.rows)
+    assert (run.callbacks.state.max_steps, run.callbacks.state.log_history) == (5, run.rows)
     callback, _, _ = steered(
         clock, PretendedRun(done=[{"step": n, "loss": 0.0} for n in (1, 2, 3)])
     )
@@ -331,7 +333,7 @@ def test_flags_of_callbacks_steer_the_loop(clock: Clock) -> None:
         should_save=("step_begin", 0),
         should_evaluate=("step_end", 2),
     )
-    assert (run.on.state.global_step, task.evaluated, run.checkpoints) == (3, [0, 2, 3], [1])
+    assert (run.callbacks.state.global_step, task.evaluated, run.checkpoints) == (3, [0, 2, 3], [1])
     assert not outcome.stopped and outcome.after["eval_reward_mean"] == 3.0
     for when in (("step_begin", 1), ("train_begin", 0)):
         _, task, _ = steered(clock, PretendedRun(), should_training_stop=when)
@@ -345,7 +347,7 @@ def test_flags_of_callbacks_steer_the_loop(clock: Clock) -> None:
 def test_what_a_callback_may_not_do_is_named(clock: Clock) -> None:
     def failing(event: str, method: Callable[..., Any]) -> str:
         run = PretendedRun()
-        run.on.callbacks = [type("Mine", (TrainerCallback,), {event: method})()]
+        run.callbacks.callbacks = [type("Mine", (TrainerCallback,), {event: method})()]
         with pytest.raises(CallbackError) as raised:
             train(PretendedTask(clock), run, LOOP)
         return str(raised.value)

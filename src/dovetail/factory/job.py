@@ -78,7 +78,7 @@ class Job:
 
     def start(self) -> None:
         """Collective."""
-        state = self.run.on.state
+        state = self.run.callbacks.state
         engines = self.contents.engines
         state.engine = engines[POLICY]
         state.critic = engines.get(CRITIC)
@@ -114,7 +114,7 @@ class Builder(RunParts):
             if run.lead and not self.dry_run:
                 self.progress.listener = run.console.phase
                 run.console.start()
-            run.claim(damaged)
+            run.lock_and_find_resume(damaged)
             source = self.source
             model = self.first_weights = model_fingerprint(
                 source.config, source.auxiliary, source.path, self.mesh
@@ -339,7 +339,7 @@ class Builder(RunParts):
             prompts=prompts,
             rewards=rewards,
             write_eval=run.write_eval,
-            rollout_end=run.on.replaced,
+            rollout_end=run.callbacks.replace_samples,
         )
         task = RLTask(
             recipe=self.recipe,

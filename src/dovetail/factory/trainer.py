@@ -19,7 +19,8 @@ from dovetail.parallel.process_group import (
 from dovetail.recipe.schema import Recipe, load_recipe, make_recipe
 from dovetail.recipe.yaml import flat
 from dovetail.run.callbacks import TrainerCallback
-from dovetail.run.trainer import Outcome, train
+from dovetail.run.outcome import Outcome
+from dovetail.run.trainer import train
 
 
 class Trainer:
@@ -95,10 +96,10 @@ def run_job(
         stack.push(job.run.note_failure)
         stack.enter_context(stop)
         stack.enter_context(deterministic(job.recipe.trainer.deterministic))
-        job.run.on.callbacks = callbacks
+        job.run.callbacks.callbacks = callbacks
         job.start()
         outcome = train(job.task, job.run, job.recipe.trainer, progress)
         progress.phase("save")
         job.run.finish(outcome)
-        job.run.on("on_train_end")
+        job.run.callbacks("on_train_end")
     return outcome

@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,8 +39,8 @@ class TrainerState:
     should_evaluate: bool = False
     should_save: bool = False
 
-    def takes(self, flag: str) -> bool:
-        """Read and clear a flag."""
+    def pop_flag(self, flag: str) -> bool:
+        """Returns and clears a flag."""
         is_set = bool(vars(self)[flag])
         setattr(self, flag, False)
         return is_set
@@ -79,7 +80,7 @@ class TrainerCallback:
 
 
 class Callbacks:
-    """Collective."""
+    """Calls the callbacks of a run, all ranks together. Collective."""
 
     def __init__(self, state: TrainerState, mesh: Mesh) -> None:
         self.state = state
@@ -88,82 +89,86 @@ class Callbacks:
 
     def __call__(self, event: str, *given: Any) -> None:
         for each in self.callbacks:
-            self._together(event, each, lambda method: method(self.state, *given))
+            self._call(event, each, lambda method: method(self.state, *given))
 
     def add_columns(self, event: str, row: dict[str, Any], prefix: str = "") -> None:
-        def called(method: Callable[..., object]) -> None:
-            method(self.state, mine)
-            for name in {**row, **mine}:
-                if name in row and (name not in mine or mine[name] is not row[name]):
-                    raise ValueError(f"{name!r} is a column of the run; add one under another name")
-                if name not in row and not (
-                    name.startswith(prefix) and isinstance(mine[name], (int, float))
-                ):
-                    start = f"a name that begins with {prefix}, and " if prefix else ""
-                    raise ValueError(
-                        f"added {name!r}: {type(mine[name]).__name__}; expected {start}a number"
-                    )
-
+        """Callbacks may add numbers to `row` whose names begin with `prefix`."""
         for each in self.callbacks:
             mine = dict(row)
-            self._together(event, each, called)
-            row |= of_first(
-                {name: value for name, value in mine.items() if name not in row}, self.mesh
-            )
+            self._call(event, each, partial(self._add, row, mine, prefix))
+            added = {name: value for name, value in mine.items() if name not in row}
+            row |= of_first(added, self.mesh)
 
-    def replaced(self, samples: list[Any]) -> list[Any]:
+    def _add(
+        self, row: dict[str, Any], mine: dict[str, Any], prefix: str, method: Callable[..., object]
+    ) -> None:
+        method(self.state, mine)
+        _check_columns(row, mine, prefix)
+
+    def replace_samples(self, samples: list[Any]) -> list[Any]:
+        """Returns the samples as `on_rollout_end` of each callback changes them."""
         known = {sample.completion.id for sample in samples}
 
-        def called(method: Callable[..., list[Any] | None]) -> list[Any]:
+        def replace(method: Callable[..., list[Any] | None]) -> list[Any]:
             result = method(self.state, list(samples))
             for sample in result or ():
-                if not (isinstance(sample, type(samples[0])) and sample.completion.id in known):
-                    raise TypeError(
-                        "expected None, or a list of samples it was given, changed by "
-                        "dataclasses.replace"
-                    )
-                if not (isinstance(sample.reward, (int, float)) and math.isfinite(sample.reward)):
-                    raise ValueError(
-                        f"the reward {quoted(sample.reward)} of {sample.prompt.id!r}: not a "
-                        "finite number"
-                    )
+                _check_sample(sample, type(samples[0]), known)
             return samples if result is None else list(result)
 
         for each in self.callbacks if samples else ():
-            samples = self._together("on_rollout_end", each, called)
-            rewards = json.dumps(
-                [[*sample.completion.id, float(sample.reward)] for sample in samples]
-            )
-            if len({*of_all(rewards, self.mesh)}) > 1:
+            samples = self._call("on_rollout_end", each, replace)
+            rewards = [[*sample.completion.id, float(sample.reward)] for sample in samples]
+            if len({*of_all(json.dumps(rewards), self.mesh)}) > 1:
                 name = f"{type(each).__name__}.on_rollout_end"
                 raise CallbackError(
                     f"{name} returned other samples or rewards on other ranks; make them equal"
                 )
         return samples
 
-    def _together(self, event: str, callback: TrainerCallback, call: Callable[[Any], Any]) -> Any:
-        """An exception on one rank raises on all."""
+    def _call(self, event: str, callback: TrainerCallback, call: Callable[[Any], Any]) -> Any:
+        """Calls a method of `callback`. An exception on one rank raises on all."""
         name = f"{type(callback).__name__}.{event}"
         try:
             result = call(getattr(callback, event))
         except Exception as error:
-            raise CallbackError(self._problems(name, f"{type(error).__name__}: {error}")) from error
-        if problems := self._problems(name, ""):
-            raise CallbackError(problems)
+            raise CallbackError(self._problem(name, f"{type(error).__name__}: {error}")) from error
+        problem = self._problem(name, "")
+        if problem:
+            raise CallbackError(problem)
         return result
 
-    def _problems(self, name: str, own: str) -> str:
-        """Errors of all ranks; also combines the flags."""
+    def _problem(self, name: str, mine: str) -> str:
+        """Returns the error of any rank, "" for none; also combines the flags."""
         state = self.state
-        ranks = of_all([own, *(vars(state)[flag] for flag in FLAGS)], self.mesh)
+        ranks = of_all([mine, *(vars(state)[flag] for flag in FLAGS)], self.mesh)
         for i, flag in enumerate(FLAGS):
             setattr(state, flag, any(rank[1 + i] for rank in ranks))
         failed = {rank: theirs[0] for rank, theirs in enumerate(ranks) if theirs[0]}
+        if not failed:
+            return ""
         where = f" on rank {', '.join(map(str, failed))}" if len(ranks) > 1 else ""
-        problem = next(iter(failed.values()), "")
         after = f"after step {state.global_step} of {state.max_steps}"
-        return (
-            f"{name} failed{where}, {after}: {problem}; what the run has saved is whole"
-            if failed
-            else ""
+        first = next(iter(failed.values()))
+        return f"{name} failed{where}, {after}: {first}; what the run has saved is whole"
+
+
+def _check_columns(row: dict[str, Any], mine: dict[str, Any], prefix: str) -> None:
+    """ValueError unless `mine` is `row` with further numbers."""
+    for name in {**row, **mine}:
+        if name in row and (name not in mine or mine[name] is not row[name]):
+            raise ValueError(f"{name!r} is a column of the run; add one under another name")
+        if name in row or (name.startswith(prefix) and isinstance(mine[name], (int, float))):
+            continue
+        start = f"a name that begins with {prefix}, and " if prefix else ""
+        raise ValueError(f"added {name!r}: {type(mine[name]).__name__}; expected {start}a number")
+
+
+def _check_sample(sample: Any, kind: type, known: set[Any]) -> None:
+    is_sample: bool = isinstance(sample, kind)
+    if not is_sample or sample.completion.id not in known:
+        raise TypeError(
+            "expected None, or a list of samples it was given, changed by dataclasses.replace"
         )
+    if not (isinstance(sample.reward, (int, float)) and math.isfinite(sample.reward)):
+        reward = quoted(sample.reward)
+        raise ValueError(f"the reward {reward} of {sample.prompt.id!r}: not a finite number")

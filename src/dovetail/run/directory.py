@@ -4,9 +4,6 @@ superseded/ has files of steps that a resumed run repeats.
 """
 
 import math
-import os
-import re
-import shutil
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence as Seq
@@ -19,12 +16,11 @@ from typing import Any
 
 import torch
 
-from dovetail.checkpoint.retention import NONE, Retention, clear_debris, oldest_of_last, set_aside
+from dovetail.checkpoint.retention import NONE, Retention
 from dovetail.checkpoint.train_state import MODEL_ROLE
-from dovetail.checkpoint.writer import Saver
 from dovetail.device import peak_flops, peak_memory_gib, usage
 from dovetail.engine.native import Engine
-from dovetail.errors import CheckpointError, ConfigError, MachineError
+from dovetail.errors import ConfigError
 from dovetail.jsonl import ODD_LETTERS, append, json_line
 from dovetail.launch.progress import Progress
 from dovetail.parallel.collectives import stack_over
@@ -32,44 +28,51 @@ from dovetail.parallel.consensus import agreed, of_all, of_first
 from dovetail.parallel.mesh import Mesh
 from dovetail.recipe.schema import Recipe
 from dovetail.run.callbacks import Callbacks, TrainerState
-from dovetail.run.console import Console, curve, log_path, note_failure, rank_log
-from dovetail.run.learning import EQUAL, LearningNotes
+from dovetail.run.checkpoints import RunCheckpoints, check_space
+from dovetail.run.console import Console, log_path, note_failure, rank_log
+from dovetail.run.learning import LearningNotes
 from dovetail.run.lock import RunLock, refuse_unshared
 from dovetail.run.loggers import RunFacts, check_loggers
-from dovetail.run.metrics import METRICS, Metrics, Records, missing_rows, read_rows, write_samples
-from dovetail.run.paths import CHECKPOINTS, CONFIG, EVENTS, HF, check_run_dir, is_run
+from dovetail.run.metrics import METRICS, Metrics, Records, missing_rows, write_samples
+from dovetail.run.outcome import Outcome, Row, evaluation_of
+from dovetail.run.paths import CONFIG, EVAL, EVENTS, HF, PROFILE, ROLLOUTS, check_run_dir, is_run
 from dovetail.run.profiler import Profiler
 from dovetail.run.resume import Resumed, find
 from dovetail.run.state import RunState, random_state, restore_random_state
-from dovetail.run.trainer import Outcome, Row, evaluation_of
+from dovetail.run.summary import summary
+from dovetail.run.superseded import set_later_aside
 from dovetail.weights.atomic import make_directory, replace_file
 from dovetail.weights.safe_paths import AuxiliaryFiles
 from dovetail.weights.stream import Export
 
 POLICY = MODEL_ROLE
 CRITIC = "critic"
-ROLLOUTS = "rollouts"
-EVAL = "eval"
-PROFILE = "profile"
-SUPERSEDED = "superseded"
 LOG = "console.log"
-ROOM_FOR = 2  # checkpoints: old and new
-OF_STEP = re.compile(r"step_(\d+)\.|step-(\d+)$")
-MAX_FAILED_SAVES = 3  # in a row
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contents:
-    """model, data: fingerprints."""
+    """What a run trains. engines: by role. model, data: fingerprints."""
 
     engines: Mapping[str, Engine]
     auxiliary: AuxiliaryFiles
     model: str
     data: str
 
+    def exports(self) -> list[Export]:
+        """The pieces of a checkpoint; the first is the model's."""
+        return [
+            export
+            for role, engine in self.engines.items()
+            for export in engine.export_training(role, with_model=role == POLICY)
+        ]
+
 
 class RunDirectory:
-    """resume: auto, never or step=N. stop_signal: of this rank; 0: none."""
+    """What a run reads and writes: its lock, metrics, samples, checkpoints, logs and final model.
+
+    resume: auto, never or step=N. stop_signal: of this rank; 0: none.
+    """
 
     def __init__(
         self,
@@ -97,7 +100,7 @@ class RunDirectory:
         self._stop_signal = stop_signal
         self._quiet = progress is not None and progress.is_watched
         self._rank_log = log_path(self.path, mesh["world"].rank)
-        self.on = Callbacks(TrainerState(recipe, self.lead), mesh)
+        self.callbacks = Callbacks(TrainerState(recipe, self.lead), mesh)
         self.after_save: Callable[[int], None] | None = None  # takes the oldest kept step
         self._records = Records(self.say)
         self._lock = RunLock(self.path)
@@ -106,8 +109,7 @@ class RunDirectory:
         self._before: Row = {}
         self._earlier: list[Row] = []
         self._score: float | None = None
-        self._saved: int | None = None  # the step of the newest whole checkpoint
-        self._saving = self._order = self._failed_saves = 0
+        self._order = 0  # of the newest save
         self._existed = False
         self._at_close = ExitStack()
         self._at_close.callback(self.console.stop)
@@ -116,13 +118,13 @@ class RunDirectory:
     @property
     def first_row(self) -> int:
         """Row of the data stream at step 0."""
-        state = None if self.resumed is None else self.resumed.state
-        return (
-            0 if state is None else state.cursor - state.step * self.recipe.trainer.prompts_per_step
-        )
+        if self.resumed is None:
+            return 0
+        state = self.resumed.state
+        return state.cursor - state.step * self.recipe.trainer.prompts_per_step
 
-    def claim(self, damaged: Mapping[str, str] = NONE) -> None:
-        """Collective. Lock the directory and find what to resume. damaged: steps to skip, and why."""
+    def lock_and_find_resume(self, damaged: Mapping[str, str] = NONE) -> None:
+        """Sets `resumed`. damaged: steps to skip, and why. Collective."""
         with agreed(self.mesh, self.path):
             check_loggers(self.recipe.trainer.loggers)
             if self.lead:
@@ -136,86 +138,77 @@ class RunDirectory:
 
     def check_space(self, contents: Contents) -> None:
         """Collective."""
+        exports = contents.exports()
         saves = self.recipe.trainer.save_every > 0
-        exports = _exports(contents)
-        needed = sum(
-            spec.num_bytes for e in (exports if saves else exports[:1]) for spec in e.specs.values()
-        )
-        needed *= ROOM_FOR if saves else 1
-        wanted = f"{ROOM_FOR} checkpoints take" if saves else "the final model takes"
-        remedy = (
-            "choose another run_dir, or set trainer.save_every=0"
-            if saves
-            else "or choose another run_dir"
-        )
         with agreed(self.mesh):
             if self.lead:
-                folder = next(
-                    f for f in (self.path.absolute(), *self.path.absolute().parents) if f.exists()
-                )
-                total, _, free = shutil.disk_usage(folder)
-                if free < needed and total:  # total 0: unknown
-                    room = f"{free / 1e9:.2g} GB are free, but {wanted} {needed / 1e9:.2g} GB"
-                    raise MachineError(f"run_dir {self.path}: {room}; free some, {remedy}")
+                check_space(self.path, exports if saves else exports[:1], saves=saves)
 
     def open(self, contents: Contents) -> None:
-        """Collective."""
+        """Begins to write. Collective."""
         self.contents = contents
         resumed = self.resumed
         self.run_id = of_first(uuid.uuid4().hex, self.mesh)
+        step = 0
         if resumed is not None:
-            state = resumed.state
-            self.run_id = state.run_id
-            self._before = dict(state.before)
-            self._saved = state.step
+            step = resumed.state.step
+            self.run_id = resumed.state.run_id
+            self._before = dict(resumed.state.before)
+            self._order = resumed.state.order
         with agreed(self.mesh, self.path):
             if self.lead:
-                make_directory(self.path / ROLLOUTS)
-                self._lock.acquire()
-                if is_run(self.path) != self._existed:
-                    raise ConfigError(
-                        f"another run began in run_dir {self.path}; start again to go on from it"
-                    )
-                self._set_later_aside()
-                replace_file(self.path / CONFIG, self.recipe.to_yaml().encode())
-                first = 1 if resumed is None else resumed.state.step + 1
-                facts = RunFacts(
-                    path=self.path, config=self.config, run_id=self.run_id, first_step=first
-                )
-                self._metrics = Metrics(facts, self.recipe.trainer.loggers, self.say)
-                self._at_close.callback(self._metrics.close)
+                self._write_first_files(step)
         name = f"rank {self.mesh['world'].rank} of {self.mesh['world'].size}"
         self._at_close.enter_context(
             rank_log(self._rank_log, name, quiet=self._quiet and not self.lead)
         )
         self.console.log_to(self.path / LOG, self._rank_log)
-        self._order, self._earlier = of_first([self._order, self._earlier], self.mesh)
+        self._earlier = of_first(self._earlier, self.mesh)
         for row in self._earlier:
             self._notes.of(row)
-        background = self.recipe.trainer.async_save
-        self._saver = Saver(
-            self.path / CHECKPOINTS, self.mesh, self.retention, background=background
+        self.checkpoints = RunCheckpoints(
+            self.path,
+            self.mesh,
+            self.retention,
+            self.callbacks,
+            self.event,
+            self.say,
+            background=self.recipe.trainer.async_save,
+            saved_step=None if resumed is None else step,
         )
-        self._at_close.callback(self._saver.join)
+        self.checkpoints.after_save = self.after_save
+        self._at_close.callback(self.checkpoints.close)
         if resumed is not None:
             self._report_resume(resumed)
 
-    def earlier(self) -> tuple[int, list[Row], Row] | None:
-        """Of a resumed run: step, rows, first evaluation."""
-        return (
-            None
-            if self.resumed is None
-            else (self.resumed.state.step, list(self._earlier), self._before)
+    def _write_first_files(self, step: int) -> None:
+        """step: of the checkpoint that the run goes on from."""
+        make_directory(self.path / ROLLOUTS)
+        self._lock.acquire()
+        if is_run(self.path) != self._existed:
+            raise ConfigError(
+                f"another run began in run_dir {self.path}; start again to go on from it"
+            )
+        self._earlier = set_later_aside(self.path, step, self._order)
+        replace_file(self.path / CONFIG, self.recipe.to_yaml().encode())
+        facts = RunFacts(
+            path=self.path, config=self.config, run_id=self.run_id, first_step=step + 1
         )
+        self._metrics = Metrics(facts, self.recipe.trainer.loggers, self.say)
+        self._at_close.callback(self._metrics.close)
+
+    def earlier(self) -> tuple[int, list[Row], Row] | None:
+        """Step, rows and first evaluation of a resumed run."""
+        if self.resumed is None:
+            return None
+        return self.resumed.state.step, list(self._earlier), self._before
 
     def start(self, evaluation: Row) -> None:
         """evaluation: before training."""
         self._before = evaluation
         if evaluation and self.resumed is None:
-            self.say(
-                "before training: "
-                + "  ".join(f"{name} {value:.3f}" for name, value in evaluation.items())
-            )
+            numbers = (f"{name} {value:.3f}" for name, value in evaluation.items())
+            self.say("before training: " + "  ".join(numbers))
             if math.isnan(evaluation.get("eval_reward_mean", 0.0)):
                 self.say(
                     "warning: the reward returned None for every sample of data.eval; nothing "
@@ -224,15 +217,14 @@ class RunDirectory:
         self.console.start()
 
     def record(self, row: Row, samples: Seq[Row]) -> None:
-        """Collective."""
+        """Writes the row of a step to metrics.jsonl, loggers and the console. Collective."""
         flops = row.pop("flops", 0.0)
         device = self.mesh.device
-        row |= {
-            "timestamp": time.time(),
-            "peak_memory_gib": peak_memory_gib(device),
-            **usage(device),
-        }
-        if (peak := peak_flops(device)) is not None:
+        row["timestamp"] = time.time()
+        row["peak_memory_gib"] = peak_memory_gib(device)
+        row |= usage(device)
+        peak = peak_flops(device)
+        if peak is not None:
             row["mfu"] = flops / row["step_seconds"] / (peak * self.mesh["world"].size)
         with agreed(self.mesh):
             if self._metrics is not None:
@@ -240,89 +232,88 @@ class RunDirectory:
                 if samples:
                     path = self.path / ROLLOUTS / f"step_{row['step']:06}.jsonl"
                     self._records.write(partial(write_samples, path, samples))
-        self._score = row["reward_mean"] if "reward_mean" in row else -row["loss"]
-        if self.recipe.trainer.eval_every and (
-            self.recipe.data.eval or self.recipe.eval.sets
-        ):  # None at other steps
-            first = next(iter(evaluation_of(row).items()), None)
-            self._score = None
-            if first is not None:
-                name, value = first
-                self._score = -value if name.endswith("loss") else value
+        self._score = self._score_of(row)
         self.console.step(row)
         for note in self._notes.of(row):
             self.say(f"note: {note}")
 
+    def _score_of(self, row: Row) -> float | None:
+        """Higher is better: the evaluation, if steps are evaluated, else the reward or loss."""
+        recipe = self.recipe
+        if recipe.trainer.eval_every and (recipe.data.eval or recipe.eval.sets):
+            evaluation = evaluation_of(row)
+            if not evaluation:  # a step between two evaluations
+                return None
+            name = next(iter(evaluation))
+            return -evaluation[name] if name.endswith("loss") else evaluation[name]
+        return row["reward_mean"] if "reward_mean" in row else -row["loss"]
+
     def write_eval(self, name: str, step: int, samples: Seq[Row]) -> None:
-        """Collective. name "": data.eval."""
+        """name: "" for data.eval. Collective."""
+        folder = self.path / EVAL / name
         with agreed(self.mesh):
             if self._metrics is not None:
-                make_directory(self.path / EVAL / name)
-                self._records.write(
-                    partial(
-                        write_samples, self.path / EVAL / name / f"step_{step:06}.jsonl", samples
-                    )
-                )
+                make_directory(folder)
+                path = folder / f"step_{step:06}.jsonl"
+                self._records.write(partial(write_samples, path, samples))
 
     def add_evaluation(self, evaluation: Row) -> None:
-        """Collective. Adds to the last row of an earlier start."""
+        """Adds to the last row of an earlier start. Collective."""
         with agreed(self.mesh):
             if self._metrics is not None and self._earlier:
                 rows = [*self._earlier[:-1], {**self._earlier[-1], **evaluation}]
-                replace_file(
-                    self.path / METRICS, "".join(map(json_line, rows)).encode(errors=ODD_LETTERS)
-                )
+                text = "".join(map(json_line, rows))
+                replace_file(self.path / METRICS, text.encode(errors=ODD_LETTERS))
 
     def checkpoint(self, step: int) -> None:
-        self._finish_save()
+        """Collective."""
+        self.checkpoints.finish()
         self._order += 1
-        self._saving = step
-        self._saver.save(
-            step, _exports(self.contents), self.contents.auxiliary, dict(self._state(step))
-        )
-        if not self.recipe.trainer.async_save:
-            self._finish_save()
+        contents = self.contents
+        self.checkpoints.save(self._state(step), contents.exports(), contents.auxiliary)
 
     def stopping(self) -> bool:
-        """Collective. Whether any rank got a stop signal; also ends finished saves."""
-        own = [self._stop_signal(), self._saver.done, self.profiler.take_request()]
-        ranks = stack_over(
-            torch.tensor(own, dtype=torch.int64, device=self.mesh.device), self.mesh["world"]
-        )
-        if ranks[:, 1].all():
-            self._finish_save()
-        self.profiler.wanted |= bool(ranks[:, 2].any())
-        self.stop_signal = min((number for number in ranks[:, 0].tolist() if number), default=0)
+        """Whether any rank got a stop signal; also ends finished saves. Collective."""
+        mine = [self._stop_signal(), self.checkpoints.is_done, self.profiler.take_request()]
+        signals, are_done, profiles = self._of_ranks(mine).T.tolist()
+        if all(are_done):
+            self.checkpoints.finish()
+        self.profiler.wanted |= any(profiles)
+        self.stop_signal = min((number for number in signals if number), default=0)
         return self.stop_signal != 0
 
     def shared(self, seconds: float) -> float:
-        """Collective. Rank 0's value."""
-        own = torch.tensor(seconds, dtype=torch.float64, device=self.mesh.device)
-        return float(stack_over(own, self.mesh["world"])[0])
+        """Returns rank 0's value. Collective."""
+        return float(self._of_ranks(seconds, torch.float64)[0])
+
+    def _of_ranks(self, values: Any, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        """[ranks, ...]; a tensor, as this is asked for several times a step. Collective."""
+        mine = torch.tensor(values, dtype=dtype, device=self.mesh.device)
+        return stack_over(mine, self.mesh["world"])
 
     def event(self, kind: str, **facts: Any) -> None:
+        """Writes to events.jsonl. Collective."""
+        now = datetime.now(UTC).isoformat(timespec="milliseconds")
+        row = {"time": now, "kind": kind, **facts}
         with agreed(self.mesh):
             if self.lead:
-                row = {
-                    "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
-                    "kind": kind,
-                    **facts,
-                }
                 self._records.write(partial(append, self.path / EVENTS, row))
 
     def finish(self, outcome: Outcome) -> None:
-        """Collective."""
+        """Writes the final model, unless stopped, and says how the run went. Collective."""
         try:
             if not outcome.stopped:
                 self.contents.engines[POLICY].save_pretrained(self.path / HF)
         finally:
-            self._finish_save(last=True)
+            self.checkpoints.finish(is_last=True)
         if outcome.early:
             self.event("ended_early", step=len(outcome.rows), cause=outcome.early)
         with agreed(self.mesh):
             self._records.flush()
         self.close()
-        self._print_summary(outcome)
+        steps = self.recipe.trainer.steps
+        for line in summary(outcome, steps, self.path, self.checkpoints.saved_step):
+            self.say(line)
 
     def close(self) -> None:
         """Waits for the save under way. May be called twice."""
@@ -332,67 +323,21 @@ class RunDirectory:
     def note_failure(self, _: object, error: BaseException | None, __: object) -> None:
         note_failure(self._rank_log, error)
 
-    def _print_summary(self, outcome: Outcome) -> None:
-        key = "reward_mean" if outcome.rows and "reward_mean" in outcome.rows[-1] else "loss"
-        values = [float(row[key]) for row in outcome.rows if row.get(key) is not None]
-        if chart := curve(values):
-            self.say(f"\n{key} over {len(outcome.rows)} steps\n{chart}")
-        self.say("")
-        for name in outcome.before:
-            if name in outcome.after:
-                self.say(f"{name:<18} {outcome.before[name]:.3f} -> {outcome.after[name]:.3f}")
-        if outcome.early:
-            steps = f"{len(outcome.rows)} of {self.recipe.trainer.steps} steps"
-            self.say(f"{'ended early':<18} after {steps}: {outcome.early}")
-        seconds = sum(row["step_seconds"] for row in outcome.rows)
-        tokens = sum(row["tokens"] for row in outcome.rows)
-        self.say(f"{'tokens/s':<18} {tokens / max(seconds, 1e-9):,.0f} ({seconds:.0f} s)")
-        if outcome.rows and all(row.get("equal_groups") == 1.0 for row in outcome.rows):
-            self.say(
-                f"{'learned':<18} nothing: every group of samples had equal rewards, in every "
-                f"step; {EQUAL}"
-            )
-        elif outcome.rows and not tokens:
-            self.say(f"{'learned':<18} nothing: no step had a sample with a reward")
-        if not outcome.stopped:
-            self.say(f"{'model':<18} {self.path / HF}")
-        elif self._saved is None:
-            self.say(f"{'model':<18} not written: stopped, and there is no checkpoint")
-        else:
-            self.say(
-                f"{'model':<18} not written: stopped; the same command goes on from the checkpoint"
-            )
-            self.say(f"{'checkpoint':<18} {self.path / CHECKPOINTS / f'step_{self._saved:06}'}")
-
-    def _finish_save(self, *, last: bool = False) -> None:
-        try:
-            if self._saver.finish():
-                self._failed_saves = 0
-                self._saved = self._saving
-                if self.after_save is not None:
-                    with agreed(self.mesh):
-                        if self.lead:
-                            self.after_save(
-                                oldest_of_last(self.path / CHECKPOINTS, self.retention.last)
-                            )
-                self.on("on_save", self.path / CHECKPOINTS / f"step_{self._saving:06}")
-        except (CheckpointError, MachineError) as error:
-            self._failed_saves += 1
-            self.event("save_failed", cause=str(error))
-            if last or self._failed_saves == MAX_FAILED_SAVES:
-                kind = MachineError if isinstance(error, MachineError) else CheckpointError
-                lost = "the run cannot be saved; what was saved before is whole"
-                raise kind(f"{lost}\n{error}") from error
-            self.say(f"A SAVE FAILED, the run goes on and earlier checkpoints are whole: {error}")
-
     def _state(self, step: int) -> RunState:
+        engines = self.contents.engines
         return RunState(
-            run_id=self.run_id, order=self._order, step=step, score=self._score, recipe=self.config, before=self._before,
-            model=self.contents.model, data=self.contents.data,
+            run_id=self.run_id,
+            order=self._order,
+            step=step,
+            score=self._score,
+            recipe=self.config,
+            before=self._before,
+            model=self.contents.model,
+            data=self.contents.data,
             cursor=self.first_row + step * self.recipe.trainer.prompts_per_step,
-            updates={role: engine.updates for role, engine in self.contents.engines.items()},
+            updates={role: engine.updates for role, engine in engines.items()},
             rng=of_all(random_state(self.mesh.device), self.mesh),
-        )  # fmt: skip
+        )
 
     def _report_resume(self, resumed: Resumed) -> None:
         state = resumed.state
@@ -402,58 +347,12 @@ class RunDirectory:
         for problem in resumed.passed_over:
             self.event("checkpoint_passed_over", cause=problem)
             self.say(f"passed over: {problem}")
-        if gap := missing_rows(self._earlier, state.step):
+        gap = missing_rows(self._earlier, state.step)
+        if gap:
             self.event("metrics_lost", cause=gap)
             self.say(f"{self.path / METRICS} {gap}; the run goes on")
         for change in resumed.changes:
             self.say(f"changed since then: {change}")
-        self.event(
-            "resumed", step=state.step, path=str(resumed.reader.path), changes=list(resumed.changes)
-        )
-        self.say(f"resumed after step {state.step} from {resumed.reader.path}")
-
-    def _set_later_aside(self) -> None:
-        """Move files of later steps into superseded/, checkpoints first."""
-        state = None if self.resumed is None else self.resumed.state
-        step, self._order = (0, 0) if state is None else (state.step, state.order)
-        clear_debris(self.path)
-        clear_debris(self.path / CHECKPOINTS)
-        numbers = [
-            int(path.name) for path in (self.path / SUPERSEDED).glob("*") if path.name.isdecimal()
-        ]
-        aside = (
-            self.path / SUPERSEDED / f"{1 + max(numbers, default=0):03}"
-        )  # numbers may have gaps
-        set_aside(self.path / CHECKPOINTS, self._order, aside / CHECKPOINTS)
-        self._earlier, kept, rest = read_rows(self.path / METRICS, step)
-        files = [*(self.path / ROLLOUTS).glob("step_*"), *(self.path / EVAL).glob("**/step_*")]
-        files += (self.path / PROFILE).glob("step-*")
-        late = [
-            path
-            for path in files
-            if (of := OF_STEP.match(path.name)) and int(of[1] or of[2]) > step
-        ]
-        late += [self.path / HF] if os.path.lexists(self.path / HF) else []
-        if rest or late:
-            aside.mkdir(parents=True, exist_ok=True)
-            for path in late:
-                folder = (
-                    aside
-                    if path.parent == self.path / ROLLOUTS
-                    else aside / path.parent.relative_to(self.path)
-                )
-                folder.mkdir(parents=True, exist_ok=True)
-                path.rename(folder / path.name)
-        if rest:
-            replace_file(aside / METRICS, "".join(rest).encode())
-        if rest or kept:  # the last line may be torn
-            replace_file(self.path / METRICS, "".join(kept).encode())
-
-
-def _exports(contents: Contents) -> list[Export]:
-    engines = contents.engines.items()
-    return [
-        export
-        for role, engine in engines
-        for export in engine.export_training(role, with_model=role == POLICY)
-    ]
+        path = str(resumed.reader.path)
+        self.event("resumed", step=state.step, path=path, changes=list(resumed.changes))
+        self.say(f"resumed after step {state.step} from {path}")

@@ -12,9 +12,13 @@ CONFIG = "config.yaml"
 HF = "hf"
 CHECKPOINTS = "checkpoints"
 EVENTS = "events.jsonl"
+ROLLOUTS = "rollouts"
+EVAL = "eval"
+PROFILE = "profile"
+SUPERSEDED = "superseded"
 LOCK = ".lock"
 POOL = "pool"  # finished groups of an asynchronous run
-BEFORE_CONFIG = frozenset({LOCK, EVENTS, "rollouts", "logs"})  # older than config.yaml
+BEFORE_CONFIG = frozenset({LOCK, EVENTS, ROLLOUTS, "logs"})  # older than config.yaml
 # Prefixes of keys that change no number.
 WITHOUT_EFFECT = (
     "layout", "critic.layout", "reference.layout", "teacher.layout", "rollout.layout", "rollout.engines", "rollout.start",

@@ -3,30 +3,26 @@
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence as Seq
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dovetail.engine.native import Engine
 from dovetail.errors import NumericsError
 from dovetail.launch.progress import Phase, Progress
+from dovetail.run.budget import TimeBudget
+from dovetail.run.outcome import Outcome, Row
 
 if TYPE_CHECKING:  # the loop needs neither pydantic nor rich
     from dovetail.recipe.schema import TrainerSection
     from dovetail.run.directory import RunDirectory
 
-Row = dict[str, Any]
 TIMED: Seq[Phase] = ("push", "rollout", "reward", "score", "update", "save", "eval", "wait")
 
 
-def evaluation_of(row: Mapping[str, Any]) -> Row:
-    own = (
-        name for name in row if name.startswith(("eval_", "eval/")) and not name.endswith("_before")
-    )
-    return {name: row[name] for name in own}
-
-
 class Task(Protocol):
-    """step (from 0) returns None if `stopping()` before anything changed."""
+    """One step of an algorithm, counted from 0, and its evaluation.
+
+    A step returns None if `stopping()` before anything changed.
+    """
 
     @property
     def trained(self) -> Seq[Engine]: ...
@@ -38,71 +34,8 @@ class Task(Protocol):
     def evaluate(self, step: int, /) -> Row: ...
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """rows: of all steps, with earlier starts. stopped: by a signal. early: why there are fewer."""
-
-    before: Row
-    after: Row
-    rows: list[Row]
-    stopped: bool
-    early: str = ""
-
-
-class TimeBudget:
-    """shared: rank 0's number (collective)."""
-
-    def __init__(
-        self, seconds: float | None, shared: Callable[[float], float], say: Callable[[str], None]
-    ) -> None:
-        self.seconds = seconds
-        self.shared = shared
-        self.say = say
-        self.spent = ""  # why there is no room for a further step
-        self._begun = self._trained_from = time.monotonic()
-        self._done = self._steps = 0
-
-    def start(self, steps: int) -> None:
-        """After the first evaluation."""
-        self._steps = steps
-        self._trained_from = time.monotonic()
-        evaluation = self._trained_from - self._begun
-        if self.seconds is not None and steps and 2 * evaluation >= self.seconds:
-            spent = f"{evaluation:.0f} s of trainer.time_budget_seconds={self.seconds:g}"
-            self.say(
-                f"the first evaluation took {spent}: one step follows, and the last evaluation"
-            )
-
-    def has_room(self) -> bool:
-        """Collective. Whether another step and an evaluation fit."""
-        self._done += 1
-        if self.seconds is None or self._done == self._steps:
-            return True
-        now = time.monotonic()
-        spent = now - self._begun
-        mean = (now - self._trained_from) / self._done
-        evaluation = self._trained_from - self._begun
-        room = max(0, int((self.seconds - spent - evaluation) / max(mean, 1e-9)))
-        room = int(self.shared(min(room, self._steps)))
-        budget = f"trainer.time_budget_seconds={self.seconds:g}"
-        if room == 0:
-            done = (
-                f"stopping after {self._done} of {self._steps} steps, which took {mean:.1f} s each"
-            )
-            self.spent = f"{budget} is spent"
-            rest = f"the last evaluation takes about {evaluation:.0f} s"
-            self.say(f"{done}: {spent:.0f} s of {budget} are spent, and {rest}")
-        elif self._done == 1 and room + 1 < self._steps:
-            whole = f"{self._steps} would take about {mean * self._steps:.0f} s"
-            self.say(
-                f"the first step took {mean:.1f} s, so {whole}; {budget} has room for about "
-                f"{room + 1}"
-            )
-        return room > 0
-
-
 class Guard:
-    """Stops after skipped updates, or if replicas differ."""
+    """Ends a run after skipped updates, or if replicas differ."""
 
     def __init__(self, max_skipped: int, check_replicas_every: int) -> None:
         self.max_skipped = max_skipped
@@ -116,123 +49,181 @@ class Guard:
         if self.skipped == self.max_skipped:
             raise NumericsError(
                 f"step {step}: the updates of {self.skipped} steps in a row were skipped: "
-                f"{row['fault']}; the weights are "
-                "unchanged; the inputs of these steps are in run_dir under faults/; correct the "
-                "data or the reward, lower "
-                "optim.lr, or resume from an earlier checkpoint; trainer.max_skipped_steps "
-                "allows more"
+                f"{row['fault']}; the weights are unchanged; the inputs of these steps are in "
+                "run_dir under faults/; correct the data or the reward, lower optim.lr, or resume "
+                "from an earlier checkpoint; trainer.max_skipped_steps allows more"
             )
-        if self.check_replicas_every and step % self.check_replicas_every == 0:
+        if _is_due(self.check_replicas_every, step):
             for engine in trained:
                 engine.check_replicas()
 
 
-def phase_metrics(seconds: Mapping[Phase, float], work: Mapping[str, tuple[int, int]]) -> Row:
-    """work: tokens and samples of a phase."""
-    row = {f"seconds/{phase}": seconds[phase] for phase in TIMED if phase in seconds}
-    if "optimizer" in seconds:
-        row["seconds/update"] = row.get("seconds/update", 0.0) + seconds["optimizer"]
-    for phase, (tokens, samples) in work.items():
-        spent = max(row.get(f"seconds/{phase}", math.inf), 1e-9)
-        row |= {
-            f"tokens_per_second/{phase}": tokens / spent,
-            f"samples_per_second/{phase}": samples / spent,
+class TrainingLoop:
+    """Steps, evaluations and checkpoints of a run, in their order. Collective.
+
+    step: steps done. rows: those of earlier starts, too. after: the evaluation of the last row.
+    """
+
+    def __init__(
+        self, task: Task, run: "RunDirectory", trainer: "TrainerSection", progress: Progress
+    ) -> None:
+        self.task = task
+        self.run = run
+        self.trainer = trainer
+        self.progress = progress
+        self.callbacks = run.callbacks
+        self.state = run.callbacks.state
+        self.budget = TimeBudget(trainer.time_budget_seconds, run.shared, run.say)
+        self.guard = Guard(trainer.max_skipped_steps, trainer.check_replicas_every)
+        earlier = run.earlier()
+        self.is_resumed = earlier is not None
+        self.step, self.rows, self.before = earlier or (0, [], {})
+        self.saved_step = self.step
+        self.after: Row = {}
+        self._unwritten: Row = {}  # the first evaluation, until a row has it
+
+    def train(self) -> Outcome:
+        self._begin()
+        stopped = self.run.stopping()
+        finished = self.step >= self.trainer.steps or self._reward_is_reached()
+        while not (finished or stopped):
+            with self.run.profiler.around(self.step + 1):
+                work = self._take_step()
+                if work is None:
+                    stopped = True
+                    break
+                finished = self._evaluate_if_due(is_last=self._is_last())
+                self._record(work)
+                stopped = self.run.stopping()
+                asked = self.state.pop_flag("should_save")
+                if asked or _is_due(self.trainer.save_every, self.step):
+                    self._save()
+        saves_last = self.trainer.save_on_stop if stopped else self.trainer.save_every
+        if self.step > self.saved_step and saves_last:
+            self._save()
+        if stopped:
+            return Outcome(self.before, {}, self.rows, stopped)
+        if not self.after:  # a stop came before it
+            self.after = self._evaluate()
+            if self.after:
+                self.run.add_evaluation(self.after)
+        return Outcome(self.before, self.after, self.rows, stopped, self._why_early())
+
+    def _begin(self) -> None:
+        self.state.global_step = self.step
+        self.state.max_steps = self.trainer.steps
+        self.state.log_history = self.rows
+        self.callbacks("on_train_begin")
+        if not self.is_resumed:
+            self.before = self._evaluate()
+        if self.rows:
+            last = self.rows[-1]
+            self.after = {name: last[name] for name in self.before if last.get(name) is not None}
+        if self.step == 0:
+            self._unwritten = {f"{name}_before": value for name, value in self.before.items()}
+        self.run.start(self.before)
+        self.budget.start(self.trainer.steps - self.step)
+        self.progress.phase("wait")
+        self.progress.take_seconds()
+        if self._reward_is_reached() and self.step < self.trainer.steps:
+            target = f"trainer.stop_at_reward={self.trainer.stop_at_reward}"
+            self.run.say(f"step {self.step} has reached {target}: no further step is taken")
+
+    def _take_step(self) -> Mapping[str, tuple[int, int]] | None:
+        """Appends the row of a step; returns tokens and samples of its phases; None: stopped."""
+        self.callbacks("on_step_begin")
+        begun = time.monotonic()
+        metrics = self.task.step(self.step, self.run.stopping)
+        if metrics is None:
+            return None
+        self.step += 1
+        seconds = time.monotonic() - begun
+        work: dict[str, tuple[int, int]] = metrics.pop("work", {})
+        row = {
+            "step": self.step,
+            **metrics,
+            "step_seconds": seconds,
+            "tokens_per_second": metrics["tokens"] / seconds,
         }
-    return row
+        self.rows.append(row)
+        self.state.global_step = self.step
+        self.callbacks.add_columns("on_step_end", row)
+        return work
+
+    def _is_last(self) -> bool:
+        """Collective."""
+        ends = self._reward_is_reached() or not self.budget.has_room()
+        return ends or self.step == self.trainer.steps or self.state.should_training_stop
+
+    def _evaluate_if_due(self, *, is_last: bool) -> bool:
+        """Returns whether the run ends after this step, as a callback may decide here."""
+        asked = self.state.pop_flag("should_evaluate")
+        self.after = {}
+        if (
+            asked
+            or _is_due(self.trainer.eval_every, self.step)
+            or (is_last and not self.run.stopping())
+        ):
+            self.after = self._evaluate()
+        return is_last or (bool(self.after) and self.state.should_training_stop)
+
+    def _evaluate(self) -> Row:
+        row = self.task.evaluate(self.step)
+        if row:
+            self.callbacks.add_columns("on_evaluate", row, prefix="eval_")
+        return row
+
+    def _record(self, work: Mapping[str, tuple[int, int]]) -> None:
+        row = self.rows[-1]
+        self.progress.phase("wait")
+        if self.trainer.max_lag is not None:  # servers sample all the time
+            work = {phase: done for phase, done in work.items() if phase != "rollout"}
+        timed = phase_metrics(self.progress.take_seconds(), work)
+        row |= self.after | self._unwritten | timed
+        if self.trainer.max_lag is not None:
+            row["trainer_idle"] = row["seconds/rollout"] / row["step_seconds"]
+        self._unwritten = {}
+        self.run.record(row, self.task.sample_rows())
+        self.guard.check(row, self.task.trained)
+
+    def _save(self) -> None:
+        self.progress.phase("save", self.step)
+        self.run.checkpoint(self.step)
+        self.saved_step = self.step
+
+    def _reward_is_reached(self) -> bool:
+        """Whether the last row has the reward of trainer.stop_at_reward."""
+        target = self.trainer.stop_at_reward
+        reward = self.rows[-1].get("reward_mean") if self.rows else None
+        return target is not None and reward is not None and bool(reward >= target)
+
+    def _why_early(self) -> str:
+        if self.step >= self.trainer.steps:
+            return ""
+        if self._reward_is_reached():
+            return f"trainer.stop_at_reward={self.trainer.stop_at_reward} is reached"
+        return self.budget.spent
 
 
 def train(
     task: Task, run: "RunDirectory", trainer: "TrainerSection", progress: Progress | None = None
 ) -> Outcome:
-    progress, on, state = progress or Progress(), run.on, run.on.state
-
-    def evaluate(step: int) -> Row:
-        if row := task.evaluate(step):
-            on.add_columns("on_evaluate", row, prefix="eval_")
-        return row
-
-    budget = TimeBudget(trainer.time_budget_seconds, run.shared, run.say)
-    earlier = run.earlier()
-    step, rows, before = earlier or (0, [], {})
-    state.global_step = step
-    state.max_steps = trainer.steps
-    state.log_history = rows
-    on("on_train_begin")
-    before = before if earlier else evaluate(0)
-    run.start(before)
-    budget.start(trainer.steps - step)
-    progress.phase("wait")
-    progress.take_seconds()
-    unwritten = {f"{name}_before": value for name, value in before.items()} if step == 0 else {}
-    saved = step
-    stop = run.stopping()
-    reached = _reached(trainer.stop_at_reward, rows)
-    guard = Guard(trainer.max_skipped_steps, trainer.check_replicas_every)
-    if reached and step < trainer.steps:
-        run.say(
-            f"step {step} has reached trainer.stop_at_reward={trainer.stop_at_reward}: no "
-            "further step is taken"
-        )
-    last = step >= trainer.steps or reached
-    after = (
-        {name: rows[-1][name] for name in before if rows[-1].get(name) is not None} if rows else {}
-    )
-    while not (last or stop):
-        with run.profiler.around(step + 1):
-            on("on_step_begin")
-            begun = time.monotonic()
-            if (metrics := task.step(step, run.stopping)) is None:
-                stop = True
-                break
-            step += 1
-            seconds = time.monotonic() - begun
-            work = metrics.pop("work", {})
-            row = {
-                "step": step,
-                **metrics,
-                "step_seconds": seconds,
-                "tokens_per_second": metrics["tokens"] / seconds,
-            }
-            rows.append(row)
-            state.global_step = step
-            on.add_columns("on_step_end", row)
-            reached = _reached(trainer.stop_at_reward, rows)
-            last = reached or not budget.has_room() or step == trainer.steps
-            last |= state.should_training_stop
-            due = state.takes("should_evaluate") or (
-                trainer.eval_every and step % trainer.eval_every == 0
-            )
-            after = evaluate(step) if due or (last and not run.stopping()) else {}
-            last |= bool(after) and state.should_training_stop
-            progress.phase("wait")
-            if trainer.max_lag is not None:  # engines sample all the time
-                work.pop("rollout", None)
-            row |= after | unwritten | phase_metrics(progress.take_seconds(), work)
-            if trainer.max_lag is not None:
-                row["trainer_idle"] = row["seconds/rollout"] / seconds
-            unwritten = {}
-            run.record(row, task.sample_rows())
-            guard.check(row, task.trained)
-            stop = run.stopping()
-            if state.takes("should_save") or (
-                trainer.save_every and step % trainer.save_every == 0
-            ):
-                progress.phase("save", step)
-                run.checkpoint(step)
-                saved = step
-    if step > saved and (trainer.save_on_stop if stop else trainer.save_every):
-        progress.phase("save", step)
-        run.checkpoint(step)
-    if stop:
-        return Outcome(before, {}, rows, stop)
-    if not after and (after := evaluate(step)):  # a stop came before it
-        run.add_evaluation(after)
-    early = (
-        f"trainer.stop_at_reward={trainer.stop_at_reward} is reached" if reached else budget.spent
-    )
-    return Outcome(before, after, rows, stop, early if step < trainer.steps else "")
+    """Trains to the end of the run. Collective."""
+    return TrainingLoop(task, run, trainer, progress or Progress()).train()
 
 
-def _reached(target: float | None, rows: Seq[Row]) -> bool:
-    reward = rows[-1].get("reward_mean") if rows else None
-    return target is not None and reward is not None and bool(reward >= target)
+def phase_metrics(seconds: Mapping[Phase, float], work: Mapping[str, tuple[int, int]]) -> Row:
+    """Returns seconds of each phase, and their tokens and samples a second from `work`."""
+    row = {f"seconds/{phase}": seconds[phase] for phase in TIMED if phase in seconds}
+    if "optimizer" in seconds:
+        row["seconds/update"] = row.get("seconds/update", 0.0) + seconds["optimizer"]
+    for phase, (tokens, samples) in work.items():
+        spent = max(row.get(f"seconds/{phase}", math.inf), 1e-9)
+        row[f"tokens_per_second/{phase}"] = tokens / spent
+        row[f"samples_per_second/{phase}"] = samples / spent
+    return row
+
+
+def _is_due(every: int, step: int) -> bool:
+    """every: 0 for never."""
+    return every > 0 and step % every == 0
