@@ -26,7 +26,7 @@ from dovetail.parallel.mesh import Mesh
 from dovetail.parallel.placement import REPLICATED, Region, checkpoint_shapes, whole
 from dovetail.weights.load import load_into
 from dovetail.weights.safe_paths import MANIFEST, AuxiliaryFiles
-from dovetail.weights.shards import LocalParam, checkpoint_params, in_checkpoint_form, local_params
+from dovetail.weights.shards import LocalParam, in_checkpoint_form, local_params, trained_params
 from dovetail.weights.stream import Export, export_params
 
 PARAM = "param"
@@ -51,7 +51,7 @@ def export_training(
     """
     exact = {} if saved is None else {name: spec.dtype for name, spec in saved.specs.items()}
     weights = []
-    for param in checkpoint_params(model, mesh):
+    for param in trained_params(model, mesh):
         dtype = param.local.dtype
         if any(exact.get(name) != dtype for name in _names(param)):
             weights.append(param)
@@ -72,7 +72,7 @@ def load_training(
     """
     exact = _saved_as_trained(reader, role) if role == MODEL_ROLE else ()
     source = reader.training_state(prefix(role, PARAM), exact)
-    _load_untied(checkpoint_params(model, mesh), source, mesh)
+    _load_untied(trained_params(model, mesh), source, mesh)
     for kind, tensors in states.items():
         params = _state_params(model, mesh, tensors)
         source = reader.training_state(prefix(role, kind))

@@ -55,7 +55,8 @@ class ReshardPolicy:
 
 def shard_over_data(model: StagedModel, mesh: Mesh, dtype: torch.dtype) -> None:
     """Shard dp x cp, experts over ranks with the same ones, in place. Computes in `dtype`, reduces in the wide one."""
-    first = next(model.parameters())
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    first, *_ = trained or model.parameters()
     # stages run many times a step; one rank would only cast again
     keep = mesh["pp"].size > 1 or (mesh["fsdp"].size == 1 and dtype != first.dtype)
     policy = MixedPrecisionPolicy(

@@ -24,10 +24,12 @@ from dovetail.optim.optimizer import Optimizer, OptimSettings
 from dovetail.optim.replicas import check_replicas
 from dovetail.parallel.consensus import agreed
 from dovetail.parallel.mesh import Mesh
+from dovetail.weights.adapters import merged_weights
 from dovetail.weights.hf_directory import CheckpointSource
+from dovetail.weights.peft import save_adapter
 from dovetail.weights.save import save
-from dovetail.weights.shards import local_tensor, parameters_in, reshard
-from dovetail.weights.stream import Export, export, stream
+from dovetail.weights.shards import adapter_params, local_tensor, parameters_in, reshard
+from dovetail.weights.stream import Export, export, export_params, stream
 
 
 class EngineState:
@@ -59,20 +61,26 @@ class EngineState:
         check_replicas(self.resident_model, self.mesh, self._optimizer)
 
     def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """(HF name, whole tensor), in bounded buckets. dtype: default: the saved ones."""
+        """(HF name, whole tensor), in bounded buckets, with adapters added to their base.
+
+        dtype: default: the saved ones.
+        """
         dtype_of = (
             self.origin.dtype_of if dtype is None else parameters_in(dtype, self.resident_model)
         )
-        return stream(
-            self.resident_model,
-            self.mesh,
-            dtype_of=dtype_of,
-            checkpoint_names=self.origin.checkpoint_names,
+        model = self.resident_model
+        produce = stream if model.adapter is None else merged_weights
+        return produce(
+            model, self.mesh, dtype_of=dtype_of, checkpoint_names=self.origin.checkpoint_names
         )
 
     def save_pretrained(self, path: Path | str) -> None:
-        """An HF directory, atomically."""
-        save(self.resident_model, path, self.mesh, **self._saved())
+        """Write an HF directory, atomically; of a model with adapters these alone, as PEFT does."""
+        model = self.resident_model
+        if model.adapter is None:
+            save(model, path, self.mesh, **self._saved())
+        else:
+            save_adapter(model, Path(path), self.mesh, self.origin.name)
 
     def save_sharded(self, path: Path | str) -> Path:
         """Shards and their manifest, atomically -> their directory."""
@@ -89,13 +97,13 @@ class EngineState:
         """Named by `role`. with_model: also the weights as saved."""
         model = self.resident_model
         origin = self.origin
-        saved = (
-            export(
+        saved = None
+        if with_model and model.adapter is not None:
+            saved = export_params(adapter_params(model, self.mesh), self.mesh)
+        elif with_model:
+            saved = export(
                 model, self.mesh, dtype_of=origin.dtype_of, checkpoint_names=origin.checkpoint_names
             )
-            if with_model
-            else None
-        )
         states = self.optimizer.state_tensors()
         others = self.optimizer.rule.others()
         state = export_training(model, self.mesh, role, states, others, saved)

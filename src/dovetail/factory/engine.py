@@ -27,6 +27,8 @@ from dovetail.kernels import fa4
 from dovetail.kernels.reference import wide
 from dovetail.kernels.registry import kernels_for
 from dovetail.nn.activation_checkpoint import PinnedPool, Recompute
+from dovetail.nn.adapter_options import AdapterOptions
+from dovetail.nn.adapters import add_adapters
 from dovetail.nn.decoder import Decoder, Head
 from dovetail.nn.model import StagedModel, StageRange
 from dovetail.nn.tiling import tile_mlps
@@ -45,6 +47,7 @@ from dovetail.parallel.process_group import (
 from dovetail.pipeline.partition import partition
 from dovetail.sampler.base import Prompt, Sampler, SamplingParams
 from dovetail.sampler.turn import Turn
+from dovetail.weights.adapters import init_adapters
 from dovetail.weights.hf_directory import (
     LM_HEAD,
     CheckpointSource,
@@ -56,6 +59,7 @@ from dovetail.weights.hf_directory import (
 )
 from dovetail.weights.hf_reader import TensorSource
 from dovetail.weights.load import load
+from dovetail.weights.peft import load_adapter
 from dovetail.weights.shards import form_of
 
 
@@ -68,6 +72,7 @@ class EngineOptions:
     offload_activations: inputs of recomputation, while host memory has room. offload_optimizer: adamw's moments.
     dual_batch: overlap halves of a micro-batch; default: on accelerators with tp, without ep, if large.
     mlp_tile_tokens: tokens of an MLP at a time; 0: all. fresh_head_seed: draw a missing value head.
+    adapter: train adapters of the frozen model, held in the compute dtype, alone.
     head_bias: False for reward models. save_dtype: of saved and streamed tensors. resume: checkpoint, role, updates.
     """
 
@@ -85,6 +90,7 @@ class EngineOptions:
     balance: BalanceSettings | None = None
     watch: StepWatch = field(default_factory=StepWatch)
     engine: EngineName = "auto"
+    adapter: AdapterOptions | None = None
     resume: tuple[ShardedReader, str, int] | None = None
 
     def __post_init__(self) -> None:
@@ -221,15 +227,22 @@ def make_engine(
         if head == "value"
         else LM_HEAD
     )
-    model = make_model(source, mesh, master, reader, found.kind, options.recompute)
+    held = master if options.adapter is None else dtype
+    model = make_model(source, mesh, held, reader, found.kind, options.recompute)
+    if options.adapter is not None:
+        add_adapters(model, mesh, options.adapter, master)
     _spare_memory(model, mesh, options)
     shard_over_data(model, mesh, dtype)
     model.materialize(mesh.device)
-    if options.resume is None:
+    if options.resume is None or options.adapter is not None:
         ignore = (*found.ignore, *source.spec.ignored)
         load(model, reader, mesh, aliases=found.aliases, fresh=found.fresh, ignore=ignore)
         if found.fresh:
             fill_fresh(model, mesh, found.fresh, options.fresh_head_seed or 0)
+    if options.adapter is not None:
+        init_adapters(model, mesh)
+        if options.adapter.path is not None:
+            load_adapter(model, options.adapter.path, mesh)
 
     def saved_dtype(name: str) -> torch.dtype | None:
         stored = found.aliases.get(name, name)
@@ -238,7 +251,10 @@ def make_engine(
         )
 
     origin = CheckpointSource(
-        saved_dtype, tuple(reader.names), saved_auxiliary(source, found.kind, options.save_dtype)
+        saved_dtype,
+        tuple(reader.names),
+        saved_auxiliary(source, found.kind, options.save_dtype),
+        str(source.path),
     )
     engine = SamplingEngine(
         model, mesh, origin, optim=optim, dtype=dtype, tokens_per_batch=options.tokens_per_batch,

@@ -149,6 +149,8 @@ class Decoder(StagedModel):
             return torch.zeros((), device=self.mesh.device, requires_grad=True)
         if x is None:
             x = self.embed(micro)
+            if self.adapter is not None and torch.is_grad_enabled():
+                x.requires_grad_()  # of a frozen table; the first block's adapters are trained
         x = self._blocks(micro, stage, x)
         if not (self.cut.last and stage == len(self.cut.stages) - 1):
             return x

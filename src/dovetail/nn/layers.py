@@ -165,6 +165,7 @@ class Linear(GradAccumulator):
     """A layer of one weight, multiplied by `products`."""
 
     weight: nn.Parameter
+    adapters: nn.ModuleDict  # of `nn.adapters.add_adapters`
 
     def __init__(self, kernels: KernelSet) -> None:
         super().__init__()
@@ -210,7 +211,8 @@ class _Linear(torch.autograd.Function):
         ctx.shape = x.shape
         ctx.gradients = gradients
         x = x if collective is None else collective.wait()
-        ctx.save_for_backward(x if weight.requires_grad else None)  # FSDP2 gathers the weight again
+        needs_x = weight.requires_grad or layer.products.trains_adapters
+        ctx.save_for_backward(x if needs_x else None)  # FSDP2 gathers the weight again
         return forward(x, weight, bias)
 
     @staticmethod
@@ -229,8 +231,12 @@ class _Linear(torch.autograd.Function):
             dx = gradients.input_grad(dy, layer.weight)
             if ctx.collective is not None:
                 dx = ctx.collective.start_backward(dx, ctx.shape)
-        if for_weight and layer.wgrad_queue is not None:
-            layer.wgrad_queue.accumulate(layer.weight, dy, x, gradients.add_weight_grad_)
+        queue = layer.wgrad_queue
+        if layer.products.trains_adapters:
+            accumulate = accumulate_product if queue is None else queue.accumulate
+            layer.products.add_adapter_grads(accumulate, dy, x)
+        if for_weight and queue is not None:
+            queue.accumulate(layer.weight, dy, x, gradients.add_weight_grad_)
         elif for_weight:
             dw = torch.empty_like(layer.weight)
             gradients.add_weight_grad_(dw, dy, x, first=True)

@@ -17,6 +17,7 @@ from dovetail.errors import ConfigError, DataError
 from dovetail.kernels.registry import KernelSet
 from dovetail.memory import reserve_device_memory
 from dovetail.nn.activation_checkpoint import PinnedPool, Recompute
+from dovetail.nn.adapter_options import AdapterOptions
 from dovetail.nn.heads import LMHead, ValueHead
 from dovetail.nn.layers import WgradQueue
 from dovetail.parallel.mesh import Mesh
@@ -55,6 +56,7 @@ class StagedModel(nn.Module):
         self.tied = tied
         self.experts: ExpertForm = "fused"
         self.wgrad_queue = WgradQueue()
+        self.adapter: AdapterOptions | None = None
 
     @property
     def head(self) -> LMHead | ValueHead:

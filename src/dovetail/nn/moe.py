@@ -88,6 +88,8 @@ class Router(nn.Module):
 class Experts(GradAccumulator):
     """Tokens [T, D], experts and weights [T, K] -> [T, D], partial over tp."""
 
+    adapters: nn.ModuleDict  # of `nn.adapters.add_adapters`
+
     def __init__(self, spec: ArchSpec, moe: MoeSpec, mesh: Mesh, kernels: KernelSet) -> None:
         super().__init__()
         self.ep = mesh["ep"]

@@ -9,6 +9,8 @@ from torch import Tensor
 from dovetail.kernels.registry import KernelSet
 
 AddWeightGrad = Callable[..., None]  # `kernels.reference.add_weight_grad_`
+# `nn.layers.accumulate_product`: of a weight, dy and x
+AccumulateGrad = Callable[[Tensor, Tensor, Tensor, AddWeightGrad], None]
 
 
 class Products:
@@ -40,6 +42,14 @@ class Products:
     def add_weight_grad_(self, total: Tensor, dy: Tensor, x: Tensor, *, first: bool) -> None:
         """total [N, K] += dy [T, N].T @ x [T, K]; first: total is uninitialized, overwrite it."""
         self.kernels.add_weight_grad_(total, dy, x, first=first)
+
+    @property
+    def trains_adapters(self) -> bool:
+        """Whether the layer has parameters besides its weight and bias, with gradients of their own."""
+        return False
+
+    def add_adapter_grads(self, accumulate: AccumulateGrad, dy: Tensor, x: Tensor) -> None:
+        """Pass the gradients of the layer's adapters to `accumulate`, as products dy.T @ x."""
 
     def logits(self, x: Tensor, weight: Tensor) -> Tensor:
         """x [T, D] @ weight [V, D].T in new memory; float32 where the kernels keep it so."""

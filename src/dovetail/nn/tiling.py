@@ -35,11 +35,11 @@ class Tiled(GradAccumulator):
         return y
 
     def tile_weights(self) -> list[nn.Parameter]:
-        queued = {
-            id(part.weight)
-            for part in self.modules()
-            if isinstance(part, Linear) and part.wgrad_queue
-        }
+        queued = set[int]()
+        for part in self.modules():
+            if isinstance(part, Linear) and (part.wgrad_queue or part.products.trains_adapters):
+                named = part.named_parameters()
+                queued.update(id(weight) for name, weight in named if name != "bias")
         return [weight for weight in self.parameters() if id(weight) not in queued]
 
     def tile(self, x: Tensor) -> Tensor:

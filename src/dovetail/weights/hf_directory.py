@@ -70,6 +70,7 @@ class CheckpointSource:
     dtype_of: Dtypes
     checkpoint_names: tuple[str, ...]
     auxiliary: AuxiliaryFiles
+    name: str = ""  # the directory
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,7 @@ from dovetail.weights.safetensors import TensorSpec
 
 T = TypeVar("T")
 FUSED = (("experts.gate_up_proj", ("gate_proj", "up_proj")), ("experts.down_proj", ("down_proj",)))
+ADAPTER = (".lora_A", ".lora_B")  # the ends of an adapter's parameters
 STACKED = tuple(ending for ending, _ in FUSED)
 MIXTRAL = (".mlp.", ".block_sparse_moe.", {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"})
 Dtypes = Callable[[str], torch.dtype | None]  # None keeps the parameter's
@@ -81,7 +82,7 @@ def local_params(model: nn.Module, mesh: Mesh, *, as_wrapped: bool = False) -> l
     reshard(model)
     params = dict(model.named_parameters())
     ties = tied_names(model)
-    checkpoint_name = _stored_name(model)
+    checkpoint_name = _checkpoint_name(model)
     result = []
     for own_name, placement in placements_of(model).items():
         param = params[own_name]
@@ -108,8 +109,24 @@ def kept_buffers(model: nn.Module) -> dict[str, Tensor]:
     return {name: buffers[name] for name in model.state_dict(keep_vars=True) if name in buffers}
 
 
-def _stored_name(model: nn.Module) -> Callable[[str], str]:
-    return model.stored_name if isinstance(model, StagedModel) else str
+def _checkpoint_name(model: nn.Module) -> Callable[[str], str]:
+    """Return the map from names of parameters to those in the checkpoint.
+
+    Adapters are named after matrices of the checkpoint: `self_attn.q_proj.lora_A` is
+    `self_attn.qkv_proj.adapters.q_proj.lora_A`, `mlp.experts.down_proj.lora_A` is
+    `mlp.experts.adapters.down_proj.lora_A`.
+    """
+    stored: Callable[[str], str] = model.stored_name if isinstance(model, StagedModel) else str
+
+    def named(name: str) -> str:
+        layer, is_adapter, rest = name.partition(".adapters.")
+        if not is_adapter:
+            return stored(name)
+        if not layer.endswith(".experts"):
+            layer, _, _ = layer.rpartition(".")
+        return f"{layer}.{rest}"
+
+    return named
 
 
 def parameters_in(dtype: torch.dtype, model: nn.Module) -> Dtypes:
@@ -117,7 +134,7 @@ def parameters_in(dtype: torch.dtype, model: nn.Module) -> Dtypes:
 
     Buffers keep theirs: rounding a router's bias changes its choice.
     """
-    kept = {*map(_stored_name(model), kept_buffers(model))}
+    kept = {*map(_checkpoint_name(model), kept_buffers(model))}
     return lambda name: None if name in kept else dtype
 
 
@@ -185,8 +202,20 @@ def _read(local: Tensor, region: Region, dtype: torch.dtype) -> Tensor:
 def checkpoint_params(
     model: nn.Module, mesh: Mesh, *, as_wrapped: bool = False
 ) -> list[LocalParam]:
-    """Return `local_params` with experts in the form of the checkpoint."""
-    return in_checkpoint_form(model, local_params(model, mesh, as_wrapped=as_wrapped))
+    """Return the model's own parameters, with experts in the form of the checkpoint."""
+    params = local_params(model, mesh, as_wrapped=as_wrapped)
+    own = [param for param in params if not param.name.endswith(ADAPTER)]
+    return in_checkpoint_form(model, own)
+
+
+def adapter_params(model: nn.Module, mesh: Mesh) -> list[LocalParam]:
+    """Return the parameters of adapters, named `MODULE.lora_A` and `MODULE.lora_B`."""
+    return [param for param in local_params(model, mesh) if param.name.endswith(ADAPTER)]
+
+
+def trained_params(model: nn.Module, mesh: Mesh) -> list[LocalParam]:
+    """Return what a training state holds: the adapters if the model has any, else the model."""
+    return adapter_params(model, mesh) or checkpoint_params(model, mesh)
 
 
 def in_checkpoint_form(model: nn.Module, params: list[LocalParam]) -> list[LocalParam]:
