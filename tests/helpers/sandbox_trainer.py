@@ -95,11 +95,7 @@ def number_of(name: str) -> int:
     machine = os.uname().machine
     if name == "clone":
         return seccomp.CLONE[machine]
-    if name in seccomp.ON_BOTH:
-        return seccomp.ON_BOTH[name]
-    number = seccomp.DENIED[name][list(seccomp.AUDIT_ARCHITECTURE).index(machine)]
-    assert number is not None, name
-    return number
+    return seccomp.DENIED[machine][name]
 
 
 def outcome(trainer: Trainer, sandbox: Sandbox, source: str) -> str:

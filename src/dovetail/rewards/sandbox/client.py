@@ -40,7 +40,7 @@ class IsolationError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ProgramResult:
     """How a test ended; `output`: what the program printed, where it got an input."""
 
     status: int
@@ -99,10 +99,10 @@ class Sandbox:
         self._process.stdout.close()
         self._stack.close()
 
-    def run_with_input(self, program: str, text: str) -> Outcome:
+    def run_with_input(self, program: str, text: str) -> ProgramResult:
         return self._ask({"program": program, "input": text})
 
-    def run_tests(self, program: str, tests: str) -> Outcome:
+    def run_tests(self, program: str, tests: str) -> ProgramResult:
         """Status 0 if `tests`, Python that uses names of the program, runs to its end."""
         offset = self._tests.seek(0, os.SEEK_END)
         data = tests.encode(errors="replace")
@@ -110,12 +110,12 @@ class Sandbox:
         self._tests.flush()
         return self._ask({"program": program, "tests": [offset, len(data)]})
 
-    def _ask(self, request: dict[str, Any]) -> Outcome:
+    def _ask(self, request: dict[str, Any]) -> ProgramResult:
         self._send(request)
         answer = json.loads(self._answer())
         if "error" in answer:
             raise IsolationError(answer["error"])
-        return Outcome(answer["status"], answer.get("output", ""))
+        return ProgramResult(answer["status"], answer.get("output", ""))
 
     def _send(self, message: dict[str, Any]) -> None:
         assert self._process.stdin is not None

@@ -9,6 +9,7 @@ import os
 from types import CoroutineType
 from typing import Any, NamedTuple, NoReturn
 
+from dovetail.errors import Caught
 from dovetail.rewards.sandbox.stand_in import OPERATIONS, StandIn, place_of
 from dovetail.rewards.sandbox.values import builtin_type, pack, unpack
 
@@ -18,22 +19,6 @@ FAILED = 1  # status of a process
 MUTABLE = (list, dict, set, bytearray)
 ATTRIBUTES = ("__getattr__", "__setattr__")
 INTERNAL = ("_", "gi_", "cr_", "ag_", "tb_", "f_")  # lead to frames, from which all is reached
-
-
-class Caught:
-    """Keeps an exception of the given class as `error`."""
-
-    error: BaseException | None = None
-
-    def __init__(self, kind: type[BaseException]) -> None:
-        self._kind = kind
-
-    def __enter__(self) -> "Caught":
-        return self
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> bool:
-        self.error = error
-        return isinstance(error, self._kind)
 
 
 class Channel(NamedTuple):

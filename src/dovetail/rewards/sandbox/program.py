@@ -11,7 +11,8 @@ from contextlib import suppress
 from types import ModuleType
 from typing import NoReturn
 
-from dovetail.rewards.sandbox.peer import Caught, Channel, Peer
+from dovetail.errors import Caught
+from dovetail.rewards.sandbox.peer import Channel, Peer
 
 FAILED = 1
 MAIN = 0  # the number of the program's module among the objects of its process

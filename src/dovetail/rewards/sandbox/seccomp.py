@@ -49,82 +49,88 @@ NAMESPACE_FLAGS = (
     | kernel.NEW_NET
 )
 
-ON_BOTH: Mapping[str, int] = {
-    "pidfd_send_signal": 424,
-    "io_uring_setup": 425,
-    "io_uring_enter": 426,
-    "io_uring_register": 427,
-    "open_tree": 428,
-    "move_mount": 429,
-    "fsopen": 430,
-    "fsconfig": 431,
-    "fsmount": 432,
-    "fspick": 433,
-    "pidfd_getfd": 438,
-    "process_madvise": 440,
-    "mount_setattr": 442,
-    "quotactl_fd": 443,
-    "memfd_secret": 447,
-    "process_mrelease": 448,
-}
-# name: numbers on x86_64 and on aarch64; None: not there
-DENIED: Mapping[str, tuple[int | None, int | None]] = {
-    "socket": (41, 198),
-    "connect": (42, 203),
-    "bind": (49, 200),
-    "listen": (50, 201),
-    "accept": (43, 202),
-    "accept4": (288, 242),
-    "ptrace": (101, 117),
-    "process_vm_readv": (310, 270),
-    "process_vm_writev": (311, 271),
-    "kcmp": (312, 272),
-    "mount": (165, 40),
-    "umount2": (166, 39),
-    "pivot_root": (155, 41),
-    "chroot": (161, 51),
-    "setns": (308, 268),
-    "unshare": (272, 97),
-    "mknod": (133, None),
-    "mknodat": (259, 33),
-    "name_to_handle_at": (303, 264),
-    "open_by_handle_at": (304, 265),
-    "sethostname": (170, 161),
-    "setdomainname": (171, 162),
-    "settimeofday": (164, 170),
-    "clock_settime": (227, 112),
-    "clock_adjtime": (305, 266),
-    "adjtimex": (159, 171),
-    "bpf": (321, 280),
-    "perf_event_open": (298, 241),
-    "userfaultfd": (323, 282),
-    "fanotify_init": (300, 262),
-    "keyctl": (250, 219),
-    "add_key": (248, 217),
-    "request_key": (249, 218),
-    "init_module": (175, 105),
-    "finit_module": (313, 273),
-    "delete_module": (176, 106),
-    "kexec_load": (246, 104),
-    "kexec_file_load": (320, 294),
-    "reboot": (169, 142),
-    "swapon": (167, 224),
-    "swapoff": (168, 225),
-    "acct": (163, 89),
-    "quotactl": (179, 60),
-    "syslog": (103, 116),
-    "vhangup": (153, 58),
-    "iopl": (172, None),
-    "ioperm": (173, None),
-    "move_pages": (279, 239),
-    "migrate_pages": (256, 238),
-    "memfd_create": (319, 279),  # memory that no process maps would not be counted
-    "shmget": (29, 194),
-    "shmat": (30, 196),
-    "semget": (64, 190),
-    "msgget": (68, 186),
-    "mq_open": (240, 180),
-}
+# memfd_create: memory that no process maps would not be counted
+NAMES_AND_NUMBERS = """
+socket 41 198
+connect 42 203
+bind 49 200
+listen 50 201
+accept 43 202
+accept4 288 242
+ptrace 101 117
+process_vm_readv 310 270
+process_vm_writev 311 271
+kcmp 312 272
+mount 165 40
+umount2 166 39
+pivot_root 155 41
+chroot 161 51
+setns 308 268
+unshare 272 97
+mknod 133 -
+mknodat 259 33
+name_to_handle_at 303 264
+open_by_handle_at 304 265
+sethostname 170 161
+setdomainname 171 162
+settimeofday 164 170
+clock_settime 227 112
+clock_adjtime 305 266
+adjtimex 159 171
+bpf 321 280
+perf_event_open 298 241
+userfaultfd 323 282
+fanotify_init 300 262
+keyctl 250 219
+add_key 248 217
+request_key 249 218
+init_module 175 105
+finit_module 313 273
+delete_module 176 106
+kexec_load 246 104
+kexec_file_load 320 294
+reboot 169 142
+swapon 167 224
+swapoff 168 225
+acct 163 89
+quotactl 179 60
+syslog 103 116
+vhangup 153 58
+iopl 172 -
+ioperm 173 -
+move_pages 279 239
+migrate_pages 256 238
+memfd_create 319 279
+shmget 29 194
+shmat 30 196
+semget 64 190
+msgget 68 186
+mq_open 240 180
+pidfd_send_signal 424 424
+io_uring_setup 425 425
+io_uring_enter 426 426
+io_uring_register 427 427
+open_tree 428 428
+move_mount 429 429
+fsopen 430 430
+fsconfig 431 431
+fsmount 432 432
+fspick 433 433
+pidfd_getfd 438 438
+process_madvise 440 440
+mount_setattr 442 442
+quotactl_fd 443 443
+memfd_secret 447 447
+process_mrelease 448 448
+"""  # on x86_64 and on aarch64; -: not there
+
+
+def _numbers(column: int) -> dict[str, int]:
+    rows = [line.split() for line in NAMES_AND_NUMBERS.split("\n") if line]
+    return {row[0]: int(row[column]) for row in rows if row[column] != "-"}
+
+
+DENIED: Mapping[str, Mapping[str, int]] = {"x86_64": _numbers(1), "aarch64": _numbers(2)}
 
 
 class Instruction(NamedTuple):
@@ -138,12 +144,6 @@ class Instruction(NamedTuple):
     def packed(self) -> bytes:
         """struct sock_filter."""
         return struct.pack("=HBBI", self.code, self.where_true, self.where_false, self.number)
-
-
-def denied_numbers(machine: str) -> list[int]:
-    column = list(AUDIT_ARCHITECTURE).index(machine)
-    own = [numbers[column] for numbers in DENIED.values()]
-    return sorted([number for number in own if number is not None] + list(ON_BOTH.values()))
 
 
 def filter_program(machine: str) -> list[Instruction]:
@@ -161,7 +161,7 @@ def filter_program(machine: str) -> list[Instruction]:
         Instruction(JUMP_IF_EQUAL, CLONE3, where_false=1),
         missing,
     ]
-    for number in denied_numbers(machine):
+    for number in sorted(DENIED[machine].values()):
         program += [Instruction(JUMP_IF_EQUAL, number, where_false=1), permission]
     program += [
         Instruction(JUMP_IF_EQUAL, CLONE[machine], where_false=4),

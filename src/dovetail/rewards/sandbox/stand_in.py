@@ -76,59 +76,20 @@ def _comparing(name: str) -> Callable[..., Any]:
     return compare
 
 
+def _with_operations(kind: type["StandIn"]) -> type["StandIn"]:
+    """Adds the special methods of `OPERATIONS` that the class does not define."""
+    for name in OPERATIONS:
+        if name.startswith("__") and name not in vars(kind):
+            setattr(kind, name, _comparing(name) if name in COMPARISONS else _asking(name))
+    return kind
+
+
+@_with_operations
 class StandIn:
     """Object `number` of the other process, which does these operations there."""
 
     def __init__(self, peer: Asks, number: int) -> None:
         object.__setattr__(self, "_place_of_stand_in", (peer, number))
-
-    __eq__ = _comparing("__eq__")
-    __ne__ = _comparing("__ne__")
-    __lt__ = _comparing("__lt__")
-    __le__ = _comparing("__le__")
-    __gt__ = _comparing("__gt__")
-    __ge__ = _comparing("__ge__")
-    __hash__ = _asking("__hash__")
-    __add__ = _asking("__add__")
-    __radd__ = _asking("__radd__")
-    __sub__ = _asking("__sub__")
-    __rsub__ = _asking("__rsub__")
-    __mul__ = _asking("__mul__")
-    __rmul__ = _asking("__rmul__")
-    __truediv__ = _asking("__truediv__")
-    __rtruediv__ = _asking("__rtruediv__")
-    __floordiv__ = _asking("__floordiv__")
-    __rfloordiv__ = _asking("__rfloordiv__")
-    __mod__ = _asking("__mod__")
-    __rmod__ = _asking("__rmod__")
-    __pow__ = _asking("__pow__")
-    __rpow__ = _asking("__rpow__")
-    __matmul__ = _asking("__matmul__")
-    __rmatmul__ = _asking("__rmatmul__")
-    __and__ = _asking("__and__")
-    __rand__ = _asking("__rand__")
-    __or__ = _asking("__or__")
-    __ror__ = _asking("__ror__")
-    __xor__ = _asking("__xor__")
-    __rxor__ = _asking("__rxor__")
-    __neg__ = _asking("__neg__")
-    __abs__ = _asking("__abs__")
-    __getitem__ = _asking("__getitem__")
-    __setitem__ = _asking("__setitem__")
-    __delitem__ = _asking("__delitem__")
-    __contains__ = _asking("__contains__")
-    __len__ = _asking("__len__")
-    __bool__ = _asking("__bool__")
-    __int__ = _asking("__int__")
-    __float__ = _asking("__float__")
-    __str__ = _asking("__str__")
-    __repr__ = _asking("__repr__")
-    __iter__ = _asking("__iter__")
-    __next__ = _asking("__next__")
-    __enter__ = _asking("__enter__")
-    __instancecheck__ = _asking("__instancecheck__")
-    __getattr__ = _asking("__getattr__")
-    __setattr__ = _asking("__setattr__")
 
     def __call__(self, *positional: Any, **named: Any) -> Any:
         peer, number = place_of(self)
