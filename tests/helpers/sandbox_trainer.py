@@ -18,11 +18,11 @@ from dovetail.rewards.code import find_isolation
 from dovetail.rewards.sandbox import seccomp
 from dovetail.rewards.sandbox.client import IsolationError, Sandbox
 from dovetail.rewards.sandbox.isolation import Isolation
-from dovetail.rewards.sandbox.limits import Limits
+from dovetail.rewards.sandbox.limits import ProgramLimits
 from dovetail.system import adopt_orphans, children_of
 from tests.helpers.hostile import PRELUDE
 
-LIMITS = Limits(seconds=3.0, memory_mib=256)
+LIMITS = ProgramLimits(seconds=3.0, memory_mib=256)
 KEY = "sk-trainer-0123456789"
 
 

@@ -10,11 +10,11 @@ import pytest
 from dovetail.errors import ConfigError
 from dovetail.records.runs import read_runs, text_of
 from dovetail.records.samples import describe, select, sort
-from dovetail_tools.report.page import MOST_POINTS, SAMPLE_BYTES, page_data, render, write_report
+from dovetail_tools.report.page import MAX_POINTS, SAMPLE_BYTES, page_data, render, write_report
 from dovetail_tools.report.samples import choose
 from tests.helpers.report_runs import HOSTILE, SHOWN, Page, make_run, metrics, sample, write_lines
 
-MOST_BYTES = 5_000_000  # of the report of 200 steps
+MAX_BYTES = 5_000_000  # of the report of 200 steps
 
 
 def page_of(*paths: Path) -> Page:
@@ -74,7 +74,7 @@ def test_events_and_config(page: Page) -> None:
 
 def test_it_is_small_and_needs_nothing_else(long: Path, tmp_path: Path) -> None:
     html = render(page_data(read_runs([long])))
-    assert len(html) < MOST_BYTES
+    assert len(html) < MAX_BYTES
     for tag, attributes in Page(html).elements:
         assert tag in (
             "html",
@@ -102,7 +102,7 @@ def test_it_is_small_and_needs_nothing_else(long: Path, tmp_path: Path) -> None:
         assert attributes.get("href", "data:,") == "data:,"
     rows = [{**sample(i, 0, 1), "completion": HOSTILE * 1000} for i in range(1000)]
     write_lines(make_run(tmp_path / "large", 1) / "rollouts" / "step_000001.jsonl", rows)
-    assert SAMPLE_BYTES / 2 < len(render(page_data(read_runs([tmp_path / "large"])))) < MOST_BYTES
+    assert SAMPLE_BYTES / 2 < len(render(page_data(read_runs([tmp_path / "large"])))) < MAX_BYTES
 
 
 def test_text_of_a_run_is_only_text(page: Page) -> None:
@@ -184,7 +184,7 @@ def test_long_runs_keep_their_peaks(tmp_path: Path) -> None:
         len(data["x"]["step"])
         == len(data["series"]["loss"]["v"])
         == len(data["phases"]["push"])
-        <= MOST_POINTS
+        <= MAX_POINTS
     )
     assert data["x"]["step"][-1] == 3001
     assert max(data["series"]["grad_norm"]["hi"]) == 50.0

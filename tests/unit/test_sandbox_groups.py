@@ -8,9 +8,9 @@ import pytest
 from dovetail.rewards.sandbox.client import Sandbox
 from dovetail.rewards.sandbox.groups import TOP, make_group, remove_group
 from dovetail.rewards.sandbox.isolation import Isolation
-from dovetail.rewards.sandbox.limits import Limits
+from dovetail.rewards.sandbox.limits import ProgramLimits
 
-LIMITS = Limits(seconds=5.0, memory_mib=256)
+LIMITS = ProgramLimits(seconds=5.0, memory_mib=256)
 MEMORY_OF_CHILDREN = """
 import os, time
 for _ in range(8):

@@ -18,7 +18,7 @@ from dovetail.run import budget, trainer
 from dovetail.run.callbacks import Callbacks, TrainerCallback, TrainerState
 from dovetail.run.outcome import Outcome
 from dovetail.run.profiler import Profiler
-from dovetail.run.trainer import Guard, Task
+from dovetail.run.trainer import StepGuard, TrainTask
 
 
 def loop(**keys: Any) -> TrainerSection:
@@ -32,7 +32,7 @@ LOOP = loop()
 RECIPE = make_recipe({"model": {"path": "m"}, "data": {"train": "rows"}, "run_dir": "run"})
 
 
-def train(task: Task, run: Any, section: TrainerSection) -> Outcome:
+def train(task: TrainTask, run: Any, section: TrainerSection) -> Outcome:
     """The loop with a run that only pretends to write."""
     return trainer.train(task, run, section)
 
@@ -244,7 +244,7 @@ def test_the_loop_skips_and_compares_by_the_recipe(clock: Clock) -> None:
 
 
 def test_skipped_updates_end_a_run_where_they_come_in_a_row() -> None:
-    guard, skipped = Guard(2, 0), {"skipped": True, "fault": "a reason"}
+    guard, skipped = StepGuard(2, 0), {"skipped": True, "fault": "a reason"}
     for row in (skipped, {}, skipped, {}, skipped):
         guard.check({"step": 1, **row}, [])
     with pytest.raises(
@@ -254,7 +254,7 @@ def test_skipped_updates_end_a_run_where_they_come_in_a_row() -> None:
 
 
 def test_copies_are_compared_every_so_many_steps() -> None:
-    guard, engines = Guard(3, 2), [mock.Mock(), mock.Mock()]
+    guard, engines = StepGuard(3, 2), [mock.Mock(), mock.Mock()]
     compared = []
     for step in (1, 2, 3, 4):
         guard.check({"step": step}, engines)
@@ -264,7 +264,7 @@ def test_copies_are_compared_every_so_many_steps() -> None:
 
 def test_copies_may_never_be_compared() -> None:
     engine = mock.Mock()
-    Guard(3, 0).check({"step": 1}, [engine])
+    StepGuard(3, 0).check({"step": 1}, [engine])
     engine.check_replicas.assert_not_called()
 
 

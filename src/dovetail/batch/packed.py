@@ -48,7 +48,7 @@ class PackedBatch:
         *,
         dtype: torch.dtype = torch.float32,
     ) -> "PackedBatch":
-        """In order. The last token of each sequence has target 0 and mask False."""
+        """Packs sequences in order. The last token of each has target 0 and mask False."""
         columns = columns_of(sequences, dtype)
         columns |= {name: _or_empty(columns[name]) for name in ("media", "groups")}
         return cls(**columns, cu_seqlens=cumulative(columns["lengths"]))
@@ -64,7 +64,7 @@ class PackedBatch:
         groups: Seq[int | None] | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> "PackedBatch":
-        """Of rows [S, L] padded left or right. labels: unshifted, -100 is not counted. fields: entry j predicts token j."""
+        """Packs rows [S, L] padded left or right. labels: unshifted, -100 is not counted. fields: entry j predicts token j."""
         padding, spans = padding_of(input_ids, attention_mask)
         rows = unpadded(input_ids, spans, labels, fields or {}, groups)
         return replace(cls.pack(rows, dtype=dtype), padding=padding)

@@ -91,7 +91,7 @@ def columns_of(
 
 @dataclass(frozen=True)
 class Padding:
-    """Of rows [S, width]."""
+    """Where the tokens of rows [S, width] begin and end."""
 
     width: int
     starts: tuple[int, ...]

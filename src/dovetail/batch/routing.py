@@ -72,8 +72,11 @@ def join_traces(rows: Iterable[tuple[int, RoutingTrace | None]]) -> RoutingTrace
 
 @dataclass(frozen=True)
 class Balance:
-    """Of a sequence: aux_coef E / (K n) sum_e c_e p_e, c_e its tokens of expert e, p the mean score (DeepSeek-V3, arXiv
-    2412.19437, section 2.1.2). Of a token: z_coef (log-sum-exp of its logits)^2 (arXiv 2202.08906). Both times `weight`.
+    """Losses of the router, both times `weight`.
+
+    A sequence has aux_coef E / (K n) sum_e c_e p_e, with c_e its tokens of expert e and p the mean
+    score (DeepSeek-V3, arXiv 2412.19437, section 2.1.2). A token has z_coef (log-sum-exp of its
+    logits)^2 (arXiv 2202.08906).
     """
 
     counted: Tensor  # bool [t], without padding
@@ -87,7 +90,7 @@ class Balance:
 
 @dataclass
 class Routes:
-    """Of one rank's tokens [t] of a micro-batch, by layer."""
+    """Experts of one rank's tokens [t] of a micro-batch, by layer."""
 
     replay: RoutingTrace | None = None
     balance: Balance | None = None

@@ -136,7 +136,7 @@ class RowFile:
                 yield part
 
     def advance(self, done: int, _: int, tokens: int) -> None:
-        """After those that are written."""
+        """Shows rows that were made, after those that are written."""
         self._console.phase("rows", self._written + done, self.total, self._tokens + tokens)
 
     def write(self, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -174,7 +174,7 @@ class RowFile:
 
 
 def fingerprint_of(args: argparse.Namespace, source: Pretrained, rows: Iterable[Prompt]) -> str:
-    """Of flags, model and rows."""
+    """Returns the fingerprint of flags, model and rows."""
     flags = {name: value for name, value in vars(args).items() if name != "out"}
     digest = hashlib.sha256(
         f"{dovetail.__version__} {sampled_fingerprint(source)} {sorted(flags.items())}".encode()

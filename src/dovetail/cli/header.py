@@ -60,7 +60,7 @@ def header(recipe: "Recipe", layout: Layout, device: str) -> str:
 
 
 def count_parameters(folder: Path) -> int:
-    """By safetensors headers; 0: unknown."""
+    """Returns the number by safetensors headers; 0: unknown."""
     total = 0
     files = set(folder.glob("*.safetensors"))
     with suppress(

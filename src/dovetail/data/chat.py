@@ -198,7 +198,7 @@ def messages_of(row: JsonRow, key: str) -> list[Message]:
 
 
 def parsed_call(call: Any) -> Any:
-    """With arguments as an object, for templates; OpenAI's are its JSON text."""
+    """Returns a call whose arguments are an object, for templates; OpenAI's are its JSON text."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call
@@ -214,7 +214,7 @@ def parsed_call(call: Any) -> Any:
 
 
 def _template_options(row: JsonRow) -> dict[str, Any]:
-    """From columns of TRL and verl."""
+    """Returns arguments of the template from the row's columns, as TRL and verl name them."""
     options = row.values.get("chat_template_kwargs")
     thinking = row.values.get("enable_thinking")
     if options is not None and not isinstance(options, dict):

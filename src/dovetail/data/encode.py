@@ -23,7 +23,7 @@ class Tokenizer(Protocol):
 
 
 @dataclass(frozen=True)
-class Encoder:
+class RowEncoder:
     chat: Chat
     processor: Processor | None  # of a model that reads media
 
@@ -117,7 +117,7 @@ class Encoder:
     def expand(
         self, row: JsonRow, ids: list[int], mask: list[bool] | None, shown: MediaRef
     ) -> tuple[list[int], list[bool] | None, Media | None]:
-        """With the placeholders of the row's media."""
+        """Returns ids with the placeholders of the row's media."""
         if self.processor is None:
             return ids, mask, None
         with row.locating():
@@ -156,7 +156,7 @@ def _refuse_media(row: JsonRow, messages: Seq[Message]) -> None:
 
 
 def _as_string(row: JsonRow, message: Message) -> Message:
-    """With joined parts."""
+    """Joins the parts of a text."""
     content = message["content"]
     if not isinstance(content, list):
         return message
@@ -173,7 +173,7 @@ def _as_string(row: JsonRow, message: Message) -> Message:
 
 
 def _encode_text(text: str, tokenizer: Tokenizer) -> list[int]:
-    """With one BOS if the tokenizer adds it."""
+    """Returns ids with one BOS if the tokenizer adds it."""
     ids = tokenizer.encode(text, add_special_tokens=False)
     bos = tokenizer.bos_token_id
     adds_bos = bos is not None and tokenizer.encode("", add_special_tokens=True)[:1] == [bos]

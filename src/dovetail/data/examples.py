@@ -8,7 +8,7 @@ from typing import Any, Literal, TypedDict, TypeVar, Unpack
 from dovetail.batch.packed import Media, Sequence
 from dovetail.data.chat import Chat
 from dovetail.data.columns import extra_columns, is_pair, prompt_column, score_column, sft_column
-from dovetail.data.encode import Encoder, Tokenizer, labelled
+from dovetail.data.encode import RowEncoder, Tokenizer, labelled
 from dovetail.data.files import Source, as_source
 from dovetail.data.formats import no_rows, rows_of
 from dovetail.data.media import MediaRef
@@ -65,9 +65,9 @@ class Reading(TypedDict, total=False):
     template_options: Mapping[str, Any]
 
 
-def _encoder(tokenizer: Tokenizer | None, reading: Reading) -> Encoder:
+def _encoder(tokenizer: Tokenizer | None, reading: Reading) -> RowEncoder:
     chat = Chat(tokenizer, reading.get("template_options") or {})
-    return Encoder(chat, reading.get("processor"))
+    return RowEncoder(chat, reading.get("processor"))
 
 
 def load_prompts(
@@ -178,7 +178,7 @@ def load_score(
 
 
 def _load(
-    source: Rows, make: Callable[[int | str, JsonRow], Example], limits: Limits, encoder: Encoder
+    source: Rows, make: Callable[[int | str, JsonRow], Example], limits: Limits, encoder: RowEncoder
 ) -> list[Example]:
     placeholders = (
         frozenset[int]() if encoder.processor is None else encoder.processor.placeholder_ids

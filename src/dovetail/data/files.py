@@ -136,7 +136,7 @@ def _table_rows(path: Path, kind: str, group: int) -> Iterator[Mapping[str, Any]
 
 
 def _arrow_table(path: Path) -> Any:
-    """Of a file, or of a stream, which datasets writes."""
+    """Opens the table of a file, or of a stream, which datasets writes."""
     arrow = _pyarrow("", path)
     try:
         return arrow.ipc.open_file(arrow.memory_map(str(path))).read_all()

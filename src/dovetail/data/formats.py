@@ -345,7 +345,7 @@ def _user(prompt: Any) -> Any:
 
 
 def _openai_message(message: Mapping[str, Any]) -> Values:
-    """With parts of type image for image_url."""
+    """Returns a message with parts of type image for image_url."""
     content = message.get("content")
     if not isinstance(content, list):
         return dict(message)

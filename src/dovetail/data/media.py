@@ -44,7 +44,7 @@ class Clip:
 
 @dataclass(frozen=True)
 class MediaRef:
-    """In the order of their places in the text."""
+    """Media of a row, in the order of their places in the text."""
 
     images: tuple[Picture, ...] = ()
     videos: tuple[Clip, ...] = ()
@@ -67,14 +67,14 @@ class MediaLocator:
         return [{**message, "content": self._content(message["content"])} for message in messages]
 
     def with_columns(self) -> MediaRef:
-        """Of messages, then of the columns."""
+        """Returns the media of messages, then of the columns."""
         for kind in KINDS:
             for entry in self.unused[kind]:
                 self._add(kind, entry, {})
         return MediaRef(tuple(self.images), tuple(self.videos))
 
     def in_messages(self) -> MediaRef:
-        """Of messages, which must use all of the columns."""
+        """Returns the media of messages, which must use all of the columns."""
         for name, entries in self.unused.items():
             if entries:
                 part = f'{{"type": "{name}"}}'
@@ -209,7 +209,7 @@ class MediaLocator:
 
 @contextmanager
 def _opened(source: Path | bytes, name: str) -> Iterator[Any]:
-    """With its header read."""
+    """Opens an image and reads its header."""
     module = pillow("Image")
     try:
         image = module.open(
@@ -246,7 +246,7 @@ def upright(picture: Picture) -> Any:
 
 
 def _has_exif(image: Any) -> bool:
-    """In its header: `getexif` would decode a PNG."""
+    """Whether the header has EXIF data: `getexif` would decode a PNG."""
     return "exif" in image.info
 
 

@@ -116,7 +116,7 @@ class Processor:
     def expand(
         self, ids: Sequence[int], mask: Sequence[bool] | None, shown: MediaRef, where: str
     ) -> tuple[list[int], list[bool], Media | None]:
-        """With a placeholder for each row of features."""
+        """Returns ids with a placeholder for each row of features."""
         rows = tuple(self._feature_rows(picture) for picture in shown.images)
         kinds = (
             ("image", self.image_token, shown.images),
@@ -160,7 +160,7 @@ class Processor:
         return FileMedia(shown, rows, where, self.cache) if shown else None
 
     def read(self, media: FileMedia) -> Media:
-        """In a thread of the cache."""
+        """Reads media in a thread of the cache."""
         shown = media.shown
         tensors = dict[str, Tensor]()
         try:

@@ -133,7 +133,7 @@ def mixed_rows(
 
 
 def _block_shares(weights: tuple[float, ...]) -> tuple[int, ...]:
-    """Of each part in a block, at least one."""
+    """Returns the rows of each part in a block, at least one."""
     ends = [round(BLOCK * end / sum(weights)) for end in accumulate(weights)]
     shares = [max(1, end - before) for before, end in zip([0, *ends], ends, strict=False)]
     shares[shares.index(max(shares))] -= sum(shares) - BLOCK

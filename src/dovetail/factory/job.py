@@ -55,7 +55,7 @@ from dovetail.run.directory import CRITIC, POLICY, Contents, RunDirectory
 from dovetail.run.paths import CHECKPOINTS
 from dovetail.run.resume import refuse_other
 from dovetail.run.state import model_fingerprint
-from dovetail.run.trainer import Task
+from dovetail.run.trainer import TrainTask
 from dovetail.sampler.base import SamplingParams
 from dovetail.sampler.native import NativeSampler, SamplerOptions
 from dovetail.sampler.transformers import TransformersSampler
@@ -67,7 +67,7 @@ AnySampler = NativeSampler | TransformersSampler | RemoteSampler
 @dataclass(frozen=True)
 class Job:
     recipe: Recipe
-    task: Task
+    task: TrainTask
     run: RunDirectory
     contents: Contents
     rewards: RewardManager | None
@@ -153,7 +153,7 @@ class Builder(RunParts):
             self.recipe, task, run, contents, rewards, at_close, lines, self.stream, self.printed
         )
 
-    def _sft(self, algorithm: SFT, first_row: int) -> tuple[Task, str, Engines]:
+    def _sft(self, algorithm: SFT, first_row: int) -> tuple[TrainTask, str, Engines]:
         with agreed(self.mesh):
             loss = sft_loss(algorithm, self.recipe_folder)
         limits = self._limits(self._budget, self.recipe.data.max_length, "data.max_length")
@@ -176,7 +176,9 @@ class Builder(RunParts):
         }
         return {**given, "recipe": self.recipe, "progress": self.progress, "parts": self.parts}
 
-    def _preferences(self, algorithm: AnyPreference, first_row: int) -> tuple[Task, str, Engines]:
+    def _preferences(
+        self, algorithm: AnyPreference, first_row: int
+    ) -> tuple[TrainTask, str, Engines]:
         recipe = self.recipe
         paired = not isinstance(algorithm, KTO)
         role = self._role(recipe.reference, "reference") if algorithm.wants_reference else None
@@ -196,7 +198,9 @@ class Builder(RunParts):
         )
         return task, fingerprint, {POLICY: policy}
 
-    def _distillation(self, algorithm: Distillation, first_row: int) -> tuple[Task, str, Engines]:
+    def _distillation(
+        self, algorithm: Distillation, first_row: int
+    ) -> tuple[TrainTask, str, Engines]:
         recipe = self.recipe
         offline = algorithm.lmbda < 1
         role = self._role(recipe.teacher, "teacher")
@@ -287,7 +291,7 @@ class Builder(RunParts):
 
     def _rl(
         self, algorithm: AnyRL, run: RunDirectory, rewards: RewardManager
-    ) -> tuple[Task, str, Engines]:
+    ) -> tuple[TrainTask, str, Engines]:
         recipe, rollout, folder = self.recipe, self.recipe.rollout, self.recipe_folder
         with agreed(self.mesh):
             keys = same_keys(algorithm, PolicyLoss) | (

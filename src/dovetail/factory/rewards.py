@@ -84,7 +84,7 @@ def _runner(
     printed: Printed | None = None,
     **keys: Any,
 ) -> RewardRunner | None:
-    """On rank 0."""
+    """Returns the runner on rank 0, else None."""
     runner = None
     output = None if printed is None else printed.file
     with agreed(mesh):

@@ -88,7 +88,7 @@ def _loading(path: Path, what: str, *, trusted: bool) -> Iterator[None]:
 
 
 def stop_ids(source: Pretrained, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """From generation_config.json, config.json and the tokenizer."""
+    """Returns the ids of generation_config.json, config.json and the tokenizer."""
     configs: list[Mapping[str, Any]] = [source.config]
     if GENERATION_CONFIG in source.auxiliary:
         file = source.auxiliary[GENERATION_CONFIG]

@@ -28,7 +28,7 @@ def sums_of(tensors: Iterable[Tensor]) -> list[str]:
 
 
 class Sums:
-    """Of tensors on one device. `add` does not wait for it."""
+    """Checksums of tensors on one device. `add` does not wait for it."""
 
     def __init__(self) -> None:
         self._sizes: list[int] = []

@@ -21,7 +21,7 @@ from dovetail.sampler.turn import Turn
 
 Wire = Vllm | Sglang
 BATCHES = 64  # whose replica is remembered
-MOST_IMBALANCE = 16  # requests, to keep a prompt's samples together
+MAX_IMBALANCE = 16  # requests, to keep a prompt's samples together
 HEALTH_SECONDS = 10.0
 WAKE_SECONDS = 60.0
 ATTEMPTS = 6
@@ -111,7 +111,7 @@ class Fleet:
         return out
 
     def pushed(self, replica: Replica, version: int, problem: EngineError | None) -> None:
-        """With a problem the replica serves nothing until the next push."""
+        """Notes the end of a push: with a problem the replica serves nothing until the next push."""
         with self._lock:
             replica.version = version
             replica.problem = problem
@@ -226,7 +226,7 @@ class Fleet:
             home = self._pinned.get(request.batch[0]) if request.batch else None
             if home is None or not home.serves:
                 home = alive[(request.id.step + request.id.row) % len(alive)]
-            replica = home if request.batch or home.busy < least.busy + MOST_IMBALANCE else least
+            replica = home if request.batch or home.busy < least.busy + MAX_IMBALANCE else least
             if not replica.busy:
                 replica.heard = time.monotonic()
             replica.busy += 1

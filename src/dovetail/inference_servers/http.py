@@ -36,7 +36,7 @@ class EngineError(MachineError):
 
 
 class Client:
-    """Of http(s)://HOST[:PORT][/PREFIX]. Each thread keeps a connection. timeout: seconds with the answer."""
+    """A client of http(s)://HOST[:PORT][/PREFIX]. Each thread keeps a connection. timeout: seconds with the answer."""
 
     def __init__(self, url: str, *, key: str | None = None, timeout: float = 60.0) -> None:
         parts = urlsplit(url)
@@ -122,7 +122,7 @@ class Client:
     def _answer(
         self, method: str, path: str, body: Mapping[str, Any] | None, deadline: Deadline
     ) -> Iterator[http.client.HTTPResponse]:
-        """Of a status below 400. Its connection is kept if it was read to its end."""
+        """Returns the answer of a status below 400. Its connection is kept if it was read to its end."""
         headers = {"User-Agent": f"{AGENT}{socket.gethostname()}, process {os.getpid()}"}
         if body is not None:
             headers["Content-Type"] = "application/json"
@@ -197,7 +197,7 @@ class Client:
 
 
 class _TimedSocket(socket.socket):
-    """With a deadline: a socket's own timeout is for each piece."""
+    """A socket with a deadline: its own timeout is for each piece."""
 
     deadline: Deadline
 
@@ -226,7 +226,7 @@ def _left(deadline: Deadline) -> float:
 
 
 def _message(body: bytes) -> str:
-    """From vLLM's {"error": {"message"}}, FastAPI's {"detail"}, or text."""
+    """Returns the message of vLLM's {"error": {"message"}}, FastAPI's {"detail"}, or text."""
     text = body.decode(errors="replace").strip()
     try:
         value = json.loads(text)

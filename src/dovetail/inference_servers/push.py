@@ -75,7 +75,7 @@ class Pusher:
         return VllmReplica(client, self._transport, options)
 
     def push(self, weights: Iterable[tuple[str, Tensor]], version: int) -> list[EngineError | None]:
-        """For each server None, or why it stays paused. Always exhausts `weights`."""
+        """Returns for each server None, or why it stays paused. Always exhausts `weights`."""
         self._errors = {}
         weights = iter(weights)
         try:

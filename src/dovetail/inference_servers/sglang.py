@@ -24,7 +24,7 @@ STARTS: Mapping[LogProbs, str] = {
     "tempered": "without SGLANG_RETURN_ORIGINAL_LOGPROB",
     "penalized": "the environment variable SGLANG_RETURN_ORIGINAL_LOGPROB=1",
 }
-MOST_EVENTS = 16  # of a reply, if each repeats all tokens
+MAX_EVENTS = 16  # of a reply, if each repeats all tokens
 COLD = 0.5  # a temperature that shows which log-probs come back
 
 
@@ -124,7 +124,7 @@ def generate_body(
         "min_new_tokens": 0,
         "stream_interval": STREAMED
         if server.incremental
-        else max(STREAMED, -(-left // MOST_EVENTS)),
+        else max(STREAMED, -(-left // MAX_EVENTS)),
     }
     return {
         "input_ids": [*request.prompt_ids, *received],
@@ -139,7 +139,7 @@ def generate_body(
 
 
 def _log_probs(client: Client, token: int) -> LogProbs:
-    """By the likeliest tokens at two temperatures."""
+    """Computes log-probs by the likeliest tokens at two temperatures."""
     spread = dict[float, float]()
     for temperature in (1.0, COLD):
         sampling = {

@@ -58,7 +58,7 @@ class Transport:
         """Once for all servers."""
 
     def fields(self, bucket: Bucket, workers: int) -> list[dict[str, Any]]:
-        """Of a request: for all workers of a server, or for each."""
+        """Returns fields of a request: for all workers of a server, or for each."""
         return [{}]
 
     def close(self) -> None:
@@ -138,7 +138,7 @@ class MemoryTransport(Transport):
         )
 
     def _handle(self, data: Tensor) -> dict[str, Any]:
-        """For one process: torch counts those that open it."""
+        """Makes a handle for one process: torch counts those that open it."""
         storage = data.untyped_storage()
         _, handle, size, offset, counter, counter_offset, event, waits = storage._share_cuda_()
         parts = {"handle": handle, "counter": counter, "event": event}

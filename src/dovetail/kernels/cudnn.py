@@ -38,5 +38,5 @@ def attention(
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """By name: torch's choice of a backend is a global setting."""
+    """Calls cuDNN by name: torch's choice of a backend is a global setting."""
     return torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True)[0]

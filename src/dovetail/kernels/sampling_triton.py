@@ -101,7 +101,7 @@ def _piece_stats(z: tensor, banned: tensor, stats: tensor, sizes: tensor, scale:
 
 @triton.jit
 def _uniform(stream: tensor, position: tensor) -> tensor:
-    """In [0, 1): `sampler.sampling.bits_at`."""
+    """Uniform noise in [0, 1): `sampler.sampling.bits_at`."""
     x = (stream ^ position) + GAMMA
     x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * FIRST_FACTOR
     x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * SECOND_FACTOR

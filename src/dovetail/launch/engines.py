@@ -26,7 +26,7 @@ HOST = "127.0.0.1"
 
 @dataclass(frozen=True, kw_only=True)
 class EngineStart:
-    """In commands the word PORT stands for a free port. logs: folder of engine-N.log."""
+    """Servers that a run starts. PORT in a command stands for a free port. logs: folder of engine-N.log."""
 
     commands: Sequence[Sequence[str]]
     gpus_each: int  # behind those of the ranks
@@ -175,7 +175,7 @@ def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def _gpus(start: EngineStart, ranks: int) -> list[list[str]] | None:
-    """Behind those of the ranks; None: not chosen."""
+    """Returns the GPUs behind those of the ranks; None: not chosen."""
     if not start.gpus_each:
         return None
     named = os.environ.get("CUDA_VISIBLE_DEVICES")

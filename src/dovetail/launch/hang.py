@@ -31,13 +31,13 @@ class Frame(NamedTuple):
 
 
 class Stack(NamedTuple):
-    """Of the main thread, newest frame first; empty: no answer."""
+    """Frames of the main thread, newest first; empty: no answer."""
 
     frames: tuple[Frame, ...] = ()
 
     @property
     def waits(self) -> bool:
-        """In a collective or pipeline transfer."""
+        """Whether the rank is in a collective or pipeline transfer."""
         return bool(self.frames) and any(part in self.frames[0].file for part in WAITING_IN)
 
     def __str__(self) -> str:
@@ -47,7 +47,7 @@ class Stack(NamedTuple):
 
 
 def dump_stacks_to(path: Path) -> IO[str]:
-    """On `DUMP_SIGNAL` and in a crash. Keep the file open."""
+    """Writes all stacks on `DUMP_SIGNAL` and in a crash. Keep the file open."""
     file = path.open("w")
     faulthandler.register(DUMP_SIGNAL, file=file, all_threads=True)
     faulthandler.enable(file=file)

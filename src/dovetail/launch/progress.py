@@ -82,7 +82,7 @@ class Progress:
             self.listener(self.state.phase, done, total, tokens)
 
     def take_seconds(self) -> Mapping[Phase, float]:
-        """By phase, since the last call."""
+        """Returns seconds by phase since the last call."""
         with self._lock:
             self._count()
             taken = self._seconds
@@ -116,7 +116,7 @@ class Progress:
 
 @contextmanager
 def calling_every(seconds: float, function: Callable[[], object]) -> Iterator[None]:
-    """From a thread."""
+    """Calls `function` every so many seconds, from a thread."""
     done = threading.Event()
 
     def run() -> None:

@@ -174,7 +174,7 @@ def _ignore(number: int, frame: FrameType | None) -> None:
 
 
 def ranks_given() -> int | None:
-    """By a launcher."""
+    """Returns the number of ranks that a launcher started; None: there is none."""
     rank = os.environ.get("RANK")
     world = os.environ.get("WORLD_SIZE")
     if rank is None or world is None:

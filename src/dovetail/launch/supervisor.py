@@ -254,7 +254,7 @@ class _Job:
         return self._report()
 
     def kill(self) -> None:
-        """With all their descendants."""
+        """Kills the ranks with all their descendants."""
         for process in self.processes:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)

@@ -18,7 +18,7 @@ from dovetail.nn.products import Products
 from dovetail.parallel.collectives import stack_over
 
 ROW = "teacher_row"  # field: a token's row of `TeacherStates.hidden`
-LEAST_TAIL = 1e-7  # as in TRL
+MIN_TAIL = 1e-7  # as in TRL
 
 
 class DistillStats(NamedTuple):
@@ -50,7 +50,7 @@ class TopK:
 
 
 class HiddenStates:
-    """In place of a loss: final hidden states of counted tokens [n, D]."""
+    """Takes the place of a loss: final hidden states of counted tokens [n, D]."""
 
     separable: ClassVar[bool] = True
 
@@ -235,4 +235,4 @@ def _closed(logprob: Tensor, *, tail: bool) -> Tensor:
     total = logprob.logsumexp(-1, keepdim=True)
     if not tail:
         return logprob - total
-    return torch.cat([logprob, torch.log(-torch.expm1(total.clamp(max=-LEAST_TAIL)))], -1)
+    return torch.cat([logprob, torch.log(-torch.expm1(total.clamp(max=-MIN_TAIL)))], -1)

@@ -53,7 +53,7 @@ REMOVED: Mapping[str, str] = {  # and what to do instead; `layout` is that of an
     "layout.copy_engines": "leave it out, since NCCL runs all collectives",
 }
 
-MOST_SHOWN = 20  # problems of one recipe
+MAX_SHOWN = 20  # problems of one recipe
 KEYS_OF = " (keys of "
 UNKNOWN = "extra_forbidden"  # pydantic's name
 # least similarity: to a sibling key, to one that beats other projects' names, to a section
@@ -166,12 +166,12 @@ def explain(error: ValidationError, known: Mapping[str, Key], source: str) -> st
         if any(details[0]["type"] == UNKNOWN for details in problems.values())
         else []
     )
-    first = list(problems.items())[:MOST_SHOWN]
+    first = list(problems.items())[:MAX_SHOWN]
     lines = _without_repeats(
         [line for key, details in first for line in _lines(key, details, known, meanings)]
     )
-    shown = lines[:MOST_SHOWN]
-    more = max(len(lines), len(problems)) - MOST_SHOWN
+    shown = lines[:MAX_SHOWN]
+    more = max(len(lines), len(problems)) - MAX_SHOWN
     text = f"{source}: {lines[0]}" if len(lines) == 1 else f"{source}:\n{listing(shown)}"
     text += f"\n  ... and {more} more" if more > 0 else ""
     foreign = sum("'s, " in line for line in lines) >= MANY
@@ -231,7 +231,7 @@ def _lines(
         if isinstance(first["input"], Mapping) and first["input"]
         else {}
     )
-    foreign = [name for name in [*inside][:MOST_SHOWN] if meant(name, meanings)]
+    foreign = [name for name in [*inside][:MAX_SHOWN] if meant(name, meanings)]
     return [_unknown_key(name.strip("."), algorithm, known, meanings) for name in foreign or [key]]
 
 

@@ -21,7 +21,7 @@ WITHOUT_KEY: Mapping[str, str] = {  # groups of a file, and what they say
 }
 CLOSE = 0.85  # similarity of 1 to a name of another project
 COPIED = frozenset({"values", "item", "share", "gives", "decide"})
-MOST_VALUES = 6  # of a name, in a message
+MAX_VALUES = 6  # of a name, in a message
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Meaning:
 
 @dataclass(frozen=True)
 class Table:
-    """Of a project, or one of its trainers."""
+    """The names of a project, or of one of its trainers."""
 
     title: str
     version: str
@@ -76,7 +76,7 @@ class Table:
     same: Mapping[str, Sequence[Any]]  # values that change nothing here
 
     def find(self, name: str) -> Meaning | None:
-        """By name, else the enclosing mapping's if that has no key here."""
+        """Finds a key by name, else the enclosing mapping's if that has no key here."""
         by_name = next((meaning for meaning in self.meanings if meaning.name == name), None)
         patterns = [meaning for meaning in self.meanings if meaning.matches(name)]
         own = by_name or max(patterns, key=lambda meaning: meaning.name.count("."), default=None)
@@ -90,7 +90,7 @@ class Table:
 
 @cache
 def read_tables(project: str) -> dict[str, Table]:
-    """By trainer; "": all."""
+    """Returns tables by trainer; "": all."""
     content = read_mapping(FOLDER / f"{project}.yaml")
     title = content["title"]
     tables = {}
@@ -126,7 +126,7 @@ def _meanings(title: str | None, part: Mapping[str, Any], kind: str) -> Iterator
 
 def _listed(values: Mapping[Any, Any]) -> str:
     shown = [f"{_word(theirs)}: {_word(ours)}" for theirs, ours in values.items() if theirs != ours]
-    return ", ".join([*shown[:MOST_VALUES], *(["..."] if len(shown) > MOST_VALUES else [])])
+    return ", ".join([*shown[:MAX_VALUES], *(["..."] if len(shown) > MAX_VALUES else [])])
 
 
 def _word(value: Any) -> str:

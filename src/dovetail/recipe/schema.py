@@ -287,7 +287,7 @@ class Recipe(Section):
 
     @property
     def correction(self) -> CorrectionSection | None:
-        """With its default for backend and lag; None: no correction."""
+        """Returns the section with its default for backend and lag; None: no correction."""
         if not isinstance(self.algorithm, PolicyGradient):
             return None
         other = self.rollout.backend not in EMBEDDED or bool(self.trainer.max_lag)
@@ -317,7 +317,7 @@ class Recipe(Section):
         return self._notes
 
     def to_yaml(self) -> str:
-        """With every default."""
+        """Writes the recipe with every default."""
         return dump_mapping(self.model_dump(mode="json", by_alias=True))
 
 

@@ -25,7 +25,7 @@ CPU = 0  # type of a device
 
 
 class PhaseSummary(BaseModel):
-    """In seconds. waiting: in collectives while nothing computes. The rest is the host's."""
+    """Times of a phase in seconds. waiting: in collectives while nothing computes. The rest is the host's."""
 
     seconds: float
     computing: float
@@ -38,7 +38,7 @@ class PhaseSummary(BaseModel):
 
 
 class Summary(BaseModel):
-    """Of one rank. events: of its trace."""
+    """The profile of one rank. events: of its trace."""
 
     step: int
     rank: int
@@ -48,7 +48,7 @@ class Summary(BaseModel):
 
 
 class Event(NamedTuple):
-    """In microseconds. launch: correlation with the host's call."""
+    """Times in microseconds. launch: correlation with the host's call."""
 
     start: float
     stop: float

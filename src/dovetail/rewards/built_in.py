@@ -83,7 +83,10 @@ def final_number(text: str) -> Fraction | None:
 
 
 def numbers(text: str) -> list[Fraction]:
-    r"""Of a text in order, such as 1,234.5  $3  -7  .5  2e-3  3/4  \frac{3}{4}  1{,}234; no exponents, such as cm^2."""
+    r"""Returns the numbers of a text in order; no exponents, such as that of cm^2.
+
+    They are written as 1,234.5  $3  -7  .5  2e-3  3/4  \frac{3}{4}  1{,}234.
+    """
     plain = _LATEX_COMMA.sub(",", text.replace("\u2212", "-"))
     plain = _LATEX_FRACTION.sub(r"\1\2/\3", _BEFORE_FRACTION.sub(" ", plain))
     plain = _EXPONENT.sub("_", plain)  # a minus after a letter is no sign

@@ -9,7 +9,7 @@ from typing import Any
 
 from dovetail.rewards.sandbox.client import Sandbox, strongest_isolation
 from dovetail.rewards.sandbox.isolation import Isolation
-from dovetail.rewards.sandbox.limits import Limits
+from dovetail.rewards.sandbox.limits import ProgramLimits
 from dovetail.system import adopt_orphans
 
 _BLOCK = re.compile(r"```(?:python|py|python3)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
@@ -60,7 +60,7 @@ def code(
     wanted = tests(answer)
     adopt_orphans()
     passed = 0
-    with Sandbox(find_isolation(isolation), Limits(seconds, memory_mib)) as sandbox:
+    with Sandbox(find_isolation(isolation), ProgramLimits(seconds, memory_mib)) as sandbox:
         for test in wanted:
             if _passes(sandbox, program, test):
                 passed += 1

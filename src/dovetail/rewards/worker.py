@@ -115,7 +115,7 @@ def _end(child: int, code: int = 0) -> NoReturn:
 
 
 def run_calls(scorer: Scorer, calls: Seq[Call], timeout: float) -> list[Result]:
-    """In order. Asynchronous calls run at the same time, each with its own `timeout`."""
+    """Returns results in order. Asynchronous calls run at the same time, each with its own `timeout`."""
 
     async def gathered() -> list[list[Result]]:
         return await asyncio.gather(*[_await_call(scorer, call, timeout) for call in calls])

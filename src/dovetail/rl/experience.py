@@ -33,7 +33,10 @@ Replay = Literal["none", "trainer", "rollout"]
 def pack_samples(
     samples: Seq[Sample], temperature: float, version: int | None = None
 ) -> PackedBatch:
-    """With the field `rollout_logprob`, and `lag` behind `version` (None: the newest) if completions name versions."""
+    """Packs samples with the field `rollout_logprob`, and with `lag` if completions name versions.
+
+    version: that which `lag` is behind; None: the newest.
+    """
     named = [own for sample in samples for own, _, _ in sample.completion.versions]
     newest = max(named, default=0) if version is None else version
     shared: Mapping[str, float] = {} if temperature in (0.0, 1.0) else {"temperature": temperature}
@@ -122,7 +125,7 @@ def minibatches(batch: PackedBatch, count: int, seed: str) -> list[PackedBatch]:
 
 
 def score_old(policy: Engine, batch: PackedBatch, replay: Replay) -> PackedBatch:
-    """With `old_logprob` and the routes of the update."""
+    """Returns the batch with `old_logprob` and the routes of the update."""
     batch = routed(batch, replay)
     if replay == "trainer":
         stats, routes = policy.score_and_trace(batch)

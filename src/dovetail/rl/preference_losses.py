@@ -185,7 +185,7 @@ class _Pairs:
         return torch.ones_like(self.chosen).sum()
 
     def sums(self, x: Tensor, sizes: Tensor | int = 1) -> tuple[Tensor, Tensor]:
-        """Of x [T] over completions, [P] of the chosen and of the rejected."""
+        """Sums x [T] over completions, [P] of the chosen and of the rejected."""
         whole = sum_rows(x * self.response, self.owner, self.num_sequences) / sizes
         return whole[self.chosen], whole[self.rejected]
 

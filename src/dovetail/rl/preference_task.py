@@ -87,7 +87,7 @@ class PreferenceTask(RowsTask):
         return batch.with_fields(reference_logprob=self.reference.score(batch).logprob)
 
     def _complete(self, batch: PackedBatch) -> PackedBatch:
-        """With fields that depend on the whole batch."""
+        """Adds the fields that depend on the whole batch."""
         algorithm = self.recipe.algorithm
         if algorithm.name == "orpo":
             return batch.with_fields(**nll_fields(batch, 1.0))
@@ -165,7 +165,7 @@ def without_nan(report: StepReport) -> StepReport:
 
 
 def with_margins(row: Row) -> Row:
-    """Of completions without pairs: the difference of means."""
+    """The margin of completions without pairs is the difference of means."""
     if "rewards/margins" in row or not {"rewards/chosen", "rewards/rejected"} <= row.keys():
         return row
     return {**row, "rewards/margins": row["rewards/chosen"] - row["rewards/rejected"]}

@@ -21,7 +21,7 @@ EMPTY_UPDATE: Mapping[str, Any] = {  # None: not measured
 
 
 def update_metrics(reports: Seq[StepReport]) -> Row:
-    """Of optimizer steps."""
+    """Returns the metrics of optimizer steps."""
     if not reports:
         return {}
     columns = [

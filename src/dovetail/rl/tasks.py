@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def inner_batches(batch: PackedBatch, recipe: "Recipe", step: int) -> Iterator[PackedBatch]:
-    """Of each optimizer step."""
+    """Yields the batch of each optimizer step."""
     algorithm = recipe.algorithm
     for epoch in range(algorithm.epochs):
         yield from minibatches(

@@ -54,7 +54,7 @@ class TrainerCallback:
     """
 
     def on_train_begin(self, state: TrainerState) -> None:
-        """Before the first evaluation, or where a resumed run goes on."""
+        """Called before the first evaluation, or where a resumed run goes on."""
 
     def on_step_begin(self, state: TrainerState) -> None:
         """May set `lr` and `weight_decay` in `state.engine.param_groups` for this step."""
@@ -67,16 +67,16 @@ class TrainerCallback:
         """
 
     def on_step_end(self, state: TrainerState, metrics: dict[str, Any]) -> None:
-        """After the update. May add numbers to the row of metrics.jsonl; rank 0's are written."""
+        """Called after the update. May add numbers to the row of metrics.jsonl; rank 0's are written."""
 
     def on_evaluate(self, state: TrainerState, metrics: dict[str, Any]) -> None:
-        """After each evaluation, also before training. May add numbers named `eval_...`."""
+        """Called after each evaluation, also before training. May add numbers named `eval_...`."""
 
     def on_save(self, state: TrainerState, path: Path) -> None:
         """When a checkpoint is whole: with `trainer.async_save` maybe some steps later."""
 
     def on_train_end(self, state: TrainerState) -> None:
-        """After `hf/` or the checkpoint of a stopped run is written. Not after an error."""
+        """Called when `hf/` or the checkpoint of a stopped run is written; not after an error."""
 
 
 class Callbacks:

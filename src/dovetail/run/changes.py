@@ -72,7 +72,7 @@ def newest_state(folder: Path) -> Mapping[str, Any] | None:
 
 
 def refuse_unsaved(path: Path, begun_with: Changes, recipe: Recipe, *, finished: bool) -> None:
-    """For a run without a checkpoint."""
+    """Raises what forbids a run without a checkpoint to go on."""
     if finished or begun_with.keys() & SOURCES:
         changes = described(with_effect(begun_with))
         why = f"it holds a run of another recipe that saved no checkpoint ({changes})"
@@ -81,7 +81,7 @@ def refuse_unsaved(path: Path, begun_with: Changes, recipe: Recipe, *, finished:
 
 
 def refuse_done(path: Path, begun_with: Changes, recipe: Recipe, step: int) -> None:
-    """For a finished run whose newest checkpoint is of `step`."""
+    """ConfigError for a finished run whose newest checkpoint is of `step`, its last."""
     if step >= planned_steps(recipe):
         done = f"{holds_another(path, begun_with)}; all {step} steps of it are done ({path / HF})"
         edit = "choose another run_dir, or raise trainer.steps to train on"

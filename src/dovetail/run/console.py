@@ -35,7 +35,7 @@ QUIET_SECONDS = 60.0  # between lines on a phase, without a terminal
 UPDATED = ("loss", "grad_norm", "lr", "entropy_mean", "kl_mean", "tokens_per_second")
 
 
-LEAST_NEEDED = ("lr", "tok/s", "kl", "grad", "length", "entropy")  # left out of a narrow terminal
+DISPENSABLE = ("lr", "tok/s", "kl", "grad", "length", "entropy")  # left out of a narrow terminal
 
 
 class _Steady(RichConsole):
@@ -155,7 +155,7 @@ class Console:
         numbers |= {name: f"{row[name]:.3f}" for name in own}
         first = [f"step {row['step']}/{self._steps}", *notes]
         whole = step_line(first, numbers)
-        for name in LEAST_NEEDED:
+        for name in DISPENSABLE:
             if len(step_line(first, numbers)) > self._console.width:
                 numbers.pop(name, None)
         self.say(whole, shown=step_line(first, numbers))

@@ -15,8 +15,8 @@ LOW_ENTROPY = 0.2  # of the start
 TRUNCATED = 0.5
 CLIPPED = 0.3  # shares
 RISEN = 5.0
-LEAST_KL = 0.1
-LEAST_MISMATCH = 0.01  # times the start, and at least
+MIN_KL = 0.1
+MIN_MISMATCH = 0.01  # times the start, and at least
 LARGE_GAP = 0.05  # nats a token; bfloat16 alone makes about a fifth
 EQUAL = (
     "take prompts that the model solves sometimes (data.train), raise rollout.samples_per_prompt "
@@ -66,13 +66,13 @@ class LearningNotes:
         where = f"rollout.max_new_tokens={limit}: raise it, or reward shorter ones"
         yield cut >= TRUNCATED, f"{cut:.0%} of the completions were cut at {where}"
         remedy = "lower optim.lr, or raise algorithm.kl_coef"
-        yield kl > max(LEAST_KL, RISEN * kl0), f"KL rose from {kl0:.3g} to {kl:.3g}: {remedy}"
+        yield kl > max(MIN_KL, RISEN * kl0), f"KL rose from {kl0:.3g} to {kl:.3g}: {remedy}"
         causes = "a stale prefix cache, log-probs at another temperature, weights that did not arrive, or another model"
         text = f"sampler and policy differ by {gap:.3g} nats a token (mean) with the same weights: look for {causes}"
         yield gap > LARGE_GAP, text
         remedy = "set model.dtype=float32, or rollout.router_replay=rollout for experts"
         text = f"the sampler's log-probs moved away from the policy's, k3 from {k30:.3g} to {k3:.3g}: {remedy}"
-        yield k3 > max(LEAST_MISMATCH, RISEN * k30), text
+        yield k3 > max(MIN_MISMATCH, RISEN * k30), text
         remedy = "lower optim.lr, algorithm.epochs or algorithm.num_mini_batches"
         yield clipped > CLIPPED, f"{clipped:.0%} of the tokens were clipped: {remedy}"
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # the loop needs neither pydantic nor rich
 TIMED: Seq[Phase] = ("push", "rollout", "reward", "score", "update", "save", "eval", "wait")
 
 
-class Task(Protocol):
+class TrainTask(Protocol):
     """One step of an algorithm, counted from 0, and its evaluation.
 
     A step returns None if `stopping()` before anything changed.
@@ -34,7 +34,7 @@ class Task(Protocol):
     def evaluate(self, step: int, /) -> Row: ...
 
 
-class Guard:
+class StepGuard:
     """Ends a run after skipped updates, or if replicas differ."""
 
     def __init__(self, max_skipped: int, check_replicas_every: int) -> None:
@@ -65,7 +65,7 @@ class TrainingLoop:
     """
 
     def __init__(
-        self, task: Task, run: "RunDirectory", trainer: "TrainerSection", progress: Progress
+        self, task: TrainTask, run: "RunDirectory", trainer: "TrainerSection", progress: Progress
     ) -> None:
         self.task = task
         self.run = run
@@ -74,7 +74,7 @@ class TrainingLoop:
         self.callbacks = run.callbacks
         self.state = run.callbacks.state
         self.budget = TimeBudget(trainer.time_budget_seconds, run.shared, run.say)
-        self.guard = Guard(trainer.max_skipped_steps, trainer.check_replicas_every)
+        self.guard = StepGuard(trainer.max_skipped_steps, trainer.check_replicas_every)
         earlier = run.earlier()
         self.is_resumed = earlier is not None
         self.step, self.rows, self.before = earlier or (0, [], {})
@@ -206,7 +206,10 @@ class TrainingLoop:
 
 
 def train(
-    task: Task, run: "RunDirectory", trainer: "TrainerSection", progress: Progress | None = None
+    task: TrainTask,
+    run: "RunDirectory",
+    trainer: "TrainerSection",
+    progress: Progress | None = None,
 ) -> Outcome:
     """Trains to the end of the run. Collective."""
     return TrainingLoop(task, run, trainer, progress or Progress()).train()

@@ -29,7 +29,7 @@ SMALLEST_BUCKET = 8
 NEXT_BUCKET = 32
 PREFILL_STEP = 128
 LARGEST_PREFILL = 2048
-MOST_PROMPTS = 64  # of graphs: tokens, and prompts with the padding
+MAX_PROMPTS = 64  # of graphs: tokens, and prompts with the padding
 
 
 def pad_to_bucket(n: int, *, fine: bool = False) -> int:
@@ -42,8 +42,10 @@ def pad_to_bucket(n: int, *, fine: bool = False) -> int:
 
 
 class ModelRunner:
-    """With `capture`, rows are padded to buckets, and each bucket's step is captured. decode_steps: between looks of the host.
+    """Runs the model's steps.
 
+    With `capture`, rows are padded to buckets, and each bucket's step is captured. decode_steps:
+    steps between two waits of the host.
     joining: requests join what runs. Buckets are finer then, and with `capture_prefill` short prefills are captured too:
     their many small kernels take longer to launch than to run. It wants attention that reads lengths on the device.
     """
@@ -138,7 +140,7 @@ class ModelRunner:
     def _prefill_bucket(self, lengths: Sequence[int]) -> int:
         """Tokens of a captured prefill; 0: none."""
         total = sum(lengths)
-        fits = total <= LARGEST_PREFILL and len(lengths) < MOST_PROMPTS
+        fits = total <= LARGEST_PREFILL and len(lengths) < MAX_PROMPTS
         if (
             self.capture is None
             or not (self.capture_prefill and self.joining and fits)
@@ -153,7 +155,7 @@ class ModelRunner:
         if bucket not in self._prefills:
             assert self.capture is not None
             own = torch.zeros(4, bucket, dtype=torch.int64, device=self.mesh.device)
-            cu_seqlens = torch.zeros(MOST_PROMPTS + 1, dtype=torch.int32, device=self.mesh.device)
+            cu_seqlens = torch.zeros(MAX_PROMPTS + 1, dtype=torch.int32, device=self.mesh.device)
             spans = Spans(cu_seqlens, (bucket, 0))  # the longest, and no form for equal lengths
             self._prefills[bucket] = (
                 own,

@@ -34,7 +34,7 @@ from dovetail.weights.shards import checkpoint_params, form_of
 
 MAX_TOKENS = 1 << 16
 FREE_SHARE = 0.5  # of a GPU's free memory
-MOST_OF_FREE = 0.9
+FREE_SHARE = 0.9
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,7 @@ def cache_bytes(
 ) -> float:
     """`NativeSampler.max_entries` in bytes. held: tensors of this process; reserved: with what its allocator keeps."""
     free += reserved - held
-    return min(share * total - held, MOST_OF_FREE * free) if of_all else share * free
+    return min(share * total - held, FREE_SHARE * free) if of_all else share * free
 
 
 class Refilling:

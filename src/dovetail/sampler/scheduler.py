@@ -111,7 +111,7 @@ class Scheduler:
         return prompts, requests
 
     def free(self, page_tables: list[list[int]]) -> None:
-        """Of finished samples."""
+        """Frees the pages of finished samples."""
         for pages in page_tables:
             self.pool.free(pages)
         self.running -= len(page_tables)

@@ -27,7 +27,7 @@ class RequestError(Exception):
 
 
 class Body(BaseModel):
-    """Of a request."""
+    """The body of a request."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 

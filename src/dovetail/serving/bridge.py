@@ -57,5 +57,5 @@ class AsyncSampler:
             queue.put_nowait((sample, STOPPED))
 
     async def call(self, work: Callable[[], object]) -> None:
-        """On the model's thread, between two turns. Raises what the work raises."""
+        """Calls on the model's thread, between two steps. Raises what the work raises."""
         await asyncio.wrap_future(self.engine.ask(work))

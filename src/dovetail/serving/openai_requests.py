@@ -75,7 +75,7 @@ class TextRequest(Body):
 
 
 class CompletionRequest(TextRequest):
-    """Of /v1/completions."""
+    """A request of /v1/completions."""
 
     prompt: str | list[str] | PromptIds | list[PromptIds]
     logprobs: int | None = None
@@ -116,7 +116,7 @@ class Message(Body):
 
 
 class ChatRequest(TextRequest):
-    """Of /v1/chat/completions."""
+    """A request of /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Tokens | None = None

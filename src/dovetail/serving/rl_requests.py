@@ -107,7 +107,7 @@ class InitInfo(Body):
 
 
 class InitRequest(Body):
-    """Of /init_weight_transfer_engine."""
+    """A request of /init_weight_transfer_engine."""
 
     init_info: InitInfo
 
@@ -132,12 +132,12 @@ class UpdateInfo(Body):
 
 
 class UpdateRequest(Body):
-    """Of /update_weights."""
+    """A request of /update_weights."""
 
     update_info: UpdateInfo
 
 
 class FinishRequest(Body):
-    """Of /finish_weight_update."""
+    """A request of /finish_weight_update."""
 
     weight_version: Annotated[str, Field(min_length=1, max_length=200)]

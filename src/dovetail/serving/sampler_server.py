@@ -32,7 +32,7 @@ FIRST_VERSION = "default"  # of weights that no trainer pushed, in vLLM's words
 BATCHES = 64  # names that are remembered: a request that is sent again does not wait for its batch
 HOLD_SECONDS = 10.0  # without a request of a batch that is not whole: those that came begin
 Deliver = Callable[[Sequence[tuple[Sample, Event]]], None]
-MOST_BYTES = 16  # of an element that is pushed, a tied copy included
+MAX_BYTES = 16  # of an element that is pushed, a tied copy included
 KINDS = 16  # sets of sampling parameters that run at once: each has a runner with memory of its own
 
 
@@ -70,7 +70,7 @@ class SamplerServer:
         self.version = FIRST_VERSION
         self.paused = False
         elements = sum(weight.numel() for weight in sampler.model.parameters())
-        self.receiver = Receiver(sampler.mesh.device, push_directory, MOST_BYTES * elements)
+        self.receiver = Receiver(sampler.mesh.device, push_directory, MAX_BYTES * elements)
         self._refilling: Refilling | None = None
         self._work: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self._loops: dict[SamplingParams, GenerationLoop] = {}

@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def lengths_of(given: str) -> list[list[int]]:
-    """Of responses, by prompt."""
+    """Returns the lengths of responses, by prompt."""
     path = Path(given)
     (mean, colon, longest) = given.partition(":")
     if colon and mean.isdecimal() and longest.isdecimal():

@@ -19,11 +19,11 @@ from dovetail.records.runs import Row, Run, number, read_runs, text_of
 from dovetail_tools.report.profiles import read_profiles
 from dovetail_tools.report.samples import choose, script_json
 
-MOST_POINTS = 600  # of a curve
-MOST_SAMPLES = 800
+MAX_POINTS = 600  # of a curve
+MAX_SAMPLES = 800
 SAMPLE_BYTES = 2_500_000  # of all runs
-MOST_SERIES = 200
-MOST_EVENTS = 500  # of a run
+MAX_SERIES = 200
+MAX_EVENTS = 500  # of a run
 GROUPS = (  # title, pattern of names; the first match counts
     ("Evaluation", r"^eval"),
     ("Reward", r"^rewards?\b|^reward_|^equal_groups|^score"),
@@ -117,7 +117,7 @@ def page_data(runs: Sequence[Run], reload: float = 0) -> dict[str, Any]:
     for name in names:
         groups[next(title for title, pattern in GROUPS if re.search(pattern, name))].append(name)
     keys = list(dict.fromkeys(key for run in runs for key in (*run.config, *run.defaults)))
-    share = (MOST_SAMPLES // len(runs), SAMPLE_BYTES // len(runs))
+    share = (MAX_SAMPLES // len(runs), SAMPLE_BYTES // len(runs))
     samples = [{"run": i, **row} for i, run in enumerate(runs) for row in choose(run.path, *share)]
     return {
         "made": datetime.now().astimezone().isoformat(timespec="seconds"),
@@ -165,7 +165,7 @@ def _run_data(run: Run) -> dict[str, Any]:
     each = _bucket(len(steps))
     bands, hidden = _bands(columns)
     legend = f"least to most of {each} steps" if each > 1 else ""
-    for name in [name for name in columns if name not in hidden][:MOST_SERIES]:
+    for name in [name for name in columns if name not in hidden][:MAX_SERIES]:
         low, high, text = bands.get(name, (name, name, legend))
         series[name] = _thin(columns[name], columns[low], columns[high])
         if text:
@@ -219,7 +219,7 @@ def _bands(columns: Mapping[str, object]) -> tuple[dict[str, tuple[str, str, str
 
 def _bucket(count: int) -> int:
     """Rows per point."""
-    return max(1, -(-count // MOST_POINTS))
+    return max(1, -(-count // MAX_POINTS))
 
 
 def _thin(
@@ -307,4 +307,4 @@ def _events(run: Run) -> list[Row]:
         if row.get(key)
     ]
     read = [{"kind": "not read", "cause": problem} for problem in run.problems]
-    return [*read, *run.events[-MOST_EVENTS:], *steps[-MOST_EVENTS:]]
+    return [*read, *run.events[-MAX_EVENTS:], *steps[-MAX_EVENTS:]]

@@ -9,19 +9,19 @@ from dovetail.records.runs import ROLLOUT, Row, SampleFile, read_samples, sample
 from dovetail.records.samples import reward_of
 
 READ_BYTES = 1 << 27  # of all files
-MOST_FILES = 40  # of each kind, spread over the steps
+MAX_FILES = 40  # of each kind, spread over the steps
 ESCAPES: Mapping[int, str] = {ord(letter): f"\\u{ord(letter):04x}" for letter in "<>&\u2028\u2029"}
 
 
 def choose(run: Path, most: int, most_bytes: int) -> list[Row]:
-    """From many steps; first the most frequent prompts, best and worst reward."""
+    """Chooses samples of many steps; first the most frequent prompts, best and worst reward."""
     files = sample_files(run)
     if sum(file.path.stat().st_size for file in files) > READ_BYTES:
         kinds = [
             [file for file in files if file.kind == kind]
             for kind in dict.fromkeys(file.kind for file in files)
         ]
-        files = [file for of_kind in kinds for file in spread(of_kind, MOST_FILES)]
+        files = [file for of_kind in kinds for file in spread(of_kind, MAX_FILES)]
     read = [list(read_samples(file, READ_BYTES / len(files))) for file in files]
     seen = Counter(key for rows in read for key in dict.fromkeys(map(_prompt, rows)))
     order = {key: place for place, (key, _) in enumerate(seen.most_common())}

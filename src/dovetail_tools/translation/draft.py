@@ -74,7 +74,7 @@ class Draft:
             self.comments[key] = comment
 
     def put_item(self, key: str, item: Any, value: Any) -> None:
-        """Of data.columns, optim.betas or trainer.loggers."""
+        """Adds an item of data.columns, optim.betas or trainer.loggers."""
         items = self.items.setdefault(key, {})
         if item == "name":
             names = value if isinstance(value, list) else [value]

@@ -415,7 +415,7 @@ def _verl(draft: Draft) -> None:
 
 
 def _bounds(threshold: Any) -> tuple[float | None, float]:
-    """Of verl's 2.0, "2.0" or "0.5_5.0"."""
+    """Reads the bounds of verl's 2.0, "2.0" or "0.5_5.0"."""
     low, _, high = str(threshold).rpartition("_")
     return float(low) if low else None, float(high)
 

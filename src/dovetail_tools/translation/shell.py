@@ -23,8 +23,8 @@ INNERMOST = re.compile(
 OPERATIONS: Mapping[type, Callable[[Any, Any], Any]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.floordiv, ast.Mod: operator.mod,
 }  # fmt: skip
-MOST_ROUNDS = 100
-MOST_TEXT = 1 << 16  # replacements and characters of a word
+MAX_ROUNDS = 100
+MAX_TEXT = 1 << 16  # replacements and characters of a word
 
 
 def read_command(text: str) -> tuple[list[str], dict[str, Any]]:
@@ -115,9 +115,9 @@ def _expanded(word: str, variables: Mapping[str, str | list[str]]) -> list[str]:
             return f"\0{braced or plain}"
         return value if isinstance(value, str) else " ".join(value)
 
-    for _ in range(MOST_ROUNDS):
+    for _ in range(MAX_ROUNDS):
         replaced = INNERMOST.sub(value_of, word, count=1)
-        if replaced == word or len(replaced) > MOST_TEXT:
+        if replaced == word or len(replaced) > MAX_TEXT:
             break
         word = replaced
     return [word.replace("\0", "$")]  # what the script does not set

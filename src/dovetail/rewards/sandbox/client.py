@@ -16,7 +16,7 @@ from typing import Any
 
 from dovetail.rewards.sandbox.isolation import Isolation
 from dovetail.rewards.sandbox.launcher import END_SECONDS
-from dovetail.rewards.sandbox.limits import Limits
+from dovetail.rewards.sandbox.limits import ProgramLimits
 from dovetail.system import children_of
 
 SOURCES = str(Path(__file__).parents[3])
@@ -32,7 +32,7 @@ ENVIRONMENT: Mapping[str, str] = {
     "TMPDIR": HERE,
     "OMP_NUM_THREADS": "1",
 }
-TRIAL = Limits(seconds=5.0, memory_mib=256)
+TRIAL = ProgramLimits(seconds=5.0, memory_mib=256)
 
 
 class IsolationError(RuntimeError):
@@ -50,7 +50,7 @@ class ProgramResult:
 class Sandbox:
     """Runs one test after the other. Used by `with`, which ends all that it has started."""
 
-    def __init__(self, isolation: Isolation, limits: Limits) -> None:
+    def __init__(self, isolation: Isolation, limits: ProgramLimits) -> None:
         self._limits = limits
         self._stack = ExitStack()
         files = self._stack.enter_context

@@ -4,7 +4,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from dovetail.rewards.sandbox.limits import MAX_PROCESSES, Limits
+from dovetail.rewards.sandbox.limits import MAX_PROCESSES, ProgramLimits
 
 TOP = Path("/sys/fs/cgroup")
 MEMBERSHIP = Path("/proc/self/cgroup")
@@ -13,7 +13,7 @@ NEEDED = frozenset({"memory", "pids"})
 
 def make_group(
     name: str,
-    limits: Limits,
+    limits: ProgramLimits,
     top: Path = TOP,
     membership: Path = MEMBERSHIP,
 ) -> Path | None:

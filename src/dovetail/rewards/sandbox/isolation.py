@@ -9,7 +9,7 @@ from typing import NamedTuple, NoReturn
 
 from dovetail.rewards.sandbox import kernel, landlock, namespaces, places, seccomp
 from dovetail.rewards.sandbox.groups import join_group
-from dovetail.rewards.sandbox.limits import Limits, limit_process
+from dovetail.rewards.sandbox.limits import ProgramLimits, limit_process
 from dovetail.system import die_with_parent
 
 FIRST_USER = 61184  # systemd's range for users of one service
@@ -29,7 +29,7 @@ class Confinement(NamedTuple):
     are closed."""
 
     isolation: Isolation
-    limits: Limits
+    limits: ProgramLimits
     folder: Path
     keep: tuple[int, ...] = ()
     input: int = 0

@@ -42,7 +42,7 @@ class PathRule(ctypes.Structure):
 
 
 def version() -> int:
-    """Of the kernel's landlock. OSError where there is none."""
+    """Returns the version of the kernel's landlock. OSError where there is none."""
     return kernel.system_call(CREATE_RULESET, None, 0, ASK_VERSION)
 
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from dovetail.rewards.sandbox import program
 from dovetail.rewards.sandbox.groups import make_group, remove_group
 from dovetail.rewards.sandbox.isolation import READY, Confinement, Isolation, start
-from dovetail.rewards.sandbox.limits import MAX_OUTPUT, Limits, beyond_limits
+from dovetail.rewards.sandbox.limits import MAX_OUTPUT, ProgramLimits, beyond_limits
 from dovetail.rewards.sandbox.peer import Channel
 from dovetail.system import adopt_orphans, children_of
 
@@ -51,7 +51,7 @@ class Launcher:
     tests: an open file, which only processes of tests read.
     """
 
-    def __init__(self, isolation: Isolation, limits: Limits, tests: int) -> None:
+    def __init__(self, isolation: Isolation, limits: ProgramLimits, tests: int) -> None:
         self._isolation = isolation
         self._limits = limits
         self._tests = tests
@@ -141,7 +141,7 @@ def _readable(file: int, seconds: float) -> bool:
 
 
 def _unnamed_file(stack: ExitStack) -> int:
-    """For reading and writing."""
+    """Opens a file without a name, for reading and writing."""
     file = os.open(UNNAMED, os.O_RDWR | os.O_CREAT | os.O_EXCL)
     os.unlink(UNNAMED)
     stack.callback(os.close, file)
@@ -149,7 +149,7 @@ def _unnamed_file(stack: ExitStack) -> int:
 
 
 def _remove(folder: Path) -> None:
-    """With what a program has left there."""
+    """Removes a folder with what a program has left there."""
     try:
         folder.rmdir()
     except OSError:
@@ -193,7 +193,7 @@ def main() -> None:
         os.dup2(nothing.fileno(), 0)
         os.dup2(nothing.fileno(), 1)
     setup = json.loads(requests.readline())
-    limits = Limits(setup["seconds"], setup["memory_mib"])
+    limits = ProgramLimits(setup["seconds"], setup["memory_mib"])
     launcher = Launcher(Isolation(setup["isolation"]), limits, setup["tests"])
     for line in requests:
         answers.write(json.dumps(launcher.run(json.loads(line))) + "\n")

@@ -1,4 +1,4 @@
-"""Limits of one process by the kernel, and of a program's processes together by a watcher."""
+"""ProgramLimits of one process by the kernel, and of a program's processes together by a watcher."""
 
 import os
 import resource
@@ -14,14 +14,14 @@ RESIDENT = ("RssAnon", "RssShmem")  # fields of /proc/PID/status, in KiB
 MAX_OUTPUT = 1 << 20  # bytes of a file, and so of standard output
 
 
-class Limits(NamedTuple):
-    """Of one test."""
+class ProgramLimits(NamedTuple):
+    """Time and memory of one test."""
 
     seconds: float
     memory_mib: int
 
 
-def limit_process(limits: Limits, own_user: bool) -> None:
+def limit_process(limits: ProgramLimits, own_user: bool) -> None:
     """own_user: nobody else's processes count among this user's."""
     bounds = [
         (resource.RLIMIT_CPU, int(limits.seconds) + 1),
@@ -36,7 +36,7 @@ def limit_process(limits: Limits, own_user: bool) -> None:
         resource.setrlimit(kind, (most, most))
 
 
-def beyond_limits(keeper: int, folder: Path, limits: Limits) -> bool:
+def beyond_limits(keeper: int, folder: Path, limits: ProgramLimits) -> bool:
     """Whether the processes below `keeper`, or the files of `folder`, are too many or too large.
 
     Memory that a process shares with the one that forked it counts for both.
