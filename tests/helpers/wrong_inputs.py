@@ -65,7 +65,7 @@ score: --layout ep=2,dp=2 => ep=2 cuts experts, and this llama model has none; s
 score: --layout dp=100000 => 100000 ranks need at least 26,843.5 GB of memory, but 8.6 GB are free
 score: --layout tp=2,pp=4,dp=9999 => 79992 ranks need at least
 score: --device cuda => device 'cuda': this process sees none here; use --device cpu or auto
-score: --device npu => torch_npu is not installed
+score: --device npu => this process sees none here
 score: --model moe --layout ep=3,dp=3 => ep=3 does not divide the 4 experts of this mixtral model; use one of ep=1, 2, 4
 score: --model gpt --layout tp=2 => model_type is 'gpt_neox' | cut by cp and dp alone; set tp=1, pp=1 and ep=1
 score: --model M --engine transformers --layout pp=2 => are cut by cp and dp alone
@@ -100,8 +100,8 @@ score: --out D.jsonl/o => cannot be written
 score: --out /proc/o => --out /proc/o cannot be written: /proc is no directory that you may write to
 score: --model none --data none.jsonl --out empty --layout dp=100000 => 4 mistakes: | none.jsonl | --out empty | GB are
 score: --temperature 0 --dtype fp8 --bogus => 2 mistakes: | --temperature: 0 is not | --dtype: invalid choice: 'fp8'
-generate: --max-new-tokens 100000 => --max-new-tokens is 100,000, but M has 128 positions for prompt and completion together
-generate: --max-new-tokens 128 => --max-new-tokens is 128, but M has 128 positions
+generate: --max-new-tokens 100000 => --max-new-tokens is 100,000, but the model has 128 positions
+generate: --max-new-tokens 128 => --max-new-tokens is 128, but the model has 128 positions
 generate: --max-new-tokens 0 => --max-new-tokens: 0 is not more than 0
 generate: --max-new-tokens 1e3 => invalid whole number value: '1e3'
 generate: --temperature=-0.5 => --temperature: -0.5 is less than 0

@@ -28,11 +28,12 @@ from dovetail.data.files import Source
 from dovetail.data.rows import JsonRow
 from dovetail.errors import CheckpointError, ConfigError, LayoutError, UserError, listing
 from dovetail.factory.engines import connect
-from dovetail.factory.layouts import check_layout, max_positions, sampling_layout
+from dovetail.factory.layouts import check_layout, check_positions, sampling_layout
 from dovetail.factory.reward_trial import try_reward
 from dovetail.factory.rows import Columns, RowCheck, Template, columns_of, read_answer, sources_of
 from dovetail.launch.engines import engine_key
 from dovetail.launch.process import complain
+from dovetail.parallel.devices import check_count, has_npu, refuse_absent
 from dovetail.parallel.layout import Layout
 from dovetail.recipe.algorithms import PPO, PolicyGradient
 from dovetail.recipe.distillation import Distillation
@@ -306,12 +307,7 @@ def _check_sampler(spec: AnySpec, layout: Layout) -> None:
 
 
 def _check_positions(model: Model, new_tokens: int, key: str) -> None:
-    most = max_positions(model.config, model.spec.engine)
-    if most is not None and new_tokens >= most:
-        have = f"{key} is {new_tokens:,}, but {model.path} has {most:,} positions for prompt and completion together"
-        raise ConfigError(
-            f"{have} (max_position_embeddings and rope scaling in its config.json); lower {key}"
-        )
+    check_positions(model.config, model.spec.engine, (), new_tokens, key)
 
 
 def _check_function(what: str, function: str, folder: Path) -> None:
@@ -335,40 +331,20 @@ def _check_function(what: str, function: str, folder: Path) -> None:
         tree = ast.parse(file.read_bytes(), str(file))
     except (SyntaxError, ValueError) as error:
         raise ConfigError(f"{where}{type(error).__name__}: {error}") from error
-    named = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-    functions = [node.name for node in tree.body if isinstance(node, named)]
-    others = (
-        ast.Assign,
-        ast.AnnAssign,
-        ast.Import,
-        ast.ImportFrom,
-        ast.If,
-        ast.Try,
-        ast.With,
-        ast.For,
-    )
-    if name not in functions and not any(
-        isinstance(node, others) and name in ast.unparse(node) for node in tree.body
-    ):
-        raise ConfigError(
-            f"{where}{file} has no function {name!r}; it has {', '.join(functions) or 'none'}"
-        )
+    definitions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    functions = [node.name for node in tree.body if isinstance(node, definitions)]
+    others = [ast.unparse(node) for node in tree.body if not isinstance(node, definitions)]
+    if name not in functions and not any(name in text for text in others):
+        known = ", ".join(functions) or "none"
+        raise ConfigError(f"{where}{file} has no function {name!r}; it has {known}")
 
 
 def _check_device(name: str, layout: Layout) -> None:
     count = visible_gpus()
-    if name == "cuda" and count == 0:
-        raise ConfigError("device 'cuda': this process sees none here; use --device cpu or auto")
-    if name == "npu" and importlib.util.find_spec("torch_npu") is None:
-        raise ConfigError(
-            "device 'npu': torch_npu is not installed, so torch sees none here; use --device cpu "
-            "or auto"
-        )
-    if name == "cuda" and count is not None and layout.num_ranks > count:
-        need = (
-            f"{layout.num_ranks} ranks on this machine need a cuda device each, there are {count}"
-        )
-        raise LayoutError(f"layout {layout}: {need}; use fewer ranks a machine, or --device cpu")
+    if (name == "cuda" and count == 0) or (name == "npu" and not has_npu()):
+        refuse_absent(name)
+    if name == "cuda" and count is not None:
+        check_count(name, layout.num_ranks, count)
 
 
 def _check_memory(needed: int, layout: Layout, device: str) -> None:

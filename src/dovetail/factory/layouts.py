@@ -73,16 +73,17 @@ def max_positions(config: Mapping[str, Any], backend: Backend | None = None) -> 
 def check_positions(
     config: Mapping[str, Any], backend: Backend, prompts: Sequence[int], new_tokens: int, key: str
 ) -> None:
-    """prompts: lengths."""
+    """Raises ConfigError unless prompt and completion fit. prompts: their lengths, if known."""
     most = max_positions(config, backend)
-    longest = max(prompts)
-    if most is None or longest + new_tokens <= most:
+    longest = max(prompts, default=1)
+    together = longest + new_tokens
+    if most is None or together <= most:
         return
-    edit = (
-        f"lower {key} to at most {most - longest}"
-        if longest < most
-        else f"shorten the prompts below {most} tokens"
-    )
-    have = f"{key} is {new_tokens:,} and the longest prompt has {longest:,} tokens, {longest + new_tokens:,} together"
+    edit = f"lower {key} to at most {most - longest}"
+    if longest >= most:
+        edit = f"shorten the prompts below {most} tokens"
+    have = f"{key} is {new_tokens:,}"
+    if prompts:
+        have += f" and the longest prompt has {longest:,} tokens, {together:,} together"
     source = "max_position_embeddings and rope scaling in its config.json"
     raise ConfigError(f"{have}, but the model has {most:,} positions ({source}); {edit}")

@@ -4,7 +4,6 @@ Ranks are those of torchrun's environment, else there is one.
 """
 
 import contextlib
-import importlib.util
 import os
 import signal
 import threading
@@ -26,6 +25,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # they are public
 )
 
 from dovetail.errors import ConfigError, LayoutError, LostStore, MachineError, SecondaryFailure
+from dovetail.parallel.devices import check_count, has_npu, refuse_absent
 from dovetail.parallel.meeting import Meeting
 from dovetail.parallel.mesh import TIMEOUT
 from dovetail.system import raise_open_files_limit
@@ -59,7 +59,7 @@ def pick_device(name: str = "auto") -> torch.device:
     os.environ.setdefault(*PROFILER)
     present = {
         "cuda": torch.cuda.is_available(),
-        "npu": importlib.util.find_spec("torch_npu") is not None,
+        "npu": has_npu(),
     }
     if name == "auto":
         name = next((kind for kind, available in present.items() if available), "cpu")
@@ -68,20 +68,15 @@ def pick_device(name: str = "auto") -> torch.device:
     if name == "cpu":
         return torch.device("cpu")
     if not present[name]:
-        raise ConfigError(
-            f"device {name!r}: torch {torch.__version__} sees none here; use --device cpu or auto"
-        )
+        refuse_absent(name)
     local = int(os.environ.get("LOCAL_RANK", "0"))
     count = torch.get_device_module(name).device_count()
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     ranks = max(local + 1, local_world)  # so that rank 0 reports it
     if name == "cuda" and count == 1 and CUDA_VISIBLE_DEVICES in os.environ:
         local = 0
-    elif ranks > count:
-        raise LayoutError(
-            f"{ranks} ranks on this machine need a {name} device each, there are {count}; "
-            "use fewer ranks a machine, or --device cpu"
-        )
+    else:
+        check_count(name, ranks, count)
     device = torch.device(name, local)
     torch.get_device_module(name).set_device(device)
     if name == "cuda":
