@@ -215,7 +215,8 @@ def run_words(words: Sequence[str], block: Block, folder: Path, jobs: Jobs) -> N
         subprocess.run(["curl", "--fail", *words[1:]], check=True, capture_output=True)
         return
     assert words[0] == "dovetail"
-    if words[1] == "train" and RESUMED not in block.text:
+    resumes = RESUMED in block.text and words[-1] != "&"
+    if words[1] == "train" and not resumes:
         shutil.rmtree(folder / "runs" / "first", ignore_errors=True)
     if words[1] == "serve" or words[-1] == "&":
         argv = [word for word in words[1:] if word != "&"]

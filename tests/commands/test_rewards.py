@@ -153,7 +153,7 @@ def test_a_sum_of_rewards_is_that_of_its_parts(
             "unknown key reward.wieght; did you mean reward.weight?",
         ),
         ({"model": {"path": "nowhere"}}, "nowhere"),
-        ({"judge": JUDGE}, "first cause: ConnectionError: the server at http://127.0.0.1:9/v1: "),
+        ({"judge": JUDGE}, ": ConnectionError: the server at http://127.0.0.1:9/v1: "),
         (
             {"judge": {**JUDGE, "key_env": "NO_SUCH"}},
             "variable NO_SUCH, which key_env names, is not set\n",

@@ -57,7 +57,7 @@ FAILURES = {
     "inf": "the reward returned inf, which is not a finite number",
     "text": "the reward returned '1.0', which is not a finite number",
     "die": "the worker process died",
-    "hang": f"no answer within {HANG:g} s; the worker was killed",
+    "hang": f"no answer within {HANG:g} s (reward.timeout_seconds); the worker was killed",
 }
 
 
@@ -108,7 +108,8 @@ def test_more_than_one_in_twenty_stops_with_the_first_cause(
         assert (
             "step 1: the reward failed on 4 of the last 40 samples, more than 5% of 64" in message
         )
-        assert f"; first cause: {FAILURES[what]}" in message
+        assert "; first cause, on row " in message
+        assert f": {FAILURES[what]}" in message
         assert "; fix the reward function, or the rows that it fails on" in message
 
 

@@ -116,7 +116,7 @@ generate: --layout tp=3,pp=4 => the sampler runs pipeline ranks as tp=12
 generate: --head value => unrecognized arguments: --head value
 generate: --prompt hello => unrecognized arguments: --prompt hello
 : eval none --data none.jsonl => 2 mistakes: | none is not a directory | none.jsonl: no such data file
-: eval M --data D.jsonl --max-new-tokens 4096 => --max-new-tokens is 4,096, but M has 128 positions
+: eval M --data D.jsonl --max-new-tokens 4096 => --max-new-tokens is 4,096, but the model has 128 positions
 : eval M --data D.jsonl --reward exactmatch => --reward 'exactmatch' is no built-in reward
 : eval M => required: --data
 train: 'eval.sets={name: a, data: none.jsonl}' => none.jsonl: no such data file
@@ -182,7 +182,7 @@ train: rollout.engines=[h:1] rollout.push.transport=file rollout.push.directory=
 train: 'eval.sets=[{name: a, data: D.jsonl, metrics: [absent:f]}]' => eval.sets: metric 'absent:f'
 train: rollout.temperature=0 => rollout.temperature is 0
 train: rollout.top_p=2 => rollout.top_p is 2
-train: rollout.max_new_tokens=4096 => rollout.max_new_tokens is 4,096, but M has 128 positions
+train: rollout.max_new_tokens=4096 => rollout.max_new_tokens is 4,096, but the model has 128 positions
 train: rollout.layout.tp=2 => rollout.layout: layout tp=2,dp=auto needs a multiple of 2 ranks, but the job has 1
 train: rollout.layout.tp=4 --layout dp=4 => rollout.layout: layout tp=4: tp=4 does not fit
 train: layout.tp=4 => 6 attention heads are not a multiple of 4

@@ -16,7 +16,7 @@ import dovetail as dt
 from bench.models import one_rank
 from dovetail.engine import validation
 from dovetail.engine.expert_routing import BalanceSettings
-from dovetail.errors import ConfigError, DataError, ModelError
+from dovetail.errors import ConfigError, DataError, LayoutError, ModelError
 from dovetail.optim.optimizer import shards_of
 from dovetail.parallel.mesh import Axis, Mesh
 from examples import grpo_loss
@@ -461,3 +461,9 @@ def test_the_example_learns_what_was_rewarded(folder: Path, tmp_path: Path) -> N
         for path in (folder, tmp_path / "new")
     )
     assert int((after - before).argmax()) == 0
+
+
+def test_two_ranks_in_one_process_lead_to_torchrun(folder: Path) -> None:
+    words = "layout tp=2,pp=2,dp=1 needs 4 ranks, but this is the only process; start it by "
+    with pytest.raises(LayoutError, match=f"{words}torchrun --nproc-per-node 4 script\\.py$"):
+        dt.from_pretrained(folder, layout=dt.Layout(tp=2, pp=2), device="cpu")

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from dovetail.errors import ConfigError
-from dovetail.recipe.keys import nearest
+from dovetail.recipe.messages import nearest
 from dovetail.recipe.names import PROJECTS, USUAL, Meaning, Table, all_meanings, read_tables
 from dovetail.recipe.schema import known_keys, make_recipe
 from dovetail.recipe.yaml import merge

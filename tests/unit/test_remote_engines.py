@@ -1,5 +1,7 @@
 """Requests to vLLM and SGLang, checked against the servers' own descriptions, and what becomes of a lost replica."""
 
+import re
+import socket
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,6 +14,7 @@ import pytest
 import torch
 
 from dovetail.errors import ConfigError
+from dovetail.factory.engines import connect
 from dovetail.inference_servers.fleet import Fleet, Replica, Wire
 from dovetail.inference_servers.http import Client, EngineError
 from dovetail.inference_servers.protocol import ServerRequest, check_log_probs
@@ -19,6 +22,7 @@ from dovetail.inference_servers.remote_sampler import RemoteSampler
 from dovetail.inference_servers.sglang import Sglang
 from dovetail.inference_servers.vllm import Vllm
 from dovetail.parallel.mesh import Mesh
+from dovetail.recipe.schema import make_recipe
 from dovetail.sampler.base import Prompt, SamplingParams
 from dovetail.sampler.turn import RolloutId, Turn
 from tests.helpers.fake_engine import VOCABULARY, FakeEngine, hashed_logits, log_softmax
@@ -327,6 +331,25 @@ def test_a_server_of_another_vocabulary_or_kind_is_refused() -> None:
             ConfigError, match=r"looks like vLLM, which rollout.backend=vllm is for"
         ):
             WIRES["sglang"].probe(Client(fake.url), None)
+
+
+STARTS = {
+    "native": "`dovetail serve MODEL`",
+    "vllm": "`vllm serve MODEL`",
+    "sglang": "sglang.launch_server",
+}
+
+
+@pytest.mark.parametrize("backend", STARTS)
+def test_where_no_server_listens_the_message_says_how_to_start_one(backend: str) -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{closed.getsockname()[1]}"
+    rollout = {"backend": backend, "engines": [url]}
+    given = {"model": {"path": "M"}, "data": {"train": "D"}, "run_dir": "R", "rollout": rollout}
+    start = rf"Connection refused; start a server there: .*{re.escape(STARTS[backend])}"
+    with pytest.raises(ConfigError, match=f"{start}.* or correct rollout.engines$"):
+        connect(make_recipe(given), [url], None, None)
 
 
 @KINDS

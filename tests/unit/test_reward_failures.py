@@ -181,7 +181,7 @@ def test_failed_rewards_are_counted_or_end_the_run() -> None:
     for results, words in (
         (
             [GOOD] * 94 + [BAD] * 6,
-            "6 of the last 100 samples, more than 5% of 100; first cause: a cause, on row 94; fix",
+            "6 of the last 100 samples, more than 5% of 100; first cause, on row 94: a cause; fix",
         ),
         (
             [GOOD] * 90 + [LEFT] * 4 + [BAD] * 6,
@@ -221,10 +221,10 @@ def test_failures_of_small_steps_are_counted_over_the_last_64_samples() -> None:
 def test_too_many_killed_processes_are_a_failure_of_the_machine() -> None:
     killed = RewardResult(None, "the worker process was killed by SIGKILL", killed=True)
     with pytest.raises(
-        MachineError, match=r"first cause: the worker process was killed by SIGKILL, on row 0$"
+        MachineError, match=r"first cause, on row 0: the worker process was killed by SIGKILL$"
     ):
         RecentFailures().count([killed] * 4 + [GOOD] * 12, range(16), "step 1")
-    with pytest.raises(DataError, match="first cause: a cause, on row 0; fix the reward function"):
+    with pytest.raises(DataError, match="first cause, on row 0: a cause; fix the reward function"):
         RecentFailures().count([BAD, *[killed] * 3, *[GOOD] * 12], range(16), "step 1")
 
 

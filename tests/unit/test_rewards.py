@@ -303,7 +303,7 @@ def test_what_a_reward_may_not_do_drops_its_sample_only(directory: Path) -> None
         "raise": "RuntimeError: broken on purpose",
         "exit": "SystemExit: 3",
         "crash": "died",
-        "hang": f"no answer within {HANG:g} s; the worker was killed; where it needs longer, raise reward.timeout_seconds",
+        "hang": f"no answer within {HANG:g} s (reward.timeout_seconds); the worker was killed",
         "nan": "not a finite number",
         "inf": "not a finite number",
         "text": "not a finite number",

@@ -19,7 +19,7 @@ from dovetail.engine.expert_routing import BalanceSettings
 from dovetail.engine.fsdp import shard_over_data
 from dovetail.engine.native import Engine
 from dovetail.engine.nonfinite import StepWatch
-from dovetail.errors import CheckpointError, ConfigError, ModelError
+from dovetail.errors import CheckpointError, ConfigError, LayoutError, ModelError
 from dovetail.factory.layouts import Backend, check_layout
 from dovetail.factory.sampler import backend_layout, make_sampler
 from dovetail.hf.transformers_model import TransformersModel
@@ -201,8 +201,14 @@ def dtype_named(dtype: torch.dtype | str) -> torch.dtype:
 
 
 def make_mesh(layout: Layout | None, device: torch.device, *, timeout: timedelta = TIMEOUT) -> Mesh:
-    """Collective."""
-    return Mesh.build((layout or Layout(dp=None)).resolve(num_ranks()), device, timeout)
+    """Builds the mesh of a layout. Collective. LayoutError where the ranks do not fit."""
+    given = layout or Layout(dp=None)
+    needed = given.num_ranks
+    if num_ranks() == 1 and needed > 1:
+        start = f"torchrun --nproc-per-node {needed} script.py"
+        only = "but this is the only process"
+        raise LayoutError(f"layout {given} needs {needed} ranks, {only}; start it by {start}")
+    return Mesh.build(given.resolve(num_ranks()), device, timeout)
 
 
 def make_engine(

@@ -34,6 +34,11 @@ TRANSFERS: Mapping[str | None, Mapping[str, str]] = {  # by vLLM's back end
     },
     "nccl": {"transport": "nccl", "proof": "checker"},
 }
+STARTED_BY: Mapping[str, str] = {  # by rollout.backend
+    "vllm": "`vllm serve MODEL`, or `dovetail serve MODEL` with rollout.backend=native",
+    "sglang": "`python -m sglang.launch_server --model-path MODEL`",
+    "native": "`dovetail serve MODEL`",
+}
 PROBE_SECONDS = 60.0  # of a request before the run
 HINTS: Mapping[int | None, str] = {  # by status
     401: f"; set the environment variable {KEY} to its key",
@@ -75,7 +80,7 @@ def connect(
             if asleep:
                 client.post(SLEEP)
         except EngineError as error:
-            problems.append(f"{error}{HINTS.get(error.status, '')}")
+            problems.append(f"{error}{_hint(rollout, error)}")
         except ConfigError as error:
             problems.append(str(error))
         else:
@@ -85,6 +90,14 @@ def connect(
         many = f"{len(problems)} of the engines:\n{listing(problems)}"
         raise ConfigError(problems[0] if len(problems) == 1 else many)
     return replicas
+
+
+def _hint(rollout: "RolloutSection", error: EngineError) -> str:
+    """Returns what to do where a server does not answer, or answers with an error."""
+    if error.status is not None or not rollout.engines:
+        return HINTS.get(error.status, "")
+    start = f"start a server there: {STARTED_BY[rollout.backend]} (dovetail docs rollouts)"
+    return f"; {start}, or correct rollout.engines"
 
 
 def check_lengths(replicas: Sequence[Replica], longest: int) -> None:

@@ -11,7 +11,7 @@ from dovetail.errors import ConfigError, quoted
 from dovetail.recipe.reward import RewardPart
 from dovetail.rewards.runner import CallLimits, RewardRunner
 from dovetail.rewards.samples import FIRST_SAMPLES, RewardInput
-from dovetail.rewards.signatures import LONGER
+from dovetail.rewards.signatures import LIMIT
 
 TRIAL_SECONDS = 1.0
 SHOWN = 40  # characters of a completion in a message
@@ -60,7 +60,7 @@ def _call(runner: RewardRunner, part: RewardPart, rows: Sequence[JsonRow], sampl
             columns=extra_columns(row),
         )
         error = runner.score([given] * samples)[0].error
-        if error is None or LONGER in error:
+        if error is None or LIMIT in error:
             return
         shown = quoted(given.completion[:SHOWN])
         problems.append(f"{row.path}:{row.line} with the completion {shown}: {error}")

@@ -8,9 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.errors import (
+    CallbackError,
     CheckpointError,
     ConfigError,
+    DataError,
+    LayoutError,
     MachineError,
+    ModelError,
+    NumericsError,
+    OptionError,
     UserError,
     disk_problem,
     listing,
@@ -20,6 +26,20 @@ from dovetail.parallel.collectives import gather_objects
 from dovetail.parallel.mesh import Mesh
 
 SHOWN = 12  # of a fingerprint
+KINDS: Mapping[str, type[UserError | MachineError]] = {  # that all ranks raise; else a checkpoint's
+    kind.__name__: kind
+    for kind in (
+        CallbackError,
+        CheckpointError,
+        ConfigError,
+        DataError,
+        LayoutError,
+        MachineError,
+        ModelError,
+        NumericsError,
+        OptionError,
+    )
+}
 
 
 class CollectiveErrors:
@@ -29,7 +49,7 @@ class CollectiveErrors:
         self.mesh = mesh
         self.path = path
         self.problem = ""
-        self.of_machine = False
+        self.kind = ""
 
     @contextmanager
     def catch(self) -> Iterator[None]:
@@ -41,32 +61,38 @@ class CollectiveErrors:
 
     def _keep(self, error: UserError | MachineError | OSError) -> None:
         self.problem = str(error)
-        self.of_machine = isinstance(error, MachineError)
+        classes = [kind.__name__ for kind in type(error).__mro__]
+        self.kind = next((name for name in classes if name in KINDS), CheckpointError.__name__)
         if isinstance(error, OSError):
             unnamed = error.filename is None and self.path is not None
             place = f"{self.path}: " if unnamed else ""
             of_disk = disk_problem(error)
-            self.of_machine = of_disk is not None
             self.problem = place + (of_disk or str(error))
+            if of_disk is not None:
+                self.kind = MachineError.__name__
 
     def raise_collectively(self) -> None:
-        """Raises on every rank if any has a problem: MachineError or CheckpointError. Collective."""
+        """Raises on every rank if any has a problem, with the problems of all. Collective.
+
+        The error is a MachineError if any rank has one, else of the first rank's kind.
+        """
         world = self.mesh["world"]
         ranks_of: dict[str, list[int]] = defaultdict(list)
-        by_rank = of_all([self.problem, self.of_machine], self.mesh)
-        for rank, (problem, _) in enumerate(by_rank):
+        kinds: list[str] = []
+        by_rank = of_all([self.problem, self.kind], self.mesh)
+        for rank, (problem, kind) in enumerate(by_rank):
             if problem:
                 ranks_of[problem].append(rank)
+                kinds.append(kind)
         lines = []
         for problem, ranks in ranks_of.items():
             everywhere = len(ranks) == world.size
             names = ", ".join(map(str, ranks))
             lines.append(problem if everywhere else f"rank {names}: {problem}")
         if lines:
-            message = listing(lines).removeprefix("  - ")
-            if any(of_machine for _, of_machine in by_rank):
-                raise MachineError(message)
-            raise CheckpointError(message)
+            of_machine = MachineError.__name__ in kinds
+            error = MachineError if of_machine else KINDS[kinds[0]]
+            raise error(listing(lines).removeprefix("  - "))
 
 
 @contextmanager

@@ -30,7 +30,8 @@ from dovetail.recipe.algorithms import (
 from dovetail.recipe.data import DataSection
 from dovetail.recipe.distillation import Distillation, TeacherSection
 from dovetail.recipe.evaluation import EvalSection, EvalSetSection
-from dovetail.recipe.keys import RENAMED, Key, explain, keys_of, nearest, rename_keys, renamed_note
+from dovetail.recipe.keys import RENAMED, Key, keys_of, rename_keys, renamed_note
+from dovetail.recipe.messages import explain, nearest
 from dovetail.recipe.names import all_meanings
 from dovetail.recipe.optim import OptimSection
 from dovetail.recipe.preferences import KTO, AnyPreference
@@ -343,24 +344,28 @@ def check_correction(correction: CorrectionSection, rollout: RolloutSection) -> 
 def load_recipe(
     path: Path | str, overrides: Sequence[str] = (), flags: Mapping[str, Any] | None = None
 ) -> Recipe:
-    """Flags, by dotted key, beat overrides `key.path=value`."""
+    """Reads a recipe. Flags, by dotted key, beat overrides `key.path=value`. ConfigError."""
     given, notes = rename_keys(read_mapping(Path(path)))
+    typed: list[str] = []
     for name, value in [*parse_overrides(overrides), *(flags or {}).items()]:
         if name in RENAMED:
             notes.append(renamed_note(name))
-        merge(given, RENAMED.get(name, name), value)
-    recipe = make_recipe(given, str(path))
+        typed.append(RENAMED.get(name, name))
+        merge(given, typed[-1], value)
+    recipe = make_recipe(given, str(path), typed)
     recipe._notes = (*notes, *recipe.notes)
     return recipe
 
 
-def make_recipe(given: Mapping[str, Any], source: str = "recipe") -> Recipe:
-    """One ConfigError names all problems."""
+def make_recipe(
+    given: Mapping[str, Any], source: str = "recipe", typed: Sequence[str] = ()
+) -> Recipe:
+    """Makes a recipe; one ConfigError names all problems. typed: keys of the command line."""
     renamed, notes = rename_keys(given)
     try:
         recipe = Recipe.model_validate(renamed)
     except ValidationError as error:
-        raise ConfigError(explain(error, known_keys(), source)) from None
+        raise ConfigError(explain(error, known_keys(), source, typed)) from None
     recipe._notes = tuple(notes)
     return recipe
 

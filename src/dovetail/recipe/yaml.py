@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from dovetail.errors import ConfigError, quoted, short_words
+from dovetail.errors import ConfigError, quoted, short_words, shortened
 
 KEY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 FLOAT = re.compile(
@@ -96,6 +96,9 @@ def read_text(path: Path) -> str:
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
+    if path.suffix == ".jsonl":
+        edit = "give a YAML file as the recipe, and these as data.train"
+        raise ConfigError(f"recipe {str(path)!r} is a file of rows (JSON lines); {edit}")
     text = read_text(path)
     value = _parse(text, f"recipe {str(path)!r}")
     if value is None:
@@ -114,9 +117,11 @@ def parse_overrides(tokens: Sequence[str]) -> list[tuple[str, Any]]:
         if not equals:
             raise ConfigError(f"override {quoted(token)} has no value; expected key.path=value")
         if not KEY.fullmatch(key) or key.count(".") > MAX_DEPTH:
-            raise ConfigError(
-                f"override {quoted(token)}: {quoted(key)} is not a key; expected key.path=value"
-            )
+            bare = key.lstrip("+")  # as hydra writes a new key
+            expected = "expected key.path=value"
+            if bare != key and KEY.fullmatch(bare):
+                expected = f"drop the +: {shortened(bare)}=value"
+            raise ConfigError(f"override {quoted(token)}: {quoted(key)} is not a key; {expected}")
         overrides.append((key, _parse(text, f"override {quoted(token)}")))
     return overrides
 

@@ -15,7 +15,7 @@ from dovetail.errors import ConfigError, MachineError, quoted
 from dovetail.rewards.built_in import BUILT_IN
 from dovetail.rewards.process import Answer, RewardProcess
 from dovetail.rewards.samples import RewardInput, RewardResult, TrainingProgress, too_many_errors
-from dovetail.rewards.signatures import LONGER
+from dovetail.rewards.signatures import LIMIT
 
 START_SECONDS = 120.0
 ASYNC_GRACE = 5.0  # seconds to report async calls that took too long
@@ -192,7 +192,7 @@ class RewardRunner:
         if answer is not None:
             return answer.results[:1] * count
         if process.alive:
-            error = f"no answer within {self._timeout:g} s; the worker was killed; {LONGER}"
+            error = f"no answer within {self._timeout:g} s {LIMIT}; the worker was killed"
             return [RewardResult(None, error)] * count
         return [self._death(process)] * count
 

@@ -90,7 +90,7 @@ class RecentFailures:
             return sum(failed), cause
         rest = "" if scored == total else " (the others were not scored)"
         row = f"{ids[first]!r:.100}"
-        what = f"{where}: the reward failed on {share}{rest}; first cause: {cause}, on row {row}"
+        what = f"{where}: the reward failed on {share}{rest}; first cause, on row {row}: {cause}"
         if results[first].killed:
             raise MachineError(what)
         raise DataError(f"{what}; fix the reward function, or the rows that it fails on")

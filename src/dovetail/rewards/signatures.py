@@ -23,7 +23,7 @@ TRL_COLUMNS = ("prompts", "completions", "answer", "finish")
 TRL_TRAINER = ("completion_ids", "trainer_state", "log_extra", "log_metric")
 ONLY_IN_TRL = ("environments",)
 MAX_TEXT = 1000  # characters of an exception
-LONGER = "where it needs longer, raise reward.timeout_seconds"
+LIMIT = "(reward.timeout_seconds)"  # in the message of a reward that took longer
 
 
 class UserErrors:

@@ -15,7 +15,7 @@ from contextlib import suppress
 from json import dumps, loads  # bound before a reward may replace them
 from typing import Any, NoReturn, TextIO
 
-from dovetail.rewards.signatures import LONGER, Call, Scorer, UserErrors, load
+from dovetail.rewards.signatures import LIMIT, Call, Scorer, UserErrors, load
 from dovetail.system import adopt_orphans, die_with_parent, end_children
 
 Result = dict[str, Any]  # value, error and extra
@@ -133,7 +133,7 @@ async def _await_call(scorer: Scorer, call: Call, timeout: float) -> list[Result
         try:
             values = await asyncio.wait_for(scorer.score(call), timeout)
         except TimeoutError:
-            caught.error = f"no answer within {timeout:g} s; {LONGER}"
+            caught.error = f"no answer within {timeout:g} s {LIMIT}"
     return _results(call, values, caught.error)
 
 
