@@ -88,6 +88,7 @@ def started(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[object]:
     monkeypatch.setattr("dovetail.cli.main.run_ranks", begin)
     monkeypatch.setattr("dovetail.cli.main._run_as_rank", begin)
     monkeypatch.setattr("dovetail.cli.preflight.connect", lambda *_: [])
+    monkeypatch.setattr("dovetail.cli.preflight.try_reward", lambda *_: None)
     return starts
 
 
