@@ -27,8 +27,8 @@ from bench.engines import SHAPES, Session, add_options, random_engine, spec_of, 
 from bench.given import run_main
 from dovetail import Layout
 from dovetail.engine.native import Engine
-from dovetail.inference_servers.checksums import sums_of
-from dovetail.inference_servers.http import Client, EngineError
+from dovetail.inference_servers.checksums import checksums_of
+from dovetail.inference_servers.http import Client, ServerError
 from dovetail.inference_servers.push import Pusher
 from dovetail.inference_servers.vllm_digests import ExpectedDigests
 from dovetail.recipe.rollout import PushSection
@@ -81,8 +81,8 @@ def measure(way: str, engine: Engine, session: Session) -> None:
     device = session.device
     held = [tensor.clone() for _, tensor in engine.weights(torch.bfloat16)]
     total = sum(tensor.nbytes for tensor in held)
-    sums_of(held)
-    sums = median([timed(device, lambda: sums_of(held)) for _ in range(session.given.rounds)])
+    checksums_of(held)
+    sums = median([timed(device, lambda: checksums_of(held)) for _ in range(session.given.rounds)])
     held.clear()
     gather = median(
         [timed(device, lambda: [None for _ in engine.weights(torch.bfloat16)]) for _ in range(3)]
@@ -197,7 +197,7 @@ def generating(client: Client) -> Iterator[list[list[float]]]:
                 times[index].append(time.monotonic())
                 if over.is_set():
                     return
-        except EngineError as error:
+        except ServerError as error:
             if not over.is_set():
                 print(f"generation: {error}", flush=True)
 
@@ -314,7 +314,7 @@ def wait(client: Client, process: subprocess.Popen[bytes], log: str) -> None:
         try:
             client.get("/health", timeout=5)
             return
-        except EngineError:
+        except ServerError:
             time.sleep(1)
     raise RuntimeError(f"the server did not start: {Path(log).read_text(errors='replace')[-3000:]}")
 

@@ -24,7 +24,7 @@ from dovetail.arch.registry import spec_from_config
 from dovetail.device import peak_memory_gib
 from dovetail.kernels.registry import kernels_for
 from dovetail.parallel.mesh import Mesh
-from dovetail.sampler.base import Prompt, SamplingParams
+from dovetail.sampler.base import SamplingParams, TokenPrompt
 from dovetail.sampler.native import NativeSampler, SamplerOptions
 
 SHAPES: dict[str, dict[str, int | bool]] = {
@@ -117,7 +117,7 @@ class Contest:
         self.ids = torch.randint(
             vocabulary, (prompts, length), generator=torch.Generator().manual_seed(1)
         )
-        self.prompts = [Prompt(i, row) for i, row in enumerate(self.ids.tolist())]
+        self.prompts = [TokenPrompt(i, row) for i, row in enumerate(self.ids.tolist())]
         self.weight_bytes = sum(
             p.numel() * p.element_size() for p in self.sampler.model.parameters()
         )

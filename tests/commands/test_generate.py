@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from dovetail.sampler.base import Prompt, SamplingParams
+from dovetail.sampler.base import SamplingParams, TokenPrompt
 from dovetail.sampler.native import NativeSampler
 from dovetail.sampler.turn import Turn
 from tests.helpers.program import (
@@ -77,7 +77,7 @@ def test_rows_are_written_as_they_are_sampled(
     whole = NativeSampler.sample
 
     def breaks(
-        self: NativeSampler, prompts: Sequence[Prompt], params: SamplingParams
+        self: NativeSampler, prompts: Sequence[TokenPrompt], params: SamplingParams
     ) -> list[Turn]:
         assert prompts[0].row < 2
         return whole(self, prompts, params)
@@ -124,7 +124,7 @@ def test_every_flag_reaches_the_sampler(
     seen: list[SamplingParams] = []
 
     def record(
-        _self: NativeSampler, _prompts: Sequence[Prompt], params: SamplingParams
+        _self: NativeSampler, _prompts: Sequence[TokenPrompt], params: SamplingParams
     ) -> list[Turn]:
         seen.append(params)
         return []

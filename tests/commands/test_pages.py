@@ -22,7 +22,7 @@ import pytest
 import dovetail
 from dovetail.cli.arguments import ON_RANKS, parse
 from dovetail.cli.main import run_command
-from dovetail.factory.engines import TRANSFERS
+from dovetail.factory.inference_servers import TRANSFERS
 from dovetail.launch.supervisor import _free_port as free_port
 from dovetail.recipe.schema import load_recipe
 from tests.helpers.harness import run

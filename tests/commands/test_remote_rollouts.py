@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from bench import engine_gap
 from dovetail.factory import remote
-from dovetail.inference_servers.http import EngineError
+from dovetail.inference_servers.http import ServerError
 from tests.helpers.fake_engine import FakeEngine
 from tests.helpers.parity_configs import moe_configs, save_tiny
 from tests.helpers.program import VOCAB, here, read_rows, write_recipe, write_rows
@@ -58,7 +58,7 @@ def served(model: Path, **more: Any) -> Iterator[FakeEngine]:
 
         def push(
             self, weights: Iterable[tuple[str, torch.Tensor]], version: int
-        ) -> list[EngineError | None]:
+        ) -> list[ServerError | None]:
             brain.load_state_dict({name: tensor.clone() for name, tensor in weights}, strict=False)
             fake.version = str(version)
             return [None] * self.count

@@ -13,12 +13,12 @@ from dovetail.arch.spec import MoeSpec
 from dovetail.errors import DataError, MachineError
 from dovetail.factory.engine import make_mesh
 from dovetail.inference_servers.fleet import Fleet, Replica
-from dovetail.inference_servers.http import Client, EngineError
+from dovetail.inference_servers.http import Client, ServerError
 from dovetail.inference_servers.push import Pusher
 from dovetail.inference_servers.remote_sampler import RemoteSampler
 from dovetail.inference_servers.vllm import Vllm
 from dovetail.parallel.layout import Layout
-from dovetail.sampler.base import Prompt, SamplingParams
+from dovetail.sampler.base import SamplingParams, TokenPrompt
 from tests.helpers.fake_engine import VOCABULARY, FakeEngine, hashed_experts
 from tests.helpers.harness import run
 
@@ -29,12 +29,12 @@ class ScriptedPusher(Pusher):
     def __init__(self, fakes: list[FakeEngine], script: list[list[str | None]]) -> None:
         self.fakes, self.script = fakes, script
 
-    def push(self, weights: Iterable[tuple[str, Tensor]], version: int) -> list[EngineError | None]:
+    def push(self, weights: Iterable[tuple[str, Tensor]], version: int) -> list[ServerError | None]:
         next(iter(weights))
-        errors: list[EngineError | None] = []
+        errors: list[ServerError | None] = []
         for fake, text in zip(self.fakes, self.script.pop(0), strict=True):
             errors.append(
-                None if text is None else EngineError(fake.url, "/update_weights", 500, text)
+                None if text is None else ServerError(fake.url, "/update_weights", 500, text)
             )
             fake.version = str(version) if text is None else fake.version
         return errors
@@ -65,14 +65,17 @@ def body() -> dict[str, Any]:
             clients = [Client(fake.url, timeout=5.0) for fake in fakes]
             replicas = [Replica(client, Vllm().probe(client, VOCABULARY)) for client in clients]
             fleet = Fleet(
-                replicas, Vllm(), silence=5.0, on_loss=lambda error: losses.append(str(error))
+                replicas,
+                Vllm(),
+                timeout=5.0,
+                on_server_lost=lambda error: losses.append(str(error)),
             )
             pusher = ScriptedPusher(
                 fakes, [[None, None], [None, "a wrong sum"], ["gone", "gone, too"], [None, None]]
             )
         sampler = RemoteSampler(mesh, torch.float32, VOCABULARY, fleet, pusher, moe)
         prompts, params = (
-            [Prompt(4, [1, 2]), Prompt(9, [3])],
+            [TokenPrompt(4, [1, 2]), TokenPrompt(9, [3])],
             SamplingParams(samples=3, max_new_tokens=5, stop_ids=(7,)),
         )
         sampler.refill(weights())
@@ -106,7 +109,7 @@ def body() -> dict[str, Any]:
         for wrong in (
             lambda: sampler.refill(weights()),
             foreign,
-            lambda: sampler.sample([Prompt(0, [1], {})], params),
+            lambda: sampler.sample([TokenPrompt(0, [1], {})], params),
             without_routes,
         ):
             with pytest.raises((MachineError, DataError)) as error:

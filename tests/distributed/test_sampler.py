@@ -17,7 +17,7 @@ from dovetail.kernels.registry import KernelSet
 from dovetail.parallel.layout import Layout
 from dovetail.parallel.mesh import Mesh
 from dovetail.sampler import model_runner
-from dovetail.sampler.base import Prompt, SamplingParams
+from dovetail.sampler.base import SamplingParams, TokenPrompt
 from dovetail.sampler.native import NativeSampler
 from dovetail.sampler.sampling import draw
 from dovetail.sampler.turn import Turn
@@ -44,10 +44,10 @@ def sampler_of(name: str, mesh: Mesh, max_tokens: int | None = None) -> NativeSa
     return sampler
 
 
-def prompts_of(lengths: tuple[int, ...]) -> list[Prompt]:
+def prompts_of(lengths: tuple[int, ...]) -> list[TokenPrompt]:
     generator = torch.Generator().manual_seed(1)
     return [
-        Prompt(5 * i, torch.randint(0, VOCAB, (n,), generator=generator).tolist())
+        TokenPrompt(5 * i, torch.randint(0, VOCAB, (n,), generator=generator).tolist())
         for i, n in enumerate(lengths)
     ]
 
@@ -202,7 +202,9 @@ def test_a_misshapen_table_is_refused_by_ranks_that_hold_only_padding_of_it() ->
     sampler = NativeSampler(spec_from_config(config.to_dict()), mesh, KernelSet(), torch.float32)
     weights = dict(tiny_model(config).state_dict())
     sampler.refill(weights.items())
-    assert max(token for c in sampler.sample([Prompt(0, [4, 1])], PARAMS) for token in c.ids) < 5
+    assert (
+        max(token for c in sampler.sample([TokenPrompt(0, [4, 1])], PARAMS) for token in c.ids) < 5
+    )
     weights["lm_head.weight"] = torch.zeros(6, 64)
     with pytest.raises(
         CheckpointError, match=r"lm_head.weight: shape \[6, 64\], expected \[5, 64\]"
@@ -257,7 +259,7 @@ def test_experts_and_latent_attention_draw_the_same_and_tell_the_same_routes(
             assert_same_routes(found[name], expected[name])
 
 
-def score_routes(folder: str, found: dict[str, list[Turn]], prompts: list[Prompt]) -> None:
+def score_routes(folder: str, found: dict[str, list[Turn]], prompts: list[TokenPrompt]) -> None:
     """What was drawn is what the engine scores, along the routes that it takes itself."""
     ids = {prompt.row: list(prompt.ids) for prompt in prompts}
     for name, completions in found.items():

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from dovetail.inference_servers.http import Client, EngineError
+from dovetail.inference_servers.http import Client, ServerError
 from dovetail.serving import connection, guard
 from dovetail.serving.http_server import HttpServer
 from tests.helpers.server_attacks import CLOSED, GENERATE, KEY, Attack, attacks, fuzzed, post
@@ -56,7 +56,7 @@ class OtherClient:
 
     def _ask(self) -> None:
         while not self._over.is_set():
-            with suppress(EngineError):
+            with suppress(ServerError):
                 found = self._client.post(GENERATE, SAMPLE)
                 self.answers[ids_of(found) == ids_of(self._expected)] += 1
                 continue

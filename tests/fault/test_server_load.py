@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from dovetail import system
-from dovetail.inference_servers.http import Client, EngineError
+from dovetail.inference_servers.http import Client, ServerError
 from dovetail.launch.process import python_module
 from tests.helpers.server_attacks import GENERATE, post
 
@@ -59,7 +59,7 @@ def program(model: Path, tmp_path: Path) -> Iterator[Program]:
     try:
         end = time.monotonic() + 120
         while True:
-            with contextlib.suppress(EngineError):
+            with contextlib.suppress(ServerError):
                 Client(made.url).get("/health")
                 break
             assert process.poll() is None and time.monotonic() < end, (tmp_path / "log").read_text()

@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from dovetail.inference_servers.checksums import sums_of
+from dovetail.inference_servers.checksums import checksums_of
 from tests.helpers.sum_words import pairs
 from tests.unit.test_push_sums import DTYPES, SIZES, tensor
 
@@ -21,15 +21,15 @@ def test_a_gpu_and_a_cpu_agree() -> None:
     assert all(got == expected for got, expected in pairs("cuda"))
     tensors = [tensor(size, dtype) for size in SIZES for dtype in DTYPES]
     tensors.append(tensor(99, torch.int8)[3:])
-    assert sums_of([one.cuda() for one in tensors]) == sums_of(tensors)
+    assert checksums_of([one.cuda() for one in tensors]) == checksums_of(tensors)
 
 
 def test_one_read_of_the_memory() -> None:
     pytest.importorskip("triton")
     big = [torch.zeros(1 << 29, dtype=torch.bfloat16, device="cuda") for _ in range(4)]
-    sums_of(big)
+    checksums_of(big)
     begun = time.monotonic()
     for _ in range(5):
-        sums_of(big)
+        checksums_of(big)
     rate = 5 * sum(one.nbytes for one in big) / (time.monotonic() - begun)
     assert rate > FLOOR, f"{rate / 1e12:.2f} TB/s"

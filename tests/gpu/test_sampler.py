@@ -15,7 +15,7 @@ from dovetail.batch.packed import PackedBatch, Sequence
 from dovetail.kernels import cuda
 from dovetail.kernels.registry import kernels_for
 from dovetail.parallel.mesh import Mesh
-from dovetail.sampler.base import Prompt, SamplingParams
+from dovetail.sampler.base import SamplingParams, TokenPrompt
 from dovetail.sampler.kv_cache import PagedCache
 from dovetail.sampler.model_runner import CapturedStep, cuda_capture
 from dovetail.sampler.native import NativeSampler, SamplerOptions
@@ -53,7 +53,9 @@ def sampler_of(name: str, dtype: torch.dtype, capture: Any = None, **options: An
 
 
 @torch.no_grad()
-def scored(model: torch.nn.Module, prompts: list[Prompt], done: list[Turn], device: str) -> Tensor:
+def scored(
+    model: torch.nn.Module, prompts: list[TokenPrompt], done: list[Turn], device: str
+) -> Tensor:
     """Log-probs of all drawn tokens from one packed pass, as in training, in the order of `done`."""
     ids = {prompt.row: list(prompt.ids) for prompt in prompts}
     rows = []

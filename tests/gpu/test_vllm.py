@@ -24,11 +24,11 @@ from dovetail.inference_servers.protocol import RETURNS_ROUTES
 from dovetail.inference_servers.push import Pusher
 from dovetail.inference_servers.remote_sampler import RemoteSampler
 from dovetail.inference_servers.vllm import Vllm
-from dovetail.launch.engines import URLS, EngineStart, running
+from dovetail.launch.inference_servers import URLS, ServerStart, running
 from dovetail.parallel.mesh import Mesh
 from dovetail.parallel.process_group import temporary_process_group
 from dovetail.recipe.rollout import PushSection
-from dovetail.sampler.base import Prompt, SamplingParams
+from dovetail.sampler.base import SamplingParams, TokenPrompt
 from dovetail.sampler.turn import Turn
 from tests.helpers.tolerances import ENGINE_LOGPROB_BF16
 from tests.helpers.vllm_stand_in import PLUGIN, install_plugin
@@ -72,7 +72,7 @@ def sampler(
     ]
     install_plugin(folder / "site")
     paths = f"{folder / 'site'}:{PLUGIN}:{os.environ.get('PYTHONPATH', '')}"
-    start = EngineStart(
+    start = ServerStart(
         commands=[[*command, "--weight-transfer-config", transfer]], gpus_each=0, ranks_on_gpus=False,
         logs=folder / "logs", timeout=300.0, environment={**SETTINGS, "PYTHONPATH": paths},
     )  # fmt: skip
@@ -80,7 +80,7 @@ def sampler(
         variables = engines.start_ended()
         clients = [Client(url, timeout=120.0) for url in variables[URLS].split(",")]
         replicas = [Replica(client, Vllm().probe(client, None)) for client in clients]
-        fleet = Fleet(replicas, Vllm(), silence=120.0, on_loss=print)
+        fleet = Fleet(replicas, Vllm(), timeout=120.0, on_server_lost=print)
         device = torch.device("cuda", 0)
         pusher = (
             VersionPusher(clients)
@@ -92,7 +92,7 @@ def sampler(
         made.close()
 
 
-def packed(asked: Sequence[Prompt], drawn: Sequence[Turn]) -> PackedBatch:
+def packed(asked: Sequence[TokenPrompt], drawn: Sequence[Turn]) -> PackedBatch:
     """With the server's log-probs as `theirs`."""
     rows = []
     for c in drawn:
@@ -126,11 +126,11 @@ def saved(config: Any, folder: Path) -> Engine:
     return policy
 
 
-def prompts() -> list[Prompt]:
+def prompts() -> list[TokenPrompt]:
     drawing = torch.Generator().manual_seed(1)
     lengths = (5, 40, 17, 120)
     return [
-        Prompt(i, torch.randint(3, 500, (n,), generator=drawing).tolist())
+        TokenPrompt(i, torch.randint(3, 500, (n,), generator=drawing).tolist())
         for i, n in enumerate(lengths)
     ]
 

@@ -13,13 +13,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from dovetail.kernels import (
+    checksums_triton as sums,
     moe_triton as moe,
     norm_triton as block,
     paged_attention_triton as decode,
     quack_moe as mixture,
     rope_triton as qkv,
     sampling_triton as draw,
-    sums_triton as sums,
 )
 
 HOPPER = GPUTarget("cuda", 90, 32)

@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from dovetail.sampler.base import Prompt, Sampler, SamplingParams
+from dovetail.sampler.base import Sampler, SamplingParams, TokenPrompt
 from dovetail.sampler.turn import RolloutId, Turn
 
-Drawn = Callable[[Prompt, int], Sequence[int]]  # ids by prompt and number of the sample
+Drawn = Callable[[TokenPrompt, int], Sequence[int]]  # ids by prompt and number of the sample
 
 
 class DrawnSampler(Sampler):
@@ -24,7 +24,7 @@ class DrawnSampler(Sampler):
     def refill(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         pass
 
-    def sample(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Turn]:
+    def sample(self, prompts: Sequence[TokenPrompt], params: SamplingParams) -> list[Turn]:
         self.asked.append([prompt.row for prompt in prompts])
         return [
             turn_of(self.drawn(prompt, sample), prompt.row, sample, params.step)

@@ -5,7 +5,7 @@ import json
 import torch
 
 from dovetail.inference_servers import checksums as sums
-from dovetail.kernels import sums_triton
+from dovetail.kernels import checksums_triton
 
 
 def pairs(device: str) -> list[tuple[int, int]]:
@@ -17,7 +17,7 @@ def pairs(device: str) -> list[tuple[int, int]]:
         expected = torch.tensor(count)
         sums.add_words(words, expected, first)
         got = torch.tensor(count, device=device)
-        sums_triton.add_words(words.to(device), got, first)
+        checksums_triton.add_words(words.to(device), got, first)
         found.append((int(got), int(expected)))
     return found
 

@@ -183,7 +183,7 @@ TABLE = (
     Leaf("rollout.backend", "vllm", lambda job: drawn(job).sampler.fleet.replicas[0].server.kind, algorithm="grpo-engines"),
     Leaf("rollout.engines", ["http://h:1", "http://h:2"], fleet_urls, algorithm="grpo-engines"),
     Leaf("rollout.max_num_seqs", 7, part("task.collector.sampler.fleet.capacity"), 14, "grpo-engines"),  # of two
-    Leaf("rollout.request_timeout", 7.5, part("task.collector.sampler.fleet.silence"), algorithm="grpo-engines"),
+    Leaf("rollout.request_timeout", 7.5, part("task.collector.sampler.fleet.timeout"), algorithm="grpo-engines"),
     Leaf("rollout.sleep", True, part("task.collector.sampler.sleeps"), algorithm="grpo-engines"),
     Leaf("rollout.repetition_penalty", 1.25, part("task.collector.sampling.repetition_penalty"), algorithm="grpo-engines"),
     Leaf("rollout.stop", ("END",), part("task.collector.sampling.stop"), algorithm="grpo-engines"),

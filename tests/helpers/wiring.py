@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dovetail.factory.engines import engine_start
-from dovetail.launch.engines import EngineStart
+from dovetail.factory.inference_servers import server_start
+from dovetail.launch.inference_servers import ServerStart
 
 SAME = object()  # the value itself arrives
 LAYOUT = {
@@ -142,9 +142,9 @@ def pool_of(job: Any) -> Any:
     return buffer.controller
 
 
-def engines_of(job: Any) -> EngineStart:
+def engines_of(job: Any) -> ServerStart:
     """Those that the run starts."""
-    start = engine_start(job.recipe, ranks_on_gpus=True)
+    start = server_start(job.recipe, ranks_on_gpus=True)
     assert start is not None
     return start
 

@@ -15,7 +15,7 @@ from dovetail.factory.layouts import Backend
 from dovetail.factory.sampler import backend_layout, make_sampler
 from dovetail.parallel.layout import Layout
 from dovetail.parallel.mesh import Mesh
-from dovetail.sampler.base import Prompt, SamplingParams
+from dovetail.sampler.base import SamplingParams, TokenPrompt
 from dovetail.sampler.transformers import TransformersSampler
 from dovetail.sampler.turn import Turn
 from dovetail.weights.hf_directory import Pretrained
@@ -35,7 +35,11 @@ from tests.helpers.sights import (
 from tests.helpers.tolerances import MODEL_FP32
 from tests.hf.test_other_families import small
 
-PROMPTS = [Prompt(0, (3, 4, 5, 6)), Prompt(1, (9,)), Prompt(5, (7, 8, 9, 10, 11, 12, 13))]
+PROMPTS = [
+    TokenPrompt(0, (3, 4, 5, 6)),
+    TokenPrompt(1, (9,)),
+    TokenPrompt(5, (7, 8, 9, 10, 11, 12, 13)),
+]
 PARAMS = SamplingParams(
     samples=3, max_new_tokens=9, seed=7, step=2, stop_ids=(1, 2, 11, 30, 50, 90)
 )
@@ -110,7 +114,7 @@ def test_rope_by_length_is_refused_beyond_its_trained_positions() -> None:
         tiny_configs()["llama_longrope"].to_dict(), Mesh.solo(), torch.float32
     )
     sampler.refill(sampler.model.state_dict().items())
-    prompts = [Prompt(0, (3,) * 50)]
+    prompts = [TokenPrompt(0, (3,) * 50)]
     assert len(sampler.sample(prompts, SamplingParams(max_new_tokens=MAX_POSITIONS - 50))) == 1
     with pytest.raises(
         ModelError, match=f"beyond {MAX_POSITIONS} positions rope_type 'longrope' changes the keys"
@@ -184,7 +188,7 @@ def test_the_config_has_no_say_in_what_is_drawn() -> None:
     assert found[0] == found[1]
 
 
-def sighted(family: str, folder: Path) -> tuple[list[Prompt], list[Turn], float]:
+def sighted(family: str, folder: Path) -> tuple[list[TokenPrompt], list[Turn], float]:
     """Completions of `BESIDE`, and how far their log-probs are from those of the engine, which takes each row as it is."""
     save_sighted(family, folder)
     source, batch = Pretrained.open(folder), sights(family, BESIDE)
@@ -192,7 +196,7 @@ def sighted(family: str, folder: Path) -> tuple[list[Prompt], list[Turn], float]
     sampler = make_sampler(source, Mesh.solo(), torch.float32, "transformers")
     sampler.refill(engine.weights(sampler.dtype))
     rows = enumerate(zip(batch.tokens.split(batch.lengths), batch.media, strict=True))
-    prompts = [Prompt(row, ids.tolist(), media) for row, (ids, media) in rows]
+    prompts = [TokenPrompt(row, ids.tolist(), media) for row, (ids, media) in rows]
     found = sampler.sample(
         prompts, replace(PARAMS, samples=2, max_new_tokens=5, banned_ids=tuple(range(WORDS, VOCAB)))
     )

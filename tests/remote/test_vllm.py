@@ -20,14 +20,14 @@ import torch
 from dovetail.batch.packed import PackedBatch, Sequence as Row
 from dovetail.factory.engine import from_pretrained
 from dovetail.inference_servers.fleet import Fleet, Replica
-from dovetail.inference_servers.http import Client, EngineError
+from dovetail.inference_servers.http import Client, ServerError
 from dovetail.inference_servers.push import Pusher
 from dovetail.inference_servers.remote_sampler import RemoteSampler
 from dovetail.inference_servers.vllm import Vllm
-from dovetail.launch.engines import URLS, EngineStart, running
+from dovetail.launch.inference_servers import URLS, ServerStart, running
 from dovetail.parallel.mesh import Mesh
 from dovetail.parallel.process_group import temporary_process_group
-from dovetail.sampler.base import Prompt, SamplingParams
+from dovetail.sampler.base import SamplingParams, TokenPrompt
 from dovetail.sampler.turn import Turn
 from dovetail.system import children_of
 from tests.helpers.tolerances import ENGINE_LOGPROB
@@ -63,7 +63,7 @@ class VersionPusher(Pusher):
 
     def push(
         self, weights: Iterable[tuple[str, torch.Tensor]], version: int
-    ) -> list[EngineError | None]:
+    ) -> list[ServerError | None]:
         assert len(list(weights))
         for client in self.clients:
             client.post("/update_weight_version", {"new_version": str(version)})
@@ -92,7 +92,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
         *FLAGS,
     ]
     logs = tmp_path_factory.mktemp("logs")
-    start = EngineStart(
+    start = ServerStart(
         commands=[command] * 2,
         gpus_each=0,
         ranks_on_gpus=False,
@@ -105,20 +105,20 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
         yield variables[URLS].split(",")
 
 
-def sampler(urls: Sequence[str], losses: list[EngineError]) -> RemoteSampler:
+def sampler(urls: Sequence[str], losses: list[ServerError]) -> RemoteSampler:
     clients = [Client(url) for url in urls]
     replicas = [Replica(client, Vllm().probe(client, 49152)) for client in clients]
-    fleet = Fleet(replicas, Vllm(), silence=300.0, on_loss=losses.append)
+    fleet = Fleet(replicas, Vllm(), timeout=300.0, on_server_lost=losses.append)
     return RemoteSampler(
         Mesh.solo(torch.device("cpu")), torch.bfloat16, 49152, fleet, VersionPusher(clients)
     )
 
 
-def prompts() -> list[Prompt]:
+def prompts() -> list[TokenPrompt]:
     from transformers import AutoTokenizer
 
     tokenizer: Any = AutoTokenizer.from_pretrained(MODEL)
-    return [Prompt(i, tokenizer(text)["input_ids"]) for i, text in enumerate(PROMPTS)]
+    return [TokenPrompt(i, tokenizer(text)["input_ids"]) for i, text in enumerate(PROMPTS)]
 
 
 @pytest.fixture
@@ -130,7 +130,7 @@ def process_group() -> Iterator[None]:
 @pytest.mark.usefixtures("process_group")
 def test_log_probs_are_the_policy_s_and_a_killed_engine_loses_no_sample(servers: list[str]) -> None:
     policy = from_pretrained(MODEL, dtype="float32", device="cpu")
-    losses: list[EngineError] = []
+    losses: list[ServerError] = []
     made = sampler(servers, losses)
     made.refill(policy.weights(made.dtype))
     asked = prompts()
@@ -168,7 +168,7 @@ def leader_of(url: str) -> int:
 
 
 def difference(
-    policy: Any, asked: Sequence[Prompt], drawn: Sequence[Turn], temperature: float
+    policy: Any, asked: Sequence[TokenPrompt], drawn: Sequence[Turn], temperature: float
 ) -> float:
     """Mean |log-prob of the server - ours| over all tokens."""
     rows = []

@@ -16,9 +16,9 @@ from dovetail.inference_servers.http import Client
 from dovetail.inference_servers.images import PIXELS
 from dovetail.inference_servers.remote_sampler import RemoteSampler
 from dovetail.inference_servers.vllm import Vllm
-from dovetail.launch.engines import URLS, EngineStart, running
+from dovetail.launch.inference_servers import URLS, ServerStart, running
 from dovetail.parallel.mesh import Mesh
-from dovetail.sampler.base import Prompt, SamplingParams
+from dovetail.sampler.base import SamplingParams, TokenPrompt
 from dovetail.sampler.turn import Turn
 from tests.helpers.families import END, IMAGE, START
 from tests.helpers.sights import SMALL, TALL, WIDE, layout_of, media_of
@@ -74,7 +74,7 @@ def save(folder: Path) -> dict[str, int]:
     return ids
 
 
-def difference(policy: Any, asked: Sequence[Prompt], drawn: Sequence[Turn]) -> list[float]:
+def difference(policy: Any, asked: Sequence[TokenPrompt], drawn: Sequence[Turn]) -> list[float]:
     """Mean |log-prob of the server - ours| of each prompt."""
     found = []
     for prompt in asked:
@@ -106,7 +106,7 @@ def test_a_server_sees_the_images_of_a_prompt(tmp_path: Path) -> None:
     for row, parts in enumerate(((3, SMALL, 5), (2, TALL, 3, WIDE, 2), (7,))):
         media = media_of("qwen2_5_vl", parts, drawing)
         asked.append(
-            Prompt(
+            TokenPrompt(
                 row, [marks.get(i, i) for i in layout_of("qwen2_5_vl", parts, drawing)[0]], media
             )
         )
@@ -120,7 +120,7 @@ def test_a_server_sees_the_images_of_a_prompt(tmp_path: Path) -> None:
         "PORT",
         *FLAGS,
     ]
-    start = EngineStart(
+    start = ServerStart(
         commands=[command],
         gpus_each=0,
         ranks_on_gpus=False,
@@ -134,7 +134,7 @@ def test_a_server_sees_the_images_of_a_prompt(tmp_path: Path) -> None:
         replicas = [Replica(client, Vllm().probe(client, 512)) for client in clients]
         assert replicas[0].server.images and not replicas[0].server.normalizes
         fleet, mesh = (
-            Fleet(replicas, Vllm(), silence=300.0, on_loss=print),
+            Fleet(replicas, Vllm(), timeout=300.0, on_server_lost=print),
             Mesh.solo(torch.device("cpu")),
         )
         sampler = RemoteSampler(

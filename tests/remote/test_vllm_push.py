@@ -23,9 +23,9 @@ import torch
 
 from dovetail.batch.packed import PackedBatch, Sequence as Row
 from dovetail.factory.engine import from_pretrained
-from dovetail.inference_servers.http import Client, EngineError
+from dovetail.inference_servers.http import Client, ServerError
 from dovetail.inference_servers.push import Pusher
-from dovetail.inference_servers.transports import Bucket
+from dovetail.inference_servers.transports import WeightBucket
 from dovetail.parallel.process_group import temporary_process_group
 from dovetail.recipe.rollout import PushSection
 from tests.helpers.tolerances import ENGINE_LOGPROB
@@ -74,7 +74,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
     try:
         while True:
             assert process.poll() is None, (folder / "log").read_text()[-3000:]
-            with contextlib.suppress(EngineError):
+            with contextlib.suppress(ServerError):
                 made.get("/health", timeout=5)
                 break
             time.sleep(2)
@@ -165,8 +165,8 @@ def test_what_is_not_as_sent_is_refused_by_name(
     assert made.push(iter(weights), 10) == [None]
     right = log_probs(generated(client, 8))
 
-    def tampered(tamper: Callable[[list[Bucket]], list[Bucket]]) -> str:
-        def filled(*given: Any, **options: Any) -> list[Bucket]:
+    def tampered(tamper: Callable[[list[WeightBucket]], list[WeightBucket]]) -> str:
+        def filled(*given: Any, **options: Any) -> list[WeightBucket]:
             return tamper(
                 [replace(bucket, data=bucket.data.clone()) for bucket in fill(*given, **options)]
             )
@@ -178,7 +178,7 @@ def test_what_is_not_as_sent_is_refused_by_name(
         assert client.get("/is_paused")["is_paused"]
         return error.message
 
-    def flipped(buckets: list[Bucket]) -> list[Bucket]:
+    def flipped(buckets: list[WeightBucket]) -> list[WeightBucket]:
         bucket = buckets[draw.randrange(3)]
         entry = draw.choice(bucket.entries)
         size = dict(part)[entry.name].nbytes
@@ -198,10 +198,10 @@ def test_what_is_not_as_sent_is_refused_by_name(
     made.close()
 
 
-def damages(i: int, *, renumber: bool) -> list[Callable[[list[Bucket]], list[Bucket]]]:
+def damages(i: int, *, renumber: bool) -> list[Callable[[list[WeightBucket]], list[WeightBucket]]]:
     """Buckets that swap, repeat and lack; or with numbers as if nothing were wrong."""
 
-    def swapped(b: list[Bucket]) -> list[Bucket]:
+    def swapped(b: list[WeightBucket]) -> list[WeightBucket]:
         if renumber:  # their bytes alone
             return [
                 *b[:i],
@@ -211,11 +211,11 @@ def damages(i: int, *, renumber: bool) -> list[Callable[[list[Bucket]], list[Buc
             ]
         return [*b[:i], b[i + 1], b[i], *b[i + 2 :]]
 
-    def repeated(b: list[Bucket]) -> list[Bucket]:
+    def repeated(b: list[WeightBucket]) -> list[WeightBucket]:
         all_ = [*b[: i + 1], *b[i:]]
         return [replace(bucket, number=n) for n, bucket in enumerate(all_)] if renumber else all_
 
-    def missing(b: list[Bucket]) -> list[Bucket]:
+    def missing(b: list[WeightBucket]) -> list[WeightBucket]:
         return [*b[:i], *b[i + 1 :]]
 
     return [swapped, repeated, missing]

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from dovetail.errors import ConfigError, MachineError
-from dovetail.factory.engines import engine_start, push_settings
+from dovetail.factory.inference_servers import push_settings, server_start
 from dovetail.inference_servers.fleet import Replica
 from dovetail.inference_servers.http import Client
-from dovetail.inference_servers.protocol import Abilities
-from dovetail.launch.engines import URLS, EngineStart, running
+from dovetail.inference_servers.protocol import ServerInfo
+from dovetail.launch.inference_servers import URLS, ServerStart, running
 from dovetail.recipe.schema import Recipe, make_recipe
 
 SERVER = """
@@ -38,13 +38,13 @@ JOB = """
 import sys
 from pathlib import Path
 from dovetail.launch import supervisor
-from dovetail.launch.engines import EngineStart
+from dovetail.launch.inference_servers import ServerStart
 supervisor.PAUSE_SECONDS = 0.05
-start = EngineStart(
+start = ServerStart(
     commands=[[sys.executable, "server.py", "PORT"]], gpus_each=0, ranks_on_gpus=False, logs=Path("logs"), timeout=20.0,
     environment={"MARK": "m"},
 )
-sys.exit(supervisor.run_ranks([sys.executable, "rank.py"], 1, supervisor.Supervision(restarts=1, engines=start)))
+sys.exit(supervisor.run_ranks([sys.executable, "rank.py"], 1, supervisor.Supervision(restarts=1, servers=start)))
 """
 RANK = """
 import os, signal, time
@@ -60,9 +60,9 @@ while Path("stay").exists():
 
 def start_of(
     folder: Path, *words: str, count: int = 1, gpus_each: int = 0, timeout: float = 20.0
-) -> EngineStart:
+) -> ServerStart:
     (folder / "server.py").write_text(SERVER)
-    return EngineStart(
+    return ServerStart(
         commands=[[sys.executable, str(folder / "server.py"), *words]] * count,
         gpus_each=gpus_each,
         ranks_on_gpus=True,
@@ -115,7 +115,7 @@ def test_an_engine_that_does_not_start_is_reported_with_its_last_lines(
             start_of(tmp_path, str(busy), timeout=0.3), 1, free_port, lambda: False
         ) as engines:
             engines.start_ended()
-    missing = EngineStart(
+    missing = ServerStart(
         commands=[["no-such-vllm"]],
         gpus_each=0,
         ranks_on_gpus=False,
@@ -234,7 +234,7 @@ def test_the_command_of_an_engine(tmp_path: Path) -> None:
         "start": {"count": 2, "gpus_each": 4, "args": ["--max-model-len", "4096"]},
         "temperature": 0.7,
     }
-    start = engine_start(recipe(rollout), ranks_on_gpus=True)
+    start = server_start(recipe(rollout), ranks_on_gpus=True)
     assert start is not None and len(start.commands) == 2 and start.logs == Path("run/logs")
     assert start.commands[0] == [
         "vllm", "serve", ".", "--enable-scale-out", "--weight-transfer-config", '{"backend": "dovetail_nccl"}',
@@ -243,14 +243,14 @@ def test_the_command_of_an_engine(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert start.environment == {"VLLM_SERVER_DEV_MODE": "1"}
     (tmp_path / "config.json").write_text('{"vision_config": {}}')
-    start = engine_start(recipe(rollout, model={"path": str(tmp_path)}), ranks_on_gpus=True)
+    start = server_start(recipe(rollout, model={"path": str(tmp_path)}), ranks_on_gpus=True)
     assert start is not None and "--no-mm-device-do-normalize" in start.commands[0]
     rollout = {
         "start": {"command": ["env/bin/vllm", "serve"]},
         "top_p": 0.9,
         "push": {"transport": "file"},
     }
-    start = engine_start(
+    start = server_start(
         recipe(rollout, algorithm={"correction": {"ratio": "none"}}), ranks_on_gpus=True
     )
     assert (
@@ -259,18 +259,18 @@ def test_the_command_of_an_engine(tmp_path: Path) -> None:
         and "raw_logprobs" in start.commands[0]
     )
     assert json.dumps({"backend": "dovetail_file"}) in start.commands[0]
-    start = engine_start(recipe({"start": {"gpus_each": 1}, "sleep": True}), ranks_on_gpus=True)
+    start = server_start(recipe({"start": {"gpus_each": 1}, "sleep": True}), ranks_on_gpus=True)
     assert (
         start is not None and "--enable-sleep-mode" in start.commands[0] and not start.ranks_on_gpus
     )
     rollout = {"start": {"args": ["--last"]}, "router_replay": "rollout"}
     for backend in ("vllm", "sglang"):
-        start = engine_start(recipe({"backend": backend, **rollout}), ranks_on_gpus=True)
+        start = server_start(recipe({"backend": backend, **rollout}), ranks_on_gpus=True)
         assert start is not None and start.commands[0][-2:] == [
             "--enable-return-routed-experts",
             "--last",
         ]
-    start = engine_start(recipe({"backend": "sglang", "start": {}}), ranks_on_gpus=True)
+    start = server_start(recipe({"backend": "sglang", "start": {}}), ranks_on_gpus=True)
     assert start is not None and start.commands[0][:5] == [
         "python",
         "-m",
@@ -279,7 +279,7 @@ def test_the_command_of_an_engine(tmp_path: Path) -> None:
         ".",
     ]
     for gpus, flags in ((0, ["--device", "cpu"]), (1, [])):
-        start = engine_start(
+        start = server_start(
             recipe({"backend": "native", "start": {"gpus_each": gpus}}), ranks_on_gpus=True
         )
         assert (
@@ -289,12 +289,12 @@ def test_the_command_of_an_engine(tmp_path: Path) -> None:
             "-m", "dovetail", "serve", ".", "--dtype", "float32", *flags,
             "--push-dir", "/dev/shm/dovetail", "--host", "127.0.0.1", "--port", "PORT",
         ]  # fmt: skip
-    assert engine_start(recipe({}), ranks_on_gpus=True) is None
+    assert server_start(recipe({}), ranks_on_gpus=True) is None
 
 
 def test_weights_go_as_the_engine_was_started_for() -> None:
     def settings(transfer: str, push: Mapping[str, Any], backend: str = "vllm") -> tuple[str, str]:
-        server = Abilities(
+        server = ServerInfo(
             kind="vllm", model="m", version="1", max_length=None, log_probs="raw", transfer=transfer
         )
         chosen = recipe({"engines": "http://h:1", "backend": backend, "push": push}).rollout

@@ -115,7 +115,7 @@ class Answer:
 
 def test_servers_that_differ_are_not_used() -> None:
     def compared(*answers: Mapping[str, str], version: int = 1) -> list[int]:
-        pusher._replicas, pusher._errors = [Answer(answer) for answer in answers], {}  # type: ignore[misc]
+        pusher._targets, pusher._errors = [Answer(answer) for answer in answers], {}  # type: ignore[misc]
         pusher._compare(expected(), version)
         return sorted(pusher._errors)
 

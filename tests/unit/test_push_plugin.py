@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from dovetail.inference_servers.transports import Bucket, FileTransport, fill
+from dovetail.inference_servers.transports import FileTransport, WeightBucket, fill
 from tests.helpers import vllm_stand_in as stand_in
 
 SIGNATURES = json.loads(
@@ -63,7 +63,7 @@ class Sender:
         self.manifest = [[*row[:3], row[4]] for update in self.updates for row in update["tensors"]]
 
     @staticmethod
-    def update(bucket: Bucket, path: Path) -> dict[str, Any]:
+    def update(bucket: WeightBucket, path: Path) -> dict[str, Any]:
         rows = [list(row) for row in bucket.entries]
         return {
             "bucket": bucket.number,

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from dovetail.inference_servers.checksums import add_words, sums_of
+from dovetail.inference_servers.checksums import add_words, checksums_of
 from dovetail.kernels.splitmix import FIRST, MASK, SECOND, STEP
 from tests.helpers.forked import output_of
 from tests.helpers.harness import template
@@ -53,8 +53,8 @@ def test_all_definitions_agree(monkeypatch: pytest.MonkeyPatch) -> None:
         tensor(99, torch.int8)[3:],
     ]
     expected = [spelled_out(bytes_of(one)) for one in tensors]
-    assert sums_of(tensors) == expected
-    assert plugin.sums_of(tensors) == expected
+    assert checksums_of(tensors) == expected
+    assert plugin.checksums_of(tensors) == expected
 
 
 def test_the_kernel_has_the_definition_s_bits() -> None:
@@ -79,7 +79,7 @@ def test_words_may_come_in_any_order() -> None:
 def test_any_change_shows(dtype: torch.dtype) -> None:
     draw = random.Random(0)
     data = bytes_of(tensor(1003, dtype))
-    right = sums_of([torch.frombuffer(bytearray(data), dtype=torch.uint8)])
+    right = checksums_of([torch.frombuffer(bytearray(data), dtype=torch.uint8)])
     for attempt in range(100):
         changed, i, j = bytearray(data), draw.randrange(len(data)), draw.randrange(len(data))
         if attempt % 3 == 0 and data[i] != data[j]:
@@ -89,6 +89,9 @@ def test_any_change_shows(dtype: torch.dtype) -> None:
             changed[j - j % 8 + i % 8 if j // 8 != i // 8 else (i + 8) % len(data)] ^= 0x80
         else:
             changed[i] ^= 1 << draw.randrange(8)
-        assert changed != data and sums_of([torch.frombuffer(changed, dtype=torch.uint8)]) != right
+        assert (
+            changed != data
+            and checksums_of([torch.frombuffer(changed, dtype=torch.uint8)]) != right
+        )
     for other in (data[8:] + data[:8], data + b"\0", data[:-1], bytes(len(data))):
-        assert sums_of([torch.frombuffer(bytearray(other), dtype=torch.uint8)]) != right
+        assert checksums_of([torch.frombuffer(bytearray(other), dtype=torch.uint8)]) != right

@@ -23,7 +23,7 @@ from dovetail.factory.job import Builder, Job
 from dovetail.factory.sampler import backend_layout
 from dovetail.inference_servers.fleet import Replica
 from dovetail.inference_servers.http import Client
-from dovetail.inference_servers.protocol import Abilities
+from dovetail.inference_servers.protocol import ServerInfo
 from dovetail.parallel.layout import Layout
 from dovetail.parallel.mesh import Mesh
 from dovetail.recipe.schema import Recipe, known_keys, make_recipe
@@ -91,7 +91,7 @@ def reward_runner(name: str | None, **given: Any) -> SimpleNamespace:
 
 def connect(recipe: Recipe, urls: Seq[str], *_: object, **__: object) -> list[Replica]:
     """Engines that nobody asks."""
-    server = Abilities(
+    server = ServerInfo(
         kind="vllm",
         model="m",
         version="",
@@ -182,7 +182,7 @@ def jobs(folder: Path) -> Iterator[dict[str, Job]]:
         "make_sampler": make_sampler,
         "backend_layout": keep,
         "connect": connect,
-        "started_engines": lambda: ("http://started:1",),
+        "started_servers": lambda: ("http://started:1",),
     }
     with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(folder)  # where a package named tensorboard is

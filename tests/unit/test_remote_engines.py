@@ -14,40 +14,42 @@ import pytest
 import torch
 
 from dovetail.errors import ConfigError
-from dovetail.factory.engines import connect
-from dovetail.inference_servers.fleet import Fleet, Replica, Wire
-from dovetail.inference_servers.http import Client, EngineError
+from dovetail.factory.inference_servers import connect
+from dovetail.inference_servers.fleet import Fleet, Replica, ServerClient
+from dovetail.inference_servers.http import Client, ServerError
 from dovetail.inference_servers.protocol import ServerRequest, check_log_probs
 from dovetail.inference_servers.remote_sampler import RemoteSampler
 from dovetail.inference_servers.sglang import Sglang
 from dovetail.inference_servers.vllm import Vllm
 from dovetail.parallel.mesh import Mesh
 from dovetail.recipe.schema import make_recipe
-from dovetail.sampler.base import Prompt, SamplingParams
+from dovetail.sampler.base import SamplingParams, TokenPrompt
 from dovetail.sampler.turn import RolloutId, Turn
 from tests.helpers.fake_engine import VOCABULARY, FakeEngine, hashed_logits, log_softmax
 from tests.helpers.tolerances import OP_FP64
 
-WIRES: dict[str, Wire] = {"vllm": Vllm(), "sglang": Sglang()}
+SERVER_CLIENTS: dict[str, ServerClient] = {"vllm": Vllm(), "sglang": Sglang()}
 PROMPT = [3, 1, 4, 1, 5]
 KINDS = pytest.mark.parametrize("kind", ["vllm", "sglang"])
 
 
 def probe(fake: FakeEngine, vocab_size: int | None = VOCABULARY) -> Any:
-    return WIRES[fake.kind].probe(Client(fake.url, key=fake.key, timeout=5.0), vocab_size)
+    return SERVER_CLIENTS[fake.kind].probe(Client(fake.url, key=fake.key, timeout=5.0), vocab_size)
 
 
 @contextmanager
-def fleet(*fakes: FakeEngine, silence: float = 5.0) -> Iterator[tuple[Fleet, list[EngineError]]]:
+def fleet(*fakes: FakeEngine, timeout: float = 5.0) -> Iterator[tuple[Fleet, list[ServerError]]]:
     """Of running stand-ins that have weights of version 7."""
-    losses: list[EngineError] = []
+    losses: list[ServerError] = []
     with ExitStack() as stack:
         for fake in fakes:
             stack.enter_context(fake)
         replicas = [
             Replica(Client(fake.url, key=fake.key, timeout=5.0), probe(fake)) for fake in fakes
         ]
-        made = Fleet(replicas, WIRES[fakes[0].kind], silence=silence, on_loss=losses.append)
+        made = Fleet(
+            replicas, SERVER_CLIENTS[fakes[0].kind], timeout=timeout, on_server_lost=losses.append
+        )
         for fake, replica in zip(fakes, replicas, strict=True):
             fake.version = "7"
             fake.requests.clear()
@@ -166,7 +168,7 @@ def test_a_stop_string_may_span_replicas_so_its_sample_begins_anew() -> None:
 
 def test_silence_loses_a_replica_and_nothing_is_lost_with_it() -> None:
     params = SamplingParams(max_new_tokens=20, temperature=0.0)
-    with fleet(FakeEngine(stream_interval=2, stalls_after=6), FakeEngine(), silence=0.4) as (
+    with fleet(FakeEngine(stream_interval=2, stalls_after=6), FakeEngine(), timeout=0.4) as (
         engines,
         losses,
     ):
@@ -194,7 +196,7 @@ def test_a_push_is_no_silence_and_a_replica_that_does_not_take_it_is_left_at_onc
     good, bad = (
         FakeEngine(stream_interval=1, logits=partial(standing, which)) for which in range(2)
     )
-    with fleet(good, bad, silence=0.3) as (engines, losses):
+    with fleet(good, bad, timeout=0.3) as (engines, losses):
         futures = [
             engines.threads.submit(
                 engines.generate, request(SamplingParams(max_new_tokens=9), row=i)
@@ -208,7 +210,7 @@ def test_a_push_is_no_silence_and_a_replica_that_does_not_take_it_is_left_at_onc
             engines.pushed(
                 engines.replicas[1],
                 8,
-                EngineError(bad.url, "/resume", None, "it did not take them"),
+                ServerError(bad.url, "/resume", None, "it did not take them"),
             )
         over[0].set()
         replies = [future.result(10) for future in futures]
@@ -220,11 +222,11 @@ def test_a_push_is_no_silence_and_a_replica_that_does_not_take_it_is_left_at_onc
 
 
 def test_requests_under_way_end_when_the_run_does() -> None:
-    with fleet(FakeEngine(stream_interval=2, stalls_after=4), silence=1e6) as (engines, _):
+    with fleet(FakeEngine(stream_interval=2, stalls_after=4), timeout=1e6) as (engines, _):
         future = engines.threads.submit(engines.generate, request(SamplingParams(max_new_tokens=9)))
         time.sleep(0.1)
         engines.close()
-        with pytest.raises(EngineError):
+        with pytest.raises(ServerError):
             future.result(60)
 
 
@@ -240,7 +242,7 @@ def test_a_busy_replica_is_asked_again_and_a_wrong_request_is_not() -> None:
             )
             == 5
         )
-        with pytest.raises(EngineError, match="HTTP 400: 500 tokens behind 5"):
+        with pytest.raises(ServerError, match="HTTP 400: 500 tokens behind 5"):
             engines.threads.submit(
                 engines.generate, request(SamplingParams(max_new_tokens=500))
             ).result(20)
@@ -252,7 +254,7 @@ def test_a_replica_serves_only_after_a_push_that_it_took() -> None:
     with fleet(*fakes) as (engines, losses):
         first = engines.replicas[0]
         engines.pushed(
-            first, 8, EngineError(first.client.url, "/update_weights", 500, "sum of lm_head.weight")
+            first, 8, ServerError(first.client.url, "/update_weights", 500, "sum of lm_head.weight")
         )
         replies = [
             engines.threads.submit(
@@ -261,8 +263,8 @@ def test_a_replica_serves_only_after_a_push_that_it_took() -> None:
             for i in range(4)
         ]
         assert not fakes[0].requests and len(fakes[1].requests) == 4 and len(replies) == 4
-        engines.pushed(engines.replicas[1], 8, EngineError("u", "/pause", None, "gone"))
-        with pytest.raises(EngineError, match=r"no engine is left.*sum of lm_head.*gone"):
+        engines.pushed(engines.replicas[1], 8, ServerError("u", "/pause", None, "gone"))
+        with pytest.raises(ServerError, match=r"no engine is left.*sum of lm_head.*gone"):
             engines.threads.submit(engines.generate, request(SamplingParams())).result()
         engines.pushed(first, 9, None)
         engines.threads.submit(engines.generate, request(SamplingParams(max_new_tokens=3))).result()
@@ -326,11 +328,11 @@ def test_a_server_of_another_vocabulary_or_kind_is_refused() -> None:
         with pytest.raises(
             ConfigError, match=r"looks like SGLang, which rollout.backend=sglang is for"
         ):
-            WIRES["vllm"].probe(Client(other.url), None)
+            SERVER_CLIENTS["vllm"].probe(Client(other.url), None)
         with pytest.raises(
             ConfigError, match=r"looks like vLLM, which rollout.backend=vllm is for"
         ):
-            WIRES["sglang"].probe(Client(fake.url), None)
+            SERVER_CLIENTS["sglang"].probe(Client(fake.url), None)
 
 
 STARTS = {
@@ -386,10 +388,10 @@ def test_log_probs_that_training_does_not_compute_are_refused(kind: Any, mode: s
     assert server.log_probs == kept.get((kind, mode), "tempered")
     for drawing in {each for several in fitting.values() for each in several}:
         if drawing in fitting[server.log_probs] or drawing.temperature == 0:
-            check_log_probs(fake.url, server, WIRES[kind].starts, [drawing])
+            check_log_probs(fake.url, server, SERVER_CLIENTS[kind].starts, [drawing])
         else:
             with pytest.raises(ConfigError, match="training needs those at the temperature"):
-                check_log_probs(fake.url, server, WIRES[kind].starts, [drawing])
+                check_log_probs(fake.url, server, SERVER_CLIENTS[kind].starts, [drawing])
 
 
 def test_the_message_on_log_probs_names_the_start_that_helps() -> None:
@@ -402,7 +404,7 @@ def test_the_message_on_log_probs_names_the_start_that_helps() -> None:
         check_log_probs(
             fake.url,
             server,
-            WIRES["vllm"].starts,
+            SERVER_CLIENTS["vllm"].starts,
             [SamplingParams(), SamplingParams(temperature=0.5)],
         )
     with pytest.raises(
@@ -410,7 +412,10 @@ def test_the_message_on_log_probs_names_the_start_that_helps() -> None:
         match=r"no start of it gives these, so change one of temperature=0.5, top_p=0.9",
     ):
         check_log_probs(
-            fake.url, server, WIRES["vllm"].starts, [SamplingParams(temperature=0.5, top_p=0.9)]
+            fake.url,
+            server,
+            SERVER_CLIENTS["vllm"].starts,
+            [SamplingParams(temperature=0.5, top_p=0.9)],
         )
 
 
@@ -423,8 +428,8 @@ def test_a_paused_server_is_not_asked_for_tokens() -> None:
 def test_the_key_is_sent_and_shown_nowhere() -> None:
     with FakeEngine(key="sk-secret-1") as fake:
         assert probe(fake).model == "policy"
-        with pytest.raises(EngineError, match="HTTP 401") as error:
-            WIRES["vllm"].probe(Client(fake.url, key="sk-secret-2"), None)
+        with pytest.raises(ServerError, match="HTTP 401") as error:
+            SERVER_CLIENTS["vllm"].probe(Client(fake.url, key="sk-secret-2"), None)
     assert "secret" not in str(error.value)
 
 
@@ -434,7 +439,7 @@ class AwakePusher:
     def __init__(self, *fakes: FakeEngine) -> None:
         self.fakes = fakes
 
-    def push(self, weights: Iterable[object], version: int) -> list[EngineError | None]:
+    def push(self, weights: Iterable[object], version: int) -> list[ServerError | None]:
         for fake in self.fakes:
             assert not fake.asleep
             fake.version = str(version)
@@ -462,15 +467,15 @@ def test_engines_give_memory_back_between_samplings() -> None:
             sampler.push([], step + 8)
             for _ in range(2):
                 assert (
-                    len(sampler.sample([Prompt(0, PROMPT)], params)) == 4
+                    len(sampler.sample([TokenPrompt(0, PROMPT)], params)) == 4
                     and one.asleep
                     and other.asleep
                 )
         assert other.calls == ["/sleep", "/wake_up"] * 3 + ["/sleep"] and not losses
         other.asleep = None  # it started anew
-        assert len(sampler.sample([Prompt(0, PROMPT)], params)) == 4
+        assert len(sampler.sample([TokenPrompt(0, PROMPT)], params)) == 4
         assert [error.url for error in losses] == [other.url] and one.asleep
         sampler.push([], 12)
         assert not one.asleep and all(replica.serves for replica in engines.replicas)
-        sampler.sample([Prompt(0, PROMPT)], params)
+        sampler.sample([TokenPrompt(0, PROMPT)], params)
     assert one.asleep, "the trainer may still hold its memory; the next run's probe wakes it"

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from dovetail.errors import ConfigError
-from dovetail.inference_servers.http import Client, EngineError
+from dovetail.inference_servers.http import Client, ServerError
 
 KEY = "sk-quite-secret"
 
@@ -94,12 +94,12 @@ def test_an_https_server_is_checked_and_its_trickle_ends_at_the_deadline(
             connection.sendall(text)
 
     with server(answer, context) as url:
-        with pytest.raises(EngineError, match="CERTIFICATE_VERIFY_FAILED"):
+        with pytest.raises(ServerError, match="CERTIFICATE_VERIFY_FAILED"):
             Client(url).get("/x")
         monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
         client = Client(url)
         assert [len(client.get("/x")["n"]) for _ in range(2)] == [200_000] * 2
-        with pytest.raises(EngineError, match="no whole answer"):
+        with pytest.raises(ServerError, match="no whole answer"):
             client.get("/slow", timeout=0.2)
         assert was_first == [], "the client does not wait for the server"
         gave_up.set()
@@ -139,7 +139,7 @@ def test_a_trickle_ends_at_the_deadline_wherever_it_drips() -> None:
     with server(answer) as url:
         for path in ("/head", "/body"):
             begun = time.monotonic()
-            with pytest.raises(EngineError, match="no whole answer within") as error:
+            with pytest.raises(ServerError, match="no whole answer within") as error:
                 Client(url).get(path, timeout=0.3)
             assert time.monotonic() - begun > 0.25
             assert (
@@ -175,7 +175,7 @@ def test_the_deadline_of_a_stream_moves_with_its_events() -> None:
                 ends.append(time.monotonic() + (near if event["i"] == 3 else 60))
 
         read("/whole", 60)
-        with pytest.raises(EngineError, match="no whole answer"):
+        with pytest.raises(ServerError, match="no whole answer"):
             read("/silent", 0.1)
         gave_up.set()
     assert got == [0, 1, 2, 3] * 2
@@ -203,7 +203,7 @@ def test_errors_say_what_the_server_says_without_the_key() -> None:
         client = Client(url, key=KEY)
         said = {}
         for path in bodies:
-            with pytest.raises(EngineError) as error:
+            with pytest.raises(ServerError) as error:
                 client.post(path, {})
             said[path] = (error.value.status, str(error.value))
         assert KEY not in repr(client) + repr(vars(client).keys())
@@ -217,7 +217,7 @@ def test_errors_say_what_the_server_says_without_the_key() -> None:
     }
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
-        with pytest.raises(EngineError, match="ConnectionRefusedError") as refused:
+        with pytest.raises(ServerError, match="ConnectionRefusedError") as refused:
             Client(f"http://127.0.0.1:{unused.getsockname()[1]}").get("/health")
     assert refused.value.status is None
 

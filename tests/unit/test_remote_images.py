@@ -12,10 +12,10 @@ import torch
 
 from dovetail.errors import ConfigError, DataError, MachineError
 from dovetail.inference_servers.images import check_media, image_features
-from dovetail.inference_servers.protocol import Abilities
+from dovetail.inference_servers.protocol import ServerInfo
 from dovetail.inference_servers.remote_sampler import RemoteSampler
 from dovetail.parallel.mesh import Mesh
-from dovetail.sampler.base import Prompt, SamplingParams
+from dovetail.sampler.base import SamplingParams, TokenPrompt
 from tests.helpers.fake_engine import VOCABULARY, FakeEngine
 from tests.unit.test_remote_engines import fleet
 
@@ -84,7 +84,7 @@ def test_a_sampler_sends_the_images_of_a_prompt_with_its_ids() -> None:
         sampler.version = 7
         sampler.servers.version = 7
         prompts, params = (
-            [Prompt(0, ids, media), Prompt(1, [5])],
+            [TokenPrompt(0, ids, media), TokenPrompt(1, [5])],
             SamplingParams(samples=2, max_new_tokens=3),
         )
         assert len(sampler.sample(prompts, params)) == 4
@@ -92,7 +92,7 @@ def test_a_sampler_sends_the_images_of_a_prompt_with_its_ids() -> None:
             with pytest.raises(MachineError, match="changed the ids of a prompt with images"):
                 sampler.sample(prompts[:1], params)
         with pytest.raises(DataError, match="not the places of images"):
-            sampler.sample([Prompt(0, [1, 2], media)], params)
+            sampler.sample([TokenPrompt(0, [1, 2], media)], params)
         sampler.servers.image_token = None
         with pytest.raises(DataError, match="row 0 has images or videos"):
             sampler.sample(prompts, params)
@@ -103,7 +103,7 @@ def test_a_sampler_sends_the_images_of_a_prompt_with_its_ids() -> None:
 
 
 def test_images_that_an_engine_cannot_be_given_are_refused_before_the_run() -> None:
-    vllm = Abilities(
+    vllm = ServerInfo(
         kind="vllm",
         model="m",
         version="0.33.0",

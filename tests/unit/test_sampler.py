@@ -22,7 +22,7 @@ from dovetail.kernels import cuda
 from dovetail.kernels.registry import KernelSet
 from dovetail.parallel.layout import Layout
 from dovetail.parallel.mesh import Mesh
-from dovetail.sampler.base import Prompt, SamplingParams
+from dovetail.sampler.base import SamplingParams, TokenPrompt
 from dovetail.sampler.native import NativeSampler, capture_for
 from dovetail.sampler.sampling import uniforms
 from dovetail.sampler.transformers import plan_static_batches
@@ -44,16 +44,18 @@ def sampler_of(
     return sampler
 
 
-def some_prompts(lengths=LENGTHS, seed: int = 3) -> list[Prompt]:
+def some_prompts(lengths=LENGTHS, seed: int = 3) -> list[TokenPrompt]:
     generator = torch.Generator().manual_seed(seed)
     return [
-        Prompt(10 + i, torch.randint(0, VOCAB, (n,), generator=generator).tolist())
+        TokenPrompt(10 + i, torch.randint(0, VOCAB, (n,), generator=generator).tolist())
         for i, n in enumerate(lengths)
     ]
 
 
 @torch.no_grad()
-def full_scores(config: PreTrainedConfig, prompt: Prompt, done: Turn, temperature: float) -> Tensor:
+def full_scores(
+    config: PreTrainedConfig, prompt: TokenPrompt, done: Turn, temperature: float
+) -> Tensor:
     """transformers' log-probs of a completion, from one pass over prompt and completion without a cache."""
     ids = torch.tensor([[*prompt.ids, *done.ids]])
     log_probs = (
@@ -312,12 +314,12 @@ def test_rope_by_length_is_refused_beyond_its_trained_positions(name: str) -> No
 def test_prompts_that_cannot_be_continued_are_refused() -> None:
     sampler = sampler_of(tiny_configs()["llama"])
     with pytest.raises(DataError, match="row 4 has no tokens"):
-        sampler.sample([Prompt(4, [])], SamplingParams())
+        sampler.sample([TokenPrompt(4, [])], SamplingParams())
     for bad in (VOCAB, -1):
         with pytest.raises(
             DataError, match=f"row 2 has the id {bad}; this model has ids 0 to {VOCAB - 1}"
         ):
-            sampler.sample([Prompt(2, [1, bad])], SamplingParams())
+            sampler.sample([TokenPrompt(2, [1, bad])], SamplingParams())
 
 
 @pytest.mark.parametrize(

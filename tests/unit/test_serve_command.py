@@ -9,7 +9,7 @@ import pytest
 
 from dovetail.cli.main import run_command
 from dovetail.errors import ConfigError
-from dovetail.factory.engines import engine_start
+from dovetail.factory.inference_servers import server_start
 from dovetail.recipe.schema import make_recipe
 from dovetail.serving.extra import PACKAGES, require_serve
 
@@ -59,7 +59,7 @@ def test_a_server_of_a_run_takes_files_from_the_runs_directory(tmp_path: Path) -
     recipe = make_recipe(
         {"model": {"path": "."}, "data": {"train": "d"}, "run_dir": "r", "rollout": rollout}
     )
-    start = engine_start(recipe, ranks_on_gpus=False)
+    start = server_start(recipe, ranks_on_gpus=False)
     assert start is not None
     (words,) = start.commands
     assert words[words.index("--push-dir") + 1] == str(tmp_path)

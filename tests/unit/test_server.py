@@ -22,7 +22,7 @@ from dovetail.errors import ConfigError, MachineError
 from dovetail.factory import serving as serving_parts
 from dovetail.inference_servers import push, transports
 from dovetail.inference_servers.fleet import Fleet, Replica
-from dovetail.inference_servers.http import Client, EngineError
+from dovetail.inference_servers.http import Client, ServerError
 from dovetail.inference_servers.protocol import ServerRequest
 from dovetail.inference_servers.push import Pusher
 from dovetail.inference_servers.remote_sampler import RemoteSampler
@@ -30,7 +30,7 @@ from dovetail.inference_servers.sglang import Sglang
 from dovetail.inference_servers.vllm import Native, Vllm, generate_body
 from dovetail.parallel.mesh import Mesh
 from dovetail.recipe.rollout import PushSection
-from dovetail.sampler.base import Prompt, SamplingParams
+from dovetail.sampler.base import SamplingParams, TokenPrompt
 from dovetail.sampler.native import NativeSampler, cache_bytes
 from dovetail.sampler.turn import RolloutId, Turn
 from dovetail.serving.app import Settings
@@ -84,7 +84,7 @@ def fleet_of(*servers: HttpServer) -> Fleet:
     ]
     for replica in replicas:
         replica.problem = None
-    return Fleet(replicas, Native(), silence=20.0, on_loss=lambda _: None)
+    return Fleet(replicas, Native(), timeout=20.0, on_server_lost=lambda _: None)
 
 
 def remote(folder: Path, transport: Any, *servers: HttpServer) -> RemoteSampler:
@@ -186,7 +186,7 @@ def test_requests_join_what_runs_and_draw_the_same() -> None:
             assert_close(torch.tensor(reply.log_probs), torch.tensor(expected.log_probs), SUM_ORDER)
         assert all(loop.runner.joining for loop in server.engine._loops.values())
         wait_for(lambda: server.engine.pool.num_free == 120 // 4 and not server.engine._living)
-        continued = fleet._wire.generate(
+        continued = fleet._protocol.generate(
             Client(server.url), fleet.replicas[0].server, request(prompts[0].ids, long, prompts[0].row),
             futures[0].result().ids[:6], lambda: time.monotonic() + 9,
         )  # fmt: skip
@@ -225,7 +225,7 @@ def test_a_push_through_running_requests(
         fleet.close()
 
 
-def check_parts(prompt: Prompt, reply: Turn, params: SamplingParams, kv: str) -> None:
+def check_parts(prompt: TokenPrompt, reply: Turn, params: SamplingParams, kv: str) -> None:
     """Tokens of version 3 are as without the push; those of version 4, with `recompute`, as if its weights had drawn on."""
     (_, _, cut), second = reply.versions
     assert (
@@ -237,7 +237,7 @@ def check_parts(prompt: Prompt, reply: Turn, params: SamplingParams, kv: str) ->
     new.refill(weights(0.5).items())
     (before,) = old.sample([prompt], params)
     (after,) = new.sample(
-        [Prompt(0, [*prompt.ids, *reply.ids[:cut]])], replace(params, max_new_tokens=24 - cut)
+        [TokenPrompt(0, [*prompt.ids, *reply.ids[:cut]])], replace(params, max_new_tokens=24 - cut)
     )
     assert reply.ids[:cut] == before.ids[:cut] and reply.ids != before.ids
     assert_close(
@@ -283,7 +283,7 @@ def test_a_push_that_is_not_whole_leaves_the_server_alive_and_silent(
             (error,) = made.push(wrong.items(), 1)
             assert error is not None and says in error.message
             assert client.get("/is_paused") == {"is_paused": True} and client.get("/health") == {}
-            with pytest.raises(EngineError, match="HTTP 400: the weights are not whole"):
+            with pytest.raises(ServerError, match="HTTP 400: the weights are not whole"):
                 client.post("/resume")
         assert made.push(given.items(), 2) == [None] and client.get("/is_paused") == {
             "is_paused": False
@@ -293,9 +293,9 @@ def test_a_push_that_is_not_whole_leaves_the_server_alive_and_silent(
             (2, 0, 1),
         )
         fleet.close()
-        with pytest.raises(EngineError, match="call /pause"):
+        with pytest.raises(ServerError, match="call /pause"):
             client.post("/start_weight_update")
-        with pytest.raises(EngineError, match="no update is under way"):
+        with pytest.raises(ServerError, match="no update is under way"):
             client.post("/update_weights", {"update_info": {"manifest": []}})
 
 
@@ -412,7 +412,7 @@ def test_what_the_server_refuses() -> None:
         def refused(
             status: int, path: str, body: Mapping[str, Any] | None = None, mine: Client = client
         ) -> str:
-            with pytest.raises(EngineError) as error:
+            with pytest.raises(ServerError) as error:
                 mine.post(path, body)
             assert error.value.status == status, error.value
             return error.value.message

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dovetail.errors import CheckpointError
-from dovetail.inference_servers.http import Client, EngineError
+from dovetail.inference_servers.http import Client, ServerError
 from dovetail.inference_servers.protocol import ServerRequest
 from dovetail.inference_servers.transports import map_memory
 from dovetail.serving import receive
@@ -92,7 +92,7 @@ def test_a_trainers_timeout_is_bounded_and_samples_go_on(
         ended = list[str]()
 
         def join() -> None:
-            with pytest.raises(EngineError, match="HTTP 500") as error:
+            with pytest.raises(ServerError, match="HTTP 500") as error:
                 Client(server.url).post("/init_weight_transfer_engine", body)
             ended.append(error.value.message)
 

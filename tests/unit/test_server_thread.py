@@ -8,10 +8,10 @@ from typing import Any, Self
 
 import pytest
 
-from dovetail.sampler.base import Prompt, SamplingParams
+from dovetail.sampler.base import SamplingParams, TokenPrompt
 from dovetail.serving import sampler_server as server_module
 from dovetail.serving.sampler_server import SamplerServer
-from dovetail.serving.served_sample import Event, Sample
+from dovetail.serving.served_request import ServedRequest, ServedTokens
 from tests.helpers.parity_configs import VOCAB
 from tests.unit.test_scheduler import sampler_of
 
@@ -25,17 +25,17 @@ class Running:
 
     def __init__(self, **options: Any) -> None:
         self.engine = SamplerServer(sampler_of(MODEL, 4096, **options))
-        self._events: SimpleQueue[tuple[Sample, Event]] = SimpleQueue()
+        self._events: SimpleQueue[tuple[ServedRequest, ServedTokens]] = SimpleQueue()
         self.most_kinds = 0  # that ran at once
-        self._early = list[tuple[Sample, Event]]()
+        self._early = list[tuple[ServedRequest, ServedTokens]]()
         self._owner = threading.Thread(target=self.engine.run, args=(self._take,), daemon=True)
 
-    def _take(self, events: Sequence[tuple[Sample, Event]]) -> None:
+    def _take(self, events: Sequence[tuple[ServedRequest, ServedTokens]]) -> None:
         self.most_kinds = max(self.most_kinds, len(self.engine._loops))
         for event in events:
             self._events.put(event)
 
-    def event(self, sample: Sample) -> Event:
+    def event(self, sample: ServedRequest) -> ServedTokens:
         for early in self._early:
             if early[0] is sample:
                 self._early.remove(early)
@@ -56,13 +56,13 @@ class Running:
         assert not self._owner.is_alive()
 
 
-def wrong(**changes: Any) -> Sample:
+def wrong(**changes: Any) -> ServedRequest:
     """A sample that no typed request can ask for."""
     params = {name: changes.pop(name) for name in list(changes) if name in vars(LONG)}
     broken = replace(LONG)
     for name, value in params.items():
         object.__setattr__(broken, name, value)
-    return Sample(**{"ids": [5], "params": broken, "interval": 12, **changes})
+    return ServedRequest(**{"ids": [5], "params": broken, "interval": 12, **changes})
 
 
 WRONG: tuple[dict[str, Any], ...] = (
@@ -85,11 +85,11 @@ WRONG: tuple[dict[str, Any], ...] = (
 
 
 def test_an_error_of_a_request_is_that_requests(capfd: pytest.CaptureFixture[str]) -> None:
-    (expected,) = sampler_of(MODEL, 4096).sample([Prompt(0, [7, 8, 9])], LONG)
+    (expected,) = sampler_of(MODEL, 4096).sample([TokenPrompt(0, [7, 8, 9])], LONG)
     with Running(page_size=4) as server:
         engine = server.engine
         for changes in WRONG:
-            other, broken = Sample(ids=[7, 8, 9], params=LONG, interval=12), wrong(**changes)
+            other, broken = ServedRequest(ids=[7, 8, 9], params=LONG, interval=12), wrong(**changes)
             engine.submit(other)
             engine.submit(broken)
             failed = server.event(broken)
@@ -119,7 +119,7 @@ def test_few_kinds_of_sampling_run_at_once_and_all_end(monkeypatch: pytest.Monke
     with Running() as server:
         engine = server.engine
         kinds = [replace(LONG, temperature=1 + n / 8) for n in range(5)]
-        samples = [Sample(ids=[5], params=kind) for kind in kinds]
+        samples = [ServedRequest(ids=[5], params=kind) for kind in kinds]
         for sample in samples:
             engine.submit(sample)
         for sample in samples:
@@ -136,8 +136,8 @@ def test_clients_that_leave_take_only_their_own_requests_along(
         engine = server.engine
         engine.call(lambda: engine.pause(clear_cache=False))
         kinds = [replace(LONG, temperature=1.0 + n % 3) for n in range(60)]
-        samples = [Sample(ids=[5, n % 5], params=kind) for n, kind in enumerate(kinds)]
-        held = Sample(ids=[5], params=LONG, batch=("b", 2, 0))
+        samples = [ServedRequest(ids=[5, n % 5], params=kind) for n, kind in enumerate(kinds)]
+        held = ServedRequest(ids=[5], params=LONG, batch=("b", 2, 0))
         for sample in (*samples, held):
             engine.submit(sample)
         for sample in (*samples[1:], held):

@@ -27,7 +27,7 @@ from dovetail.rl.collect import step_rows
 from dovetail.rl.samples import Sample
 from dovetail.rl.tasks import RLTask
 from dovetail.run.directory import POLICY
-from dovetail.sampler.base import Prompt, SamplingParams, requests_of
+from dovetail.sampler.base import SamplingParams, TokenPrompt, requests_of
 from dovetail.sampler.turn import RolloutId, generate_all
 from tests.helpers.checkpoints import assert_same_tensors, tensors_of
 from tests.helpers.drawn import DrawnSampler
@@ -262,7 +262,7 @@ def test_groups_of_later_policies_stay_where_these_are_made_again(
 def test_a_step_alone_takes_its_groups() -> None:
     """An evaluation before the first step has as many prompts, and step 0, as that step."""
     params = SamplingParams(samples=SAMPLES, seed=3)
-    requests = requests_of([Prompt(row, (5, 6)) for row in range(BATCH)], params)
+    requests = requests_of([TokenPrompt(row, (5, 6)) for row in range(BATCH)], params)
     remote: Any = DrawnSampler(lambda *_: (1,))
     remote.mesh = Mesh.solo()
     remote.share = mock.Mock(return_value=["of the buffer"])

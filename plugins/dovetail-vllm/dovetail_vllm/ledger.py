@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from dovetail_vllm.sums import sums_of
+from dovetail_vllm.sums import checksums_of
 
 DTYPES = {
     name: getattr(torch, name)
@@ -52,7 +52,7 @@ class Ledger:
                 raise Refused(f"{name}: came twice")
             views.append((name, _view(name, memory, dtype, shape, start)))
         for (name, dtype, shape, _, announced), found in zip(
-            entries, sums_of([view for _, view in views]), strict=True
+            entries, checksums_of([view for _, view in views]), strict=True
         ):
             if found != announced:
                 raise Refused(

@@ -18,7 +18,7 @@ BLOCK, PROGRAMS = 2048, 132 * 8
 PIECE = 1 << 16  # words at once on a CPU
 
 
-def sums_of(tensors: list[Tensor]) -> list[str]:
+def checksums_of(tensors: list[Tensor]) -> list[str]:
     """16 hexadecimal digits for each tensor. Waits for the device once."""
     if not tensors:
         return []

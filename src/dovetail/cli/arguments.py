@@ -143,19 +143,19 @@ def supervision_of(args: argparse.Namespace) -> Supervision:
     if args.command != "train":
         return Supervision()
     recipe = recipe_of(args)
-    engines = None
+    servers = None
     limits = {**LIMITS, **recipe.trainer.timeouts}
     if recipe.rollout.start is not None and not args.dry_run:
         on_gpus = (
             importlib.import_module("dovetail.cli.header").chosen_device(args.device) == "cuda"
         )
-        engines = importlib.import_module("dovetail.factory.engines").engine_start(
+        servers = importlib.import_module("dovetail.factory.inference_servers").server_start(
             recipe, ranks_on_gpus=on_gpus
         )
     run_dir = Path(recipe.run_dir)
     resume = ("--resume", "auto")
     return Supervision(
-        limits=limits, run_dir=run_dir, restarts=args.restarts, resume=resume, engines=engines
+        limits=limits, run_dir=run_dir, restarts=args.restarts, resume=resume, servers=servers
     )
 
 

@@ -15,7 +15,7 @@ from dovetail.factory.tokenizer import banned_ids, stop_ids, text_of
 from dovetail.launch.progress import Progress
 from dovetail.parallel.consensus import agreed
 from dovetail.run.state import refuse_other_models
-from dovetail.sampler.base import Prompt, SamplingParams
+from dovetail.sampler.base import SamplingParams, TokenPrompt
 from dovetail.sampler.native import SamplerOptions
 from dovetail.sampler.turn import Turn
 
@@ -75,7 +75,7 @@ class Generation:
         sampler = make_sampler(self.source, self.sampler_mesh, dtype, self.backend, options)
         sampler.load(self.reader)
         progress.phase("run")
-        prompts = [Prompt(i, row.ids, row.media) for i, row in enumerate(self.rows)]
+        prompts = [TokenPrompt(i, row.ids, row.media) for i, row in enumerate(self.rows)]
         most = (ON_CPU if self.mesh.device.type == "cpu" else ON_GPU) * self.sampler_mesh[
             "data"
         ].size

@@ -98,7 +98,7 @@ def _dispatch(argv: Sequence[str], rank: RankProcess, *, watched: bool) -> int:
         and not args.dry_run
     ):
         tell(for_terminal(header(recipe_of(args), layout, args.device), sys.stdout))
-    if given is None and (layout.num_ranks > 1 or supervision.restarts or supervision.engines):
+    if given is None and (layout.num_ranks > 1 or supervision.restarts or supervision.servers):
         return run_ranks([*python_module("dovetail"), *argv], layout.num_ranks, supervision)
     if supervision.restarts and rank.files is None:
         restarts = f"--restarts {supervision.restarts}: another launcher started these ranks"

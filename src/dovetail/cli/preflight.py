@@ -27,11 +27,11 @@ from dovetail.data.columns import prompt_column, score_column
 from dovetail.data.files import Source
 from dovetail.data.rows import JsonRow
 from dovetail.errors import CheckpointError, ConfigError, LayoutError, UserError, listing
-from dovetail.factory.engines import connect
+from dovetail.factory.inference_servers import connect
 from dovetail.factory.layouts import check_layout, check_positions, sampling_layout
 from dovetail.factory.reward_trial import try_reward
 from dovetail.factory.rows import Columns, RowCheck, Template, columns_of, read_answer, sources_of
-from dovetail.launch.engines import engine_key
+from dovetail.launch.inference_servers import server_key
 from dovetail.launch.process import complain
 from dovetail.parallel.devices import check_count, has_npu, refuse_absent
 from dovetail.parallel.layout import Layout
@@ -256,7 +256,7 @@ def _check_rl(
             connect,
             recipe,
             rollout.engines,
-            engine_key(),
+            server_key(),
             None if policy is None else policy.spec.vocab_size,
         )
     for metric in [metric for each in recipe.eval.sets for metric in each.metrics if ":" in metric]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from dovetail import system
 from dovetail.cli.preflight import read_model
 from dovetail.errors import ConfigError
-from dovetail.launch.engines import KEY, engine_key
+from dovetail.launch.inference_servers import KEY, server_key
 from dovetail.launch.process import complain, tell
 from dovetail.serving.extra import require_serve
 
@@ -15,7 +15,7 @@ from dovetail.serving.extra import require_serve
 def run(args: argparse.Namespace) -> None:
     require_serve("dovetail serve")
     read_model(args.model)
-    key = engine_key()
+    key = server_key()
     system.raise_open_files_limit()
     listen = importlib.import_module("dovetail.serving.http_server").listen
     try:

@@ -45,7 +45,7 @@ from dovetail.parallel.process_group import (
     pick_device,
 )
 from dovetail.pipeline.partition import partition
-from dovetail.sampler.base import Prompt, Sampler, SamplingParams
+from dovetail.sampler.base import Sampler, SamplingParams, TokenPrompt
 from dovetail.sampler.turn import Turn
 from dovetail.weights.adapters import init_adapters
 from dovetail.weights.hf_directory import (
@@ -139,7 +139,7 @@ class SamplingEngine(Engine):
             samples=n, max_new_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed,
             step=self.updates, stop_ids=tuple(stop_token_ids),
         )  # fmt: skip
-        rows = [Prompt(row, torch.as_tensor(ids).tolist()) for row, ids in enumerate(prompts)]
+        rows = [TokenPrompt(row, torch.as_tensor(ids).tolist()) for row, ids in enumerate(prompts)]
         with self._call(critic=False):
             if self.sampler is None:
                 backend: Backend = self.source.spec.engine

@@ -18,8 +18,8 @@ from dovetail.engine.native import Engine
 from dovetail.engine.nonfinite import StepWatch
 from dovetail.errors import ConfigError, LayoutError
 from dovetail.factory.engine import EngineOptions, make_engine, make_mesh
-from dovetail.factory.engines import connect
 from dovetail.factory.functions import imported, same_keys
+from dovetail.factory.inference_servers import connect
 from dovetail.factory.layouts import check_layout
 from dovetail.factory.notes import check_experts, cpu_notes, rows_line
 from dovetail.factory.rewards import Printed, own_metrics
@@ -28,7 +28,7 @@ from dovetail.factory.sampler import longest_row
 from dovetail.factory.tokenizer import load_processor, load_tokenizer
 from dovetail.inference_servers.fleet import Replica
 from dovetail.kernels.reference import wide
-from dovetail.launch.engines import engine_key, started_engines
+from dovetail.launch.inference_servers import server_key, started_servers
 from dovetail.launch.progress import Progress, collective_timeout
 from dovetail.optim.groups import ParamGroup
 from dovetail.optim.optimizer import OptimSettings
@@ -181,7 +181,7 @@ class RunParts:
         """Probed servers, on rank 0."""
         rollout = self.recipe.rollout
         replicas = list[Replica]()
-        urls = rollout.engines or started_engines()
+        urls = rollout.engines or started_servers()
         with agreed(self.mesh):
             if not urls and not self.dry_run:
                 edit = "start them yourself, and give their URLs as rollout.engines"
@@ -192,7 +192,7 @@ class RunParts:
             if self.mesh["world"].rank == 0:
                 asleep = rollout.sleep and not self.dry_run  # until weights are loaded
                 replicas = connect(
-                    self.recipe, urls, engine_key(), self.source.spec.vocab_size, asleep=asleep
+                    self.recipe, urls, server_key(), self.source.spec.vocab_size, asleep=asleep
                 )
         return replicas
 

@@ -12,7 +12,7 @@ import torch
 from dovetail.data.examples import Prompt as Row
 from dovetail.data.processor import FileMedia, Processor
 from dovetail.errors import ConfigError
-from dovetail.factory.engines import WIRES, check_lengths, push_settings
+from dovetail.factory.inference_servers import SERVER_CLIENTS, check_lengths, push_settings
 from dovetail.inference_servers.fleet import Fleet, Replica
 from dovetail.inference_servers.generator import ServerGenerator
 from dovetail.inference_servers.images import check_media
@@ -52,8 +52,8 @@ def make_remote_sampler(
         )
     lost = "the run goes on without this engine until it takes the next weights"
     fleet = Fleet(
-        replicas, WIRES[rollout.backend], silence=rollout.request_timeout, max_num_seqs=rollout.max_num_seqs,
-        on_loss=lambda error: say(f"note: {error}; {lost}"),
+        replicas, SERVER_CLIENTS[rollout.backend], timeout=rollout.request_timeout, max_num_seqs=rollout.max_num_seqs,
+        on_server_lost=lambda error: say(f"note: {error}; {lost}"),
     )  # fmt: skip
     push = push_settings(rollout, replicas)
     clients = [replica.client for replica in replicas]

@@ -1,4 +1,4 @@
-"""Sums of weights (docs/adr/026-sums-of-weights.md).
+"""Checksums of weights (docs/adr/026-sums-of-weights.md).
 
 Bytes are padded with zeros to 64-bit words w_0, w_1, ... (little-endian); mix is the finalizer of SplitMix64:
 
@@ -19,15 +19,15 @@ CHUNK = 1 << 16  # words that a CPU's cache holds
 TOTALS = 256  # allocated together
 
 
-def sums_of(tensors: Iterable[Tensor]) -> list[str]:
-    """16 hexadecimal digits for each tensor. Waits for the device once."""
-    sums = Sums()
+def checksums_of(tensors: Iterable[Tensor]) -> list[str]:
+    """Returns 16 hexadecimal digits for each tensor. Waits for the device once."""
+    checksums = Checksums()
     for tensor in tensors:
-        sums.add(tensor)
-    return sums.hexadecimal()
+        checksums.add(tensor)
+    return checksums.hexadecimal()
 
 
-class Sums:
+class Checksums:
     """Checksums of tensors on one device. `add` does not wait for it."""
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class Sums:
 
 
 def add_words(words: Tensor, total: Tensor, first: int) -> None:
-    """Adds mixed words [n] int64 from number `first` on to `total`. The definition."""
+    """Adds mixed words [n] int64 from number `first` on to `total`. Their definition."""
     for start in range(0, len(words), CHUNK):
         x = words[start : start + CHUNK]
         place = torch.arange(
@@ -73,5 +73,5 @@ def add_words(words: Tensor, total: Tensor, first: int) -> None:
 
 def _adder(device: torch.device) -> Callable[[Tensor, Tensor, int], None]:
     if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
-        return importlib.import_module("dovetail.kernels.sums_triton").add_words
+        return importlib.import_module("dovetail.kernels.checksums_triton").add_words
     return add_words

@@ -1,4 +1,4 @@
-"""Replicas of an inference server; requests of lost ones go on elsewhere."""
+"""Replicas of an inference server: requests of one that is lost go on elsewhere."""
 
 import resource
 import threading
@@ -12,14 +12,14 @@ from functools import partial
 
 from dovetail.batch.balancing import plan_microbatches
 from dovetail.inference_servers.background import in_background
-from dovetail.inference_servers.http import Client, EngineError
-from dovetail.inference_servers.protocol import Abilities, ServerRequest
+from dovetail.inference_servers.http import Client, ServerError
+from dovetail.inference_servers.protocol import ServerInfo, ServerRequest
 from dovetail.inference_servers.sglang import Sglang
 from dovetail.inference_servers.vllm import SLEEP, WAKE, Vllm
 from dovetail.sampler.params import join_spans
 from dovetail.sampler.turn import Turn
 
-Wire = Vllm | Sglang
+ServerClient = Vllm | Sglang
 BATCHES = 64  # whose replica is remembered
 MAX_IMBALANCE = 16  # requests, to keep a prompt's samples together
 HEALTH_SECONDS = 10.0
@@ -30,15 +30,15 @@ PASSING = frozenset({408, 409, 425, 429, 500, 502, 503, 504})  # not due to the 
 
 
 class Replica:
-    def __init__(self, client: Client, server: Abilities) -> None:
+    def __init__(self, client: Client, server: ServerInfo) -> None:
         self.client = client
         self.server = server
         self.version: int | None = None  # of the last push
-        self.problem: EngineError | None = EngineError(
+        self.problem: ServerError | None = ServerError(
             client.url, "/", None, "no weights were pushed to it"
         )
         self.busy = 0  # requests
-        self.heard = 0.0  # when it last answered any
+        self.last_response = 0.0  # by time.monotonic()
         self.asleep = False
 
     @property
@@ -47,21 +47,25 @@ class Replica:
 
 
 class Fleet:
-    """A request goes to the replica with the fewest. silence: seconds until one is lost."""
+    """Sends each request to the replica that has the fewest.
+
+    timeout: seconds without any response after which a replica is lost. on_server_lost: called
+    once, with the reason.
+    """
 
     def __init__(
         self,
         replicas: Sequence[Replica],
-        wire: Wire,
+        protocol: ServerClient,
         *,
-        silence: float,
-        on_loss: Callable[[EngineError], None],
+        timeout: float,
+        on_server_lost: Callable[[ServerError], None],
         max_num_seqs: int = 512,
     ) -> None:
         self.replicas = replicas
-        self._wire = wire
-        self.silence = silence
-        self._on_loss = on_loss
+        self._protocol = protocol
+        self.timeout = timeout
+        self._on_server_lost = on_server_lost
         self._lock = threading.Lock()
         self._pushing = self._closed = False
         self._pinned: dict[str, Replica] = {}  # by batch
@@ -72,13 +76,13 @@ class Fleet:
 
     @contextmanager
     def pushing(self) -> Iterator[None]:
-        """No replica is lost for its silence."""
+        """Lets no replica time out while weights are pushed."""
         self._pushing = True
         try:
             yield
         finally:
             for replica in self.replicas:
-                replica.heard = time.monotonic()
+                replica.last_response = time.monotonic()
             self._pushing = False
 
     def assign_batches(self, requests: Sequence[ServerRequest]) -> Sequence[ServerRequest]:
@@ -110,19 +114,21 @@ class Fleet:
                 out[i] = replace(requests[i], batch=(name, len(numbers), i))
         return out
 
-    def pushed(self, replica: Replica, version: int, problem: EngineError | None) -> None:
-        """Notes the end of a push: with a problem the replica serves nothing until the next push."""
+    def pushed(self, replica: Replica, version: int, problem: ServerError | None) -> None:
+        """Notes the end of a push; with a problem the replica serves nothing until the next one."""
         with self._lock:
             replica.version = version
             replica.problem = problem
         if problem is not None:
-            self._on_loss(problem)
+            self._on_server_lost(problem)
 
     def sleep(self) -> None:
-        """GPU memory is free until `wake`; weights wait in the host's. A replica that fails serves nothing until a push."""
-        self._post(
-            [each for each in self.replicas if each.serves], SLEEP
-        )  # waking would resume one that is paused
+        """Frees GPU memory until `wake`; weights wait in the host's.
+
+        A replica that fails serves nothing until a push.
+        """
+        serving = [replica for replica in self.replicas if replica.serves]
+        self._post(serving, SLEEP)  # waking would resume one that is paused
 
     def wake(self) -> None:
         self._post([replica for replica in self.replicas if replica.asleep], WAKE)
@@ -133,17 +139,17 @@ class Fleet:
             try:
                 future.result()
                 replica.asleep = path == SLEEP
-            except EngineError as error:
+            except ServerError as error:
                 replica.asleep = True  # perhaps
                 self._lose(replica, error)
 
     def close(self) -> None:
-        """Requests under way end with an error."""
+        """Ends requests under way with an error."""
         self._closed = True
         self.threads.shutdown(wait=False, cancel_futures=True)
 
     def generate(self, request: ServerRequest) -> Turn:
-        """Returns a whole turn; EngineError if no replica is left, or one refuses the request."""
+        """Returns a whole turn; ServerError if no replica is left, or one refuses the request."""
         turn = Turn(request.id)
         attempts = 0
         while True:
@@ -165,14 +171,14 @@ class Fleet:
             turn = self._finished(turn, request)
             if turn.finish is not None:  # the stream broke after its last token
                 return turn
-            if not self._wire.continues(request.params):
+            if not self._protocol.continues(request.params):
                 turn = Turn(request.id)
             if replica.serves:
                 time.sleep(FIRST_WAIT * 2 ** (attempts - 1))
 
     def _read(
         self, replica: Replica, request: ServerRequest, turn: Turn
-    ) -> tuple[Turn, EngineError | None]:
+    ) -> tuple[Turn, ServerError | None]:
         """Returns the turn with all tokens that came, and the error that ended their stream.
 
         Tokens of a stream that breaks have the oldest version that they can have.
@@ -184,13 +190,13 @@ class Fleet:
         def deadline() -> float:
             if self._closed or not replica.serves:
                 return 0.0
-            return (time.monotonic() if self._pushing else replica.heard) + self.silence
+            return (time.monotonic() if self._pushing else replica.last_response) + self.timeout
 
         try:
-            for part in self._wire.generate(
+            for part in self._protocol.generate(
                 replica.client, replica.server, request, before.ids, deadline
             ):
-                replica.heard = time.monotonic()
+                replica.last_response = time.monotonic()
                 start = len(turn.ids)
                 known = () if version is None else ((version, start, start + len(part.ids)),)
                 turn = turn.extended(part, known)
@@ -198,16 +204,16 @@ class Fleet:
                 if part.versions:  # what the server says of all its tokens
                     named = [(v, first + start, first + end) for v, start, end in part.versions]
                     turn = replace(turn, versions=join_spans(before.versions, named))
-        except EngineError as error:
+        except ServerError as error:
             return turn, error
         if turn.finish is None or not turn.ids:
             problem = "the reply ended without a finish or a token"
-            return turn, EngineError(replica.client.url, "generate", None, problem)
+            return turn, ServerError(replica.client.url, "generate", None, problem)
         return turn, None
 
     def _finished(self, turn: Turn, request: ServerRequest) -> Turn:
         """Returns the turn with its finish, if its last token tells that."""
-        if turn.finish is None and turn.ids and self._wire.continues(request.params):
+        if turn.finish is None and turn.ids and self._protocol.continues(request.params):
             if turn.ids[-1] in request.params.stop_ids:
                 return replace(turn, finish="stop")
             if len(turn.ids) == request.params.max_new_tokens:
@@ -219,29 +225,31 @@ class Fleet:
             alive = [replica for replica in self.replicas if replica.serves]
             if not alive:
                 problems = "; ".join(str(replica.problem) for replica in self.replicas)
-                raise EngineError(
+                raise ServerError(
                     self.replicas[0].client.url, "generate", None, f"no engine is left: {problems}"
                 )
             least = min(alive, key=lambda replica: replica.busy)
-            home = self._pinned.get(request.batch[0]) if request.batch else None
-            if home is None or not home.serves:
-                home = alive[(request.id.step + request.id.row) % len(alive)]
-            replica = home if request.batch or home.busy < least.busy + MAX_IMBALANCE else least
+            preferred = self._pinned.get(request.batch[0]) if request.batch else None
+            if preferred is None or not preferred.serves:
+                preferred = alive[(request.id.step + request.id.row) % len(alive)]
+            replica = (
+                preferred if request.batch or preferred.busy < least.busy + MAX_IMBALANCE else least
+            )
             if not replica.busy:
-                replica.heard = time.monotonic()
+                replica.last_response = time.monotonic()
             replica.busy += 1
             return replica
 
-    def _check_health(self, replica: Replica, error: EngineError) -> None:
-        """Take it out of service if it is silent or not healthy."""
+    def _check_health(self, replica: Replica, error: ServerError) -> None:
+        """Takes a replica out of service if it has timed out or is not healthy."""
         if not replica.serves:
             return
-        if time.monotonic() < replica.heard + self.silence:
+        if time.monotonic() < replica.last_response + self.timeout:
             try:
                 replica.client.get("/health", timeout=HEALTH_SECONDS)
                 return
-            except EngineError as unhealthy:
-                error = EngineError(
+            except ServerError as unhealthy:
+                error = ServerError(
                     error.url,
                     error.path,
                     error.status,
@@ -249,9 +257,9 @@ class Fleet:
                 )
         self._lose(replica, error)
 
-    def _lose(self, replica: Replica, error: EngineError) -> None:
+    def _lose(self, replica: Replica, error: ServerError) -> None:
         with self._lock:
             first = replica.serves
             replica.problem = replica.problem or error
         if first:
-            self._on_loss(error)
+            self._on_server_lost(error)

@@ -1,4 +1,4 @@
-"""JSON over HTTP with deadlines. The key is written nowhere."""
+"""A client for JSON over HTTP with deadlines, which shows its key nowhere."""
 
 import http.client
 import json
@@ -17,14 +17,14 @@ from dovetail.errors import ConfigError, MachineError, shortened
 
 Deadline = Callable[[], float]  # by time.monotonic(), asked again while waiting
 IDLE_SECONDS = 2.0  # of a kept connection; uvicorn closes it after 5
-LOOK_SECONDS = 1.0  # between looks at the deadline
+DEADLINE_SECONDS = 1.0  # after which a wait asks for its deadline again
 SHOWN = 500  # characters
 DONE = b"[DONE]"
 AGENT = "dovetail trainer "  # begins the name by which servers tell trainers apart
 
 
-class EngineError(MachineError):
-    """status: of HTTP; None: no answer came."""
+class ServerError(MachineError):
+    """What went wrong with a server. status: that of HTTP; None: no answer came."""
 
     def __init__(self, url: str, path: str, status: int | None, message: str) -> None:
         answer = "" if status is None else f"HTTP {status}: "
@@ -36,7 +36,10 @@ class EngineError(MachineError):
 
 
 class Client:
-    """A client of http(s)://HOST[:PORT][/PREFIX]. Each thread keeps a connection. timeout: seconds with the answer."""
+    """Talks to http(s)://HOST[:PORT][/PREFIX]. Each thread keeps a connection.
+
+    timeout: seconds until the whole answer is there.
+    """
 
     def __init__(self, url: str, *, key: str | None = None, timeout: float = 60.0) -> None:
         parts = urlsplit(url)
@@ -83,13 +86,13 @@ class Client:
     def post(
         self, path: str, body: Mapping[str, Any] | None = None, *, timeout: float | None = None
     ) -> dict[str, Any]:
-        """The answer's JSON object; of text {"message": text}, of nothing {}."""
+        """Returns the answer's JSON object; {"message": text} for text, {} for nothing."""
         return self._whole("POST", path, body, timeout)
 
     def stream(
         self, path: str, body: Mapping[str, Any], deadline: Deadline
     ) -> Iterator[dict[str, Any]]:
-        """The objects of server-sent events, until [DONE]."""
+        """Yields the objects of server-sent events, until [DONE]."""
         with self._answer("POST", path, body, deadline) as answer:
             for line in iter(answer.readline, b""):
                 field, _, value = line.strip().partition(b":")
@@ -99,9 +102,9 @@ class Client:
                 if field == b"data":
                     event = self._object(path, value)
                     if "error" in event:
-                        raise EngineError(self.url, path, None, self._without_key(_message(value)))
+                        raise ServerError(self.url, path, None, self._without_key(_message(value)))
                     yield event
-            raise EngineError(self.url, path, None, "the stream ended early")
+            raise ServerError(self.url, path, None, "the stream ended early")
 
     def _whole(
         self, method: str, path: str, body: Mapping[str, Any] | None, timeout: float | None
@@ -122,7 +125,7 @@ class Client:
     def _answer(
         self, method: str, path: str, body: Mapping[str, Any] | None, deadline: Deadline
     ) -> Iterator[http.client.HTTPResponse]:
-        """Returns the answer of a status below 400. Its connection is kept if it was read to its end."""
+        """Yields an answer of a status below 400; one that is read to its end keeps its connection."""
         headers = {"User-Agent": f"{AGENT}{socket.gethostname()}, process {os.getpid()}"}
         if body is not None:
             headers["Content-Type"] = "application/json"
@@ -137,16 +140,16 @@ class Client:
             connection.request(method, self._prefix + path, data, headers)
             answer = connection.getresponse()
             if answer.status >= 400:
-                raise EngineError(
+                raise ServerError(
                     self.url, path, answer.status, self._without_key(_message(answer.read()))
                 )
             yield answer
             whole = answer.isclosed() and not answer.will_close
         except TimeoutError:
             waited = f"no whole answer within {time.monotonic() - begun:.3g} s"
-            raise EngineError(self.url, path, None, waited) from None
+            raise ServerError(self.url, path, None, waited) from None
         except (OSError, http.client.HTTPException) as error:
-            raise EngineError(
+            raise ServerError(
                 self.url, path, None, self._without_key(f"{type(error).__name__}: {error}")
             ) from None
         finally:
@@ -189,7 +192,7 @@ class Client:
             value = None
         if not isinstance(value, dict):
             shown = self._without_key(shortened(repr(text)))
-            raise EngineError(self.url, path, None, f"the answer is not a JSON object: {shown}")
+            raise ServerError(self.url, path, None, f"the answer is not a JSON object: {shown}")
         return value
 
     def _without_key(self, text: str) -> str:
@@ -197,7 +200,7 @@ class Client:
 
 
 class _TimedSocket(socket.socket):
-    """A socket with a deadline: its own timeout is for each piece."""
+    """A socket with a deadline for all pieces, which may move; its own timeout is for each piece."""
 
     deadline: Deadline
 
@@ -207,7 +210,7 @@ class _TimedSocket(socket.socket):
 
     def recv_into(self, *args: Any) -> int:
         while True:
-            self.settimeout(min(_left(self.deadline), LOOK_SECONDS))
+            self.settimeout(min(_left(self.deadline), DEADLINE_SECONDS))
             try:
                 return super().recv_into(*args)
             except TimeoutError:  # the deadline may have moved

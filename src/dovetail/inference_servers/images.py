@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dovetail.batch.packed import Media
 from dovetail.errors import ConfigError, DataError
-from dovetail.inference_servers.protocol import KEEPS_PIXELS, Abilities
+from dovetail.inference_servers.protocol import KEEPS_PIXELS, ServerInfo
 
 QWEN_LIKE = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "glm4v_moe"})
 PIXELS = "pixel_values"
@@ -24,8 +24,8 @@ FIXED: Mapping[int, bytes] = {
 }  # by an extension's length
 
 
-def check_media(server: Abilities, model: str, *, videos: bool) -> None:
-    """ConfigError for rows with images that an engine cannot be given. model: its model_type."""
+def check_media(server: ServerInfo, model: str, *, videos: bool) -> None:
+    """Raises ConfigError for rows with images that a server cannot be given. model: its type."""
     if server.kind == "sglang":
         why = "SGLang turns the ids of a prompt with images into text and tokenizes that again"
     elif model not in QWEN_LIKE:
@@ -45,7 +45,10 @@ def check_media(server: Abilities, model: str, *, videos: bool) -> None:
 def image_features(
     ids: Sequence[int], media: Media, token: int, dtype: torch.dtype, salt: str
 ) -> dict[str, Any]:
-    """`features` of a request. token: the placeholder, expanded. salt: of the weights, since servers cache features."""
+    """Returns vLLM's `features` of a request.
+
+    token: the placeholder, expanded. salt: that of the weights, since servers cache features.
+    """
     if extra := sorted(set(media) - {PIXELS, GRID}):
         raise DataError(f"a prompt has {', '.join(extra)}; engines of their own take images alone")
     grids: Tensor = media[GRID].to(torch.int64)
@@ -80,7 +83,7 @@ def image_features(
 
 
 def packed(value: Any) -> bytes:
-    """msgpack; a tensor is its dtype, its shape, and its bytes as an extension of type 3."""
+    """Returns msgpack; a tensor is its dtype, its shape, and its bytes as an extension of type 3."""
     if isinstance(value, Tensor):
         raw = value.contiguous().view(torch.uint8).numpy().tobytes()
         head = FIXED.get(len(raw)) or _sized(len(raw), {8: b"\xc7", 16: b"\xc8", 32: b"\xc9"})
@@ -104,6 +107,6 @@ def packed(value: Any) -> bytes:
 
 
 def _sized(number: int, heads: Mapping[int, bytes]) -> bytes:
-    """The first head with room, and the number."""
+    """Returns the first head with room, and the number."""
     bits = next(bits for bits in heads if number < 1 << bits)
     return heads[bits] + number.to_bytes(bits // 8, "big")

@@ -1,4 +1,4 @@
-"""Requests to inference servers, and their answers."""
+"""What all inference servers are asked and say, whatever their protocol."""
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from dovetail.errors import ConfigError
-from dovetail.inference_servers.http import EngineError
+from dovetail.inference_servers.http import ServerError
 from dovetail.sampler.params import Finish, SamplingParams, VersionSpans
 from dovetail.sampler.turn import GenerationRequest
 
@@ -38,7 +38,7 @@ class ServerRequest(GenerationRequest):
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """All fields that both servers have: others would come from generation_config.json."""
+        """The fields that all servers have; what is left out comes from generation_config.json."""
         params = self.params
         fields = {
             "n": 1,
@@ -74,26 +74,31 @@ class ServerRequest(GenerationRequest):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Abilities:
-    """log_probs: raw; penalized; tempered: also at the temperature; processed: also after cuts."""
+class ServerInfo:
+    """What a server is and can do.
+
+    log_probs: raw; penalized; tempered: also at the temperature; processed: also after cuts.
+    transfer: how it takes weights. incremental: an event has its own tokens alone. normalizes:
+    the pixels that it is sent. fields: of vLLM's sampling parameters. keyed: `dovetail serve`.
+    """
 
     kind: Literal["vllm", "sglang"]
     model: str
     version: str
     max_length: int | None
     log_probs: LogProbs
-    transfer: str | None = None  # of weights
-    incremental: bool = True  # an event has its own tokens alone
+    transfer: str | None = None
+    incremental: bool = True
     routes: bool = False  # returns experts
     sleeps: bool = False
     images: bool = False  # with token ids
-    normalizes: bool = False  # pixels that it is sent
-    fields: frozenset[str] = frozenset()  # of vLLM's sampling parameters
-    keyed: bool = False  # the embedded sampler
+    normalizes: bool = False
+    fields: frozenset[str] = frozenset()
+    keyed: bool = False
 
 
 def fitting_log_probs(params: SamplingParams) -> list[LogProbs]:
-    """The kinds that equal those at the temperature, before cuts and penalties."""
+    """Returns the kinds that equal those at the temperature, before cuts and penalties."""
     plain = params.repetition_penalty == 1
     warm = params.temperature not in (0, 1)
     fits: dict[LogProbs, bool] = {
@@ -106,9 +111,9 @@ def fitting_log_probs(params: SamplingParams) -> list[LogProbs]:
 
 
 def check_log_probs(
-    url: str, server: Abilities, starts: Mapping[LogProbs, str], asked: Sequence[SamplingParams]
+    url: str, server: ServerInfo, starts: Mapping[LogProbs, str], asked: Sequence[SamplingParams]
 ) -> None:
-    """ConfigError if training needs another kind. starts: how to get a kind."""
+    """Raises ConfigError if training needs another kind. starts: how to get a kind."""
     kinds = [kind for kind in starts if all(kind in fitting_log_probs(params) for params in asked)]
     wrong = next(
         (params for params in asked if server.log_probs not in fitting_log_probs(params)), None
@@ -132,7 +137,7 @@ def check_log_probs(
 
 
 def pushed_spans(spans: Any, length: int, url: str) -> VersionSpans:
-    """Checked to cover a reply; empty without pushed versions."""
+    """Returns the versions of a reply's tokens, all of them; () without pushed versions."""
     if not spans:
         return ()
     try:
@@ -141,7 +146,7 @@ def pushed_spans(spans: Any, length: int, url: str) -> VersionSpans:
         return ()
     ends = [0, *(end for _, _, end in made)]
     if [start for _, start, _ in made] != ends[:-1] or ends[-1] != length:
-        raise EngineError(
+        raise ServerError(
             url, "generate", None, f"versions {spans} do not cover the {length} tokens of the reply"
         )
     return made

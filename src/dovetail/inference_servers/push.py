@@ -12,21 +12,25 @@ from torch import Tensor
 
 from dovetail.errors import ConfigError, listing
 from dovetail.inference_servers.background import in_background
-from dovetail.inference_servers.http import Client, EngineError
-from dovetail.inference_servers.push_sglang import SglangReplica
-from dovetail.inference_servers.push_vllm import VllmReplica
-from dovetail.inference_servers.transports import Entry, Transport, fill, make_transport
+from dovetail.inference_servers.http import Client, ServerError
+from dovetail.inference_servers.push_sglang import SglangPushTarget
+from dovetail.inference_servers.push_vllm import VllmPushTarget
+from dovetail.inference_servers.transports import TensorEntry, Transport, fill, make_transport
 from dovetail.inference_servers.vllm_digests import ExpectedDigests
 
 if TYPE_CHECKING:
     from dovetail.recipe.rollout import PushSection
 
-Replica = VllmReplica | SglangReplica
+PushTarget = VllmPushTarget | SglangPushTarget
 GRACE = 10.0  # seconds for a thread that has a deadline of its own
 
 
 class Pusher:
-    """kind: of the servers. device: of the weights. kv_heads: for proof=checker where servers have tp > 1."""
+    """Pushes weights to all servers at once.
+
+    kind: of the servers. device: of the weights. kv_heads: for proof=checker where servers have
+    tp > 1. proved: numbers of parameters, and of those that were only compared.
+    """
 
     def __init__(
         self,
@@ -41,7 +45,7 @@ class Pusher:
         self._kind = kind
         self._kv_heads = kv_heads
         self._checked = kind == "vllm" and push.proof == "checker"
-        self.proved = (0, 0)  # parameters, and those that were only compared
+        self.proved = (0, 0)
         device = torch.device(device)
         directory = Path(push.directory)
         if kind == "sglang" and push.transport != "file":
@@ -61,80 +65,80 @@ class Pusher:
             if kind == "sglang"
             else make_transport(push.transport, device, directory)
         )
-        self._replicas = [
-            self._replica(client, directory / f"sglang-{i}") for i, client in enumerate(clients)
+        self._targets = [
+            self._target(client, directory / f"sglang-{i}") for i, client in enumerate(clients)
         ]
-        self._errors: dict[int, EngineError] = {}
+        self._errors: dict[int, ServerError] = {}
         self._last: tuple[int, Mapping[str, str]] | None = None  # a version and its digests
 
-    def _replica(self, client: Client, directory: Path) -> Replica:
+    def _target(self, client: Client, directory: Path) -> PushTarget:
         clear = self.options.kv == "recompute"
         options = self.options
         if self._kind == "sglang":
-            return SglangReplica(client, directory, timeout=options.timeout, clear_cache=clear)
-        return VllmReplica(client, self._transport, options)
+            return SglangPushTarget(client, directory, timeout=options.timeout, clear_cache=clear)
+        return VllmPushTarget(client, self._transport, options)
 
-    def push(self, weights: Iterable[tuple[str, Tensor]], version: int) -> list[EngineError | None]:
+    def push(self, weights: Iterable[tuple[str, Tensor]], version: int) -> list[ServerError | None]:
         """Returns for each server None, or why it stays paused. Always exhausts `weights`."""
         self._errors = {}
         weights = iter(weights)
         try:
-            if self._replicas:
+            if self._targets:
                 self._push(weights, version)
         finally:
             self._transport.close()
             for i in self._errors:
-                self._replicas[i].close()
+                self._targets[i].close()
             for _ in weights:  # other ranks wait in the gathering
                 pass
-        return [self._errors.get(i) for i in range(len(self._replicas))]
+        return [self._errors.get(i) for i in range(len(self._targets))]
 
     def close(self) -> None:
-        for replica in self._replicas:
+        for replica in self._targets:
             replica.close()
 
     def _push(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
-        self._each("connect")
+        self._for_each_server("connect")
         if not self._live():
             return
         expected = None
         if self._checked:
-            expected = ExpectedDigests({self._replicas[i].tp for i in self._live()}, self._kv_heads)
+            expected = ExpectedDigests({self._targets[i].tp for i in self._live()}, self._kv_heads)
             weights = expected.watched(weights)
-        entries: list[Entry] = []
+        entries: list[TensorEntry] = []
         sending: dict[int, Future[None]] | None = None
-        alignment = self._replicas[0].alignment
+        alignment = self._targets[0].alignment
         for bucket in fill(
             weights, self._transport, self.options.bucket_mb << 20, alignment=alignment
         ):
             self._transport.publish(bucket)
             if sending is None:  # the first is gathered before generation stops
-                self._each("pause")
-                self._each("start")
+                self._for_each_server("pause")
+                self._for_each_server("start")
             else:
-                self._settle("send", sending)
+                self._collect_errors("send", sending)
             if not self._live():
                 return
             entries += bucket.entries
             sending = self._begin("send", bucket)
         if sending is None:
             raise ValueError("a push without weights")
-        self._settle("send", sending)
-        self._each("finish", entries, str(version))
+        self._collect_errors("send", sending)
+        self._for_each_server("finish", entries, str(version))
         if expected is not None or self._kind == "sglang":
             self._compare(expected, version)
-        self._each("resume", str(version))
+        self._for_each_server("resume", str(version))
 
     def _compare(self, expected: ExpectedDigests | None, version: int) -> None:
-        """Unknown digests are compared with those of other servers and of the version's last push."""
+        """Compares unknown digests with those of other servers and of the version's last push."""
         futures: dict[int, Future[Mapping[str, str]]] = self._begin("digests")
-        self._settle("digests", futures)
+        self._collect_errors("digests", futures)
         answers = {i: futures[i].result() for i in self._live()}
         path = "/weight_checker"
         unknown = set[str]()
         for i, answer in answers.items():
             wrong, left = (
-                expected.problems(self._replicas[i].tp, answer)
+                expected.problems(self._targets[i].tp, answer)
                 if expected is not None
                 else ([], set(answer))
             )
@@ -160,23 +164,23 @@ class Pusher:
         )
 
     def _live(self) -> list[int]:
-        return [i for i in range(len(self._replicas)) if i not in self._errors]
+        return [i for i in range(len(self._targets)) if i not in self._errors]
 
-    def _each(self, step: str, *args: Any) -> None:
-        self._settle(step, self._begin(step, *args))
+    def _for_each_server(self, step: str, *args: Any) -> None:
+        self._collect_errors(step, self._begin(step, *args))
 
     def _begin(self, step: str, *args: Any) -> dict[int, Future[Any]]:
-        """A method of all replicas."""
+        """Calls a method of all servers that have not failed, each in a thread."""
         return {
-            i: in_background(partial(methodcaller(step, *args), self._replicas[i]))
+            i: in_background(partial(methodcaller(step, *args), self._targets[i]))
             for i in self._live()
         }
 
-    def _settle(self, step: str, futures: Mapping[int, Future[Any]]) -> None:
+    def _collect_errors(self, step: str, futures: Mapping[int, Future[Any]]) -> None:
         for i, future in futures.items():
             try:
                 future.result(2 * self.options.timeout + GRACE)
-            except EngineError as error:
+            except ServerError as error:
                 self._errors[i] = error
             except TimeoutError:
                 self._fail(i, step, "it did not end in time")
@@ -184,4 +188,4 @@ class Pusher:
                 self._fail(i, step, f"{type(error).__name__}: {error}")
 
     def _fail(self, i: int, path: str, message: str) -> None:
-        self._errors[i] = EngineError(self._replicas[i].client.url, path, None, message)
+        self._errors[i] = ServerError(self._targets[i].client.url, path, None, message)

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from dovetail.inference_servers.http import Client, EngineError
-from dovetail.inference_servers.transports import Bucket, Entry
+from dovetail.inference_servers.http import Client, ServerError
+from dovetail.inference_servers.transports import TensorEntry, WeightBucket
 from dovetail.memory import ALIGNMENT, view_at
 from dovetail.weights.safetensors import TensorFileWriter, TensorSpec
 
 
-class SglangReplica:
-    """A failure leaves the server paused."""
+class SglangPushTarget:
+    """An SGLang server that is pushed to. A failure leaves it paused."""
 
     alignment = ALIGNMENT
     tp = 0
@@ -32,14 +32,14 @@ class SglangReplica:
         self._version()
 
     def pause(self) -> None:
-        """retract frees the KV cache of requests, in_place keeps it."""
+        """Pauses; `retract` frees the KV cache of requests, `in_place` keeps it."""
         self._post("/pause_generation", {"mode": "retract" if self.clear_cache else "in_place"})
 
     def start(self) -> None:
         shutil.rmtree(self._directory, ignore_errors=True)
         self._directory.mkdir(parents=True)
 
-    def send(self, bucket: Bucket) -> None:
+    def send(self, bucket: WeightBucket) -> None:
         specs = [
             TensorSpec(entry.name, vars(torch)[entry.dtype], tuple(entry.shape))
             for entry in bucket.entries
@@ -49,7 +49,7 @@ class SglangReplica:
             file.write(entry.name, view_at(bucket.data, entry.start, spec.dtype, spec.shape))
         file.close()
 
-    def finish(self, entries: Sequence[Entry], version: str) -> None:
+    def finish(self, entries: Sequence[TensorEntry], version: str) -> None:
         body = {"model_path": str(self._directory.resolve()), "weight_version": version}
         self._post(
             "/update_weights_from_disk",
@@ -58,18 +58,18 @@ class SglangReplica:
         found = self._version()
         if found != version:
             problem = f"its weights are version {found}, pushed was {version}"
-            raise EngineError(self.client.url, "/model_info", None, problem)
+            raise ServerError(self.client.url, "/model_info", None, problem)
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def digests(self) -> Mapping[str, str]:
-        """The server's own sums as one text, if it has any."""
+        """Returns the server's own checksums as one text, if it has any."""
         try:
             return {
                 "all ranks": json.dumps(
                     self._post("/weights_checker", {"action": "checksum"}), sort_keys=True
                 )
             }
-        except EngineError as error:
+        except ServerError as error:
             if error.status in (400, 404, 422):
                 return {}
             raise
@@ -87,5 +87,5 @@ class SglangReplica:
         """SGLang answers some failures with 200 and success: false."""
         answer = self.client.post(path, body, timeout=self.timeout)
         if answer.get("success") is False:
-            raise EngineError(self.client.url, path, None, str(answer.get("message", "no message")))
+            raise ServerError(self.client.url, path, None, str(answer.get("message", "no message")))
         return answer

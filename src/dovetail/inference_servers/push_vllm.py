@@ -8,10 +8,10 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from dovetail.inference_servers.background import in_background
-from dovetail.inference_servers.http import Client, EngineError
-from dovetail.inference_servers.transports import Bucket, Entry, Transport
+from dovetail.inference_servers.http import Client, ServerError
+from dovetail.inference_servers.transports import TensorEntry, Transport, WeightBucket
 from dovetail.memory import ALIGNMENT
-from dovetail.parallel.private_group import Backend, PrivateGroup
+from dovetail.parallel.private_group import GroupBackend, PrivateGroup
 
 if TYPE_CHECKING:
     from dovetail.recipe.rollout import PushSection
@@ -20,8 +20,8 @@ ONE_BROADCAST = 1 << 62  # bytes
 SETTLE = 2.0  # seconds for the other side of a failed transfer to say why
 
 
-class VllmReplica:
-    """A failure leaves the server paused. `connect` makes it ready again."""
+class VllmPushTarget:
+    """A vLLM server that is pushed to. A failure leaves it paused; `connect` makes it ready again."""
 
     def __init__(self, client: Client, transport: Transport, options: "PushSection") -> None:
         self.client = client
@@ -35,7 +35,7 @@ class VllmReplica:
         self._version: str | None = None  # of the last push, if it succeeded
 
     def connect(self) -> None:
-        """To a server that is not as the last push left it."""
+        """Makes a transfer with a server that is not as the last push left it."""
         known = self._version
         self._version = None
         current = self._get("/weight_info")["weight_version"]
@@ -56,8 +56,8 @@ class VllmReplica:
     def start(self) -> None:
         self._post("/start_weight_update")
 
-    def send(self, bucket: Bucket) -> None:
-        """Until the server has loaded it."""
+    def send(self, bucket: WeightBucket) -> None:
+        """Sends a bucket, and waits until the server has loaded it."""
         if self._group is None:
             described = self._described(bucket)
             infos = [
@@ -72,19 +72,19 @@ class VllmReplica:
             in_background(lambda: group.broadcast(bucket.data)),
         )
 
-    def finish(self, entries: Sequence[Entry], version: str) -> None:
-        """entries: of all buckets."""
+    def finish(self, entries: Sequence[TensorEntry], version: str) -> None:
+        """Ends the update. entries: those of all buckets."""
         if self.plugin:
-            manifest = [[entry.name, entry.dtype, entry.shape, entry.sum] for entry in entries]
+            manifest = [[entry.name, entry.dtype, entry.shape, entry.checksum] for entry in entries]
             self._post("/update_weights", {"update_info": {"manifest": manifest}})
         self._post("/finish_weight_update", {"weight_version": version})
         found = self._get("/weight_info")["weight_version"]
         if found != version:
             problem = f"its weights are version {found}, pushed was {version}"
-            raise EngineError(self.client.url, "/weight_info", None, problem)
+            raise ServerError(self.client.url, "/weight_info", None, problem)
 
     def digests(self) -> Mapping[str, str]:
-        """SHA-256 by "dp0:pp0:pcp0:tp0:PARAMETER"."""
+        """Returns SHA-256 by "dp0:pp0:pcp0:tp0:PARAMETER"."""
         return self._post("/weight_checker", {"action": "checksum"})["checksums"]
 
     def resume(self, version: str) -> None:
@@ -96,7 +96,7 @@ class VllmReplica:
             self._group.abort()
             self._group = None
 
-    def _described(self, bucket: Bucket) -> dict[str, Any]:
+    def _described(self, bucket: WeightBucket) -> dict[str, Any]:
         if self.plugin:
             rows = [list(row) for row in bucket.entries]
             return {"bucket": bucket.number, "num_bytes": len(bucket.data), "tensors": rows}
@@ -112,11 +112,11 @@ class VllmReplica:
         if not self.plugin:
             calls += [("/start_weight_update", None), ("/finish_weight_update", {})]
         for path, body in calls:
-            with suppress(EngineError):  # nothing is open
+            with suppress(ServerError):  # nothing is open
                 self._post(path, body)
 
     def _join(self) -> None:
-        backend: Backend = "nccl" if self.transport.device.type == "cuda" else "gloo"
+        backend: GroupBackend = "nccl" if self.transport.device.type == "cuda" else "gloo"
         group = self._group = PrivateGroup(
             backend, self.options.address, 1 + self._workers, self.timeout
         )
@@ -154,9 +154,9 @@ class VllmReplica:
         if call.done():
             call.result()
         if collective.done() and (error := collective.exception()) is not None:
-            raise EngineError(self.client.url, "the broadcast to it", None, str(error)) from error
+            raise ServerError(self.client.url, "the broadcast to it", None, str(error)) from error
         if not (call.done() and collective.done()):
-            raise EngineError(
+            raise ServerError(
                 self.client.url,
                 "a transfer to it",
                 None,

@@ -16,7 +16,7 @@ from dovetail.inference_servers.routes import share_trace
 from dovetail.parallel.collectives import sum_over
 from dovetail.parallel.consensus import of_first
 from dovetail.parallel.mesh import Mesh
-from dovetail.sampler.base import Prompt, Sampler, SamplingParams, check_request, requests_of
+from dovetail.sampler.base import Sampler, SamplingParams, TokenPrompt, check_request, requests_of
 from dovetail.sampler.turn import GenerationRequest, Turn
 
 
@@ -87,7 +87,7 @@ class RemoteSampler(Sampler):
             self.servers.fleet.close()
             self.pusher.close()
 
-    def sample(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Turn]:
+    def sample(self, prompts: Sequence[TokenPrompt], params: SamplingParams) -> list[Turn]:
         check_request(prompts, params, self.vocab_size, None, filled=self.version is not None)
         requests = requests_of(prompts, params)
         problem = None

@@ -58,13 +58,13 @@ def read_experts(text: str, tokens: int, moe: MoeSpec) -> Tensor:
 
 
 def read_trace(text: str, tokens: int, moe: MoeSpec) -> RoutingTrace:
-    """`read_experts` of a sample with its prompt, in a narrow type."""
+    """Returns the trace of a prompt with its turn, from what `read_experts` reads."""
     experts = F.pad(read_experts(text, tokens, moe), (0, 0, 0, 0, 0, 1))
     return RoutingTrace(moe.numbers, experts, torch.arange(tokens) < tokens - 1)
 
 
 def share_trace(trace: RoutingTrace | None, tokens: int, moe: MoeSpec, mesh: Mesh) -> RoutingTrace:
-    """trace: of the first rank. Collective."""
+    """Returns the first rank's trace on every rank. Collective."""
     shape = (tokens, len(moe.numbers), moe.top_k)
     own = (
         torch.zeros(shape, dtype=narrow_dtype(moe.num_experts)) if trace is None else trace.indices

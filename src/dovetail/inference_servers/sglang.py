@@ -4,12 +4,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from dovetail.errors import ConfigError
-from dovetail.inference_servers.http import Client, Deadline, EngineError
+from dovetail.inference_servers.http import Client, Deadline, ServerError
 from dovetail.inference_servers.protocol import (
     FINISHES,
     STREAMED,
-    Abilities,
     LogProbs,
+    ServerInfo,
     ServerRequest,
 )
 from dovetail.sampler.params import SamplingParams
@@ -31,7 +31,7 @@ COLD = 0.5  # a temperature that shows which log-probs come back
 class Sglang:
     starts: ClassVar[Mapping[LogProbs, str]] = STARTS
 
-    def probe(self, client: Client, vocab_size: int | None) -> Abilities:
+    def probe(self, client: Client, vocab_size: int | None) -> ServerInfo:
         paths = client.get("/openapi.json").get("paths", {})
         if missing := [path for path in (GENERATE, *PUSH_PATHS) if path not in paths]:
             vllm = "; it looks like vLLM, which rollout.backend=vllm is for" * (
@@ -48,7 +48,7 @@ class Sglang:
             raise ConfigError(
                 f"engine {client.url} serves {info['model_path']!r}, a model that does not generate"
             )
-        return Abilities(
+        return ServerInfo(
             kind="sglang",
             model=str(info["model_path"]),
             version=str(config.get("version", "unknown")),
@@ -61,7 +61,7 @@ class Sglang:
     def generate(
         self,
         client: Client,
-        server: Abilities,
+        server: ServerInfo,
         request: ServerRequest,
         received: Sequence[int],
         deadline: Deadline,
@@ -75,13 +75,13 @@ class Sglang:
             entries = meta["output_token_logprobs"][-fresh:] if fresh else []
             ids = event["output_ids"][-fresh:] if fresh else []
             if len(ids) != fresh or [entry[1] for entry in entries] != ids:
-                raise EngineError(
+                raise ServerError(
                     client.url, GENERATE, None, f"log-probs of other tokens than {ids}"
                 )
             finish = (meta["finish_reason"] or {}).get("type")
             if finish is not None and finish not in FINISHES:
                 message = meta["finish_reason"].get("message", "")
-                raise EngineError(
+                raise ServerError(
                     client.url, GENERATE, None, f"the request ended with {finish!r}: {message}"
                 )
             if str(meta.get("weight_version", "")).isdigit() and fresh:
@@ -106,12 +106,12 @@ class Sglang:
             )
 
     def continues(self, params: SamplingParams) -> bool:
-        """As of `Vllm`; its repetition penalty may count the tokens of a reply alone."""
+        """Whether a part can be continued, as for `Vllm`; a repetition penalty may count only new ids."""
         return not params.stop and not params.trace and params.repetition_penalty == 1
 
 
 def generate_body(
-    server: Abilities, request: ServerRequest, received: Sequence[int]
+    server: ServerInfo, request: ServerRequest, received: Sequence[int]
 ) -> dict[str, Any]:
     params = request.params
     left = params.max_new_tokens - len(received)
@@ -139,7 +139,7 @@ def generate_body(
 
 
 def _log_probs(client: Client, token: int) -> LogProbs:
-    """Computes log-probs by the likeliest tokens at two temperatures."""
+    """Returns the kind, which the likeliest tokens at two temperatures show."""
     spread = dict[float, float]()
     for temperature in (1.0, COLD):
         sampling = {

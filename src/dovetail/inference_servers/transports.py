@@ -14,51 +14,51 @@ import torch
 from torch import Tensor
 
 from dovetail.errors import CheckpointError, MachineError
-from dovetail.inference_servers.checksums import Sums
+from dovetail.inference_servers.checksums import Checksums
 from dovetail.memory import aligned
 from dovetail.weights.safetensors import memory_of
 
-Kind = Literal["file", "nccl", "ipc"]
+TransportKind = Literal["file", "nccl", "ipc"]
 MEMORY_NAME = "dovetail-push"
 OPEN_FILE = re.compile(r"/proc/\d+/fd/\d+")
 SLOTS = 2  # one is filled while the other is sent
 
 
-class Entry(NamedTuple):
+class TensorEntry(NamedTuple):
     name: str
     dtype: str  # without "torch."
     shape: tuple[int, ...]
     start: int
-    sum: str
+    checksum: str
 
 
 @dataclass(frozen=True)
-class Bucket:
+class WeightBucket:
     number: int
-    entries: tuple[Entry, ...]
+    entries: tuple[TensorEntry, ...]
     data: Tensor  # uint8
 
 
 class Transport:
-    """Memory for two buckets in turn; all that broadcasts need."""
+    """Memory for two buckets, used alternately; all that broadcasts need."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._slots: dict[int, Tensor] = {}
 
     def memory(self, number: int, num_bytes: int) -> Tensor:
-        """uint8, at least `num_bytes`, that of bucket `number - SLOTS`."""
+        """Returns uint8, at least `num_bytes`: the memory of bucket `number - SLOTS`."""
         slot = self._slots.get(number % SLOTS)
         if slot is None or len(slot) < num_bytes:
             self._slots.pop(number % SLOTS, None)
             slot = self._slots[number % SLOTS] = self._allocate(number % SLOTS, num_bytes)
         return slot
 
-    def publish(self, bucket: Bucket) -> None:
-        """Once for all servers."""
+    def publish(self, bucket: WeightBucket) -> None:
+        """Makes a bucket visible to all servers."""
 
-    def fields(self, bucket: Bucket, workers: int) -> list[dict[str, Any]]:
-        """Returns fields of a request: for all workers of a server, or for each."""
+    def fields(self, bucket: WeightBucket, workers: int) -> list[dict[str, Any]]:
+        """Returns the fields of a request: for all workers of a server, or for each."""
         return [{}]
 
     def close(self) -> None:
@@ -70,14 +70,14 @@ class Transport:
 
 
 class FileTransport(Transport):
-    """Two files in turn, at paths that the servers see."""
+    """Two files, used alternately, at paths that the servers see."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(torch.device("cpu"))
         self._parent = directory
         self._own = directory / f"push-{socket.gethostname()}-{os.getpid()}"
 
-    def publish(self, bucket: Bucket) -> None:
+    def publish(self, bucket: WeightBucket) -> None:
         try:
             if not self._own.exists():
                 self._sweep()
@@ -86,14 +86,14 @@ class FileTransport(Transport):
         except OSError as error:
             raise MachineError(f"rollout.push.directory: {error}") from error
 
-    def fields(self, bucket: Bucket, workers: int) -> list[dict[str, Any]]:
+    def fields(self, bucket: WeightBucket, workers: int) -> list[dict[str, Any]]:
         return [{"file": str(self._path(bucket).resolve())}]
 
     def close(self) -> None:
         super().close()
         shutil.rmtree(self._own, ignore_errors=True)
 
-    def _path(self, bucket: Bucket) -> Path:
+    def _path(self, bucket: WeightBucket) -> Path:
         return self._own / f"{bucket.number % SLOTS}.bucket"
 
     def _sweep(self) -> None:
@@ -110,7 +110,7 @@ class MemoryTransport(Transport):
         super().__init__(device)
         self._files: dict[int, int] = {}  # slot -> file descriptor
 
-    def fields(self, bucket: Bucket, workers: int) -> list[dict[str, Any]]:
+    def fields(self, bucket: WeightBucket, workers: int) -> list[dict[str, Any]]:
         if self.device.type == "cuda":
             return [{"memory": self._handle(bucket.data)} for _ in range(workers)]
         return [
@@ -138,7 +138,7 @@ class MemoryTransport(Transport):
         )
 
     def _handle(self, data: Tensor) -> dict[str, Any]:
-        """Makes a handle for one process: torch counts those that open it."""
+        """Returns a handle for one process: torch counts those that open it."""
         storage = data.untyped_storage()
         _, handle, size, offset, counter, counter_offset, event, waits = storage._share_cuda_()
         parts = {"handle": handle, "counter": counter, "event": event}
@@ -157,7 +157,7 @@ class MemoryTransport(Transport):
 
 
 def map_memory(fields: Mapping[str, Any], num_bytes: int) -> Tensor:
-    """uint8: what `MemoryTransport.fields` names, in another process."""
+    """Returns the uint8 memory that `MemoryTransport.fields` names, in another process."""
     if "path" in fields:
         return _map_file(str(fields["path"]), num_bytes)
     known = [
@@ -178,7 +178,7 @@ def map_memory(fields: Mapping[str, Any], num_bytes: int) -> Tensor:
 
 
 def _map_file(path: str, num_bytes: int) -> Tensor:
-    """An open file of `MemoryTransport` alone: any other could be changed by mapping it."""
+    """Maps an open file of `MemoryTransport` alone: any other could be changed by that."""
     what = f"{path}, which is to be mapped,"
     if not OPEN_FILE.fullmatch(path):
         raise CheckpointError(f"{what} is not an open file of a trainer's process")
@@ -194,7 +194,7 @@ def _map_file(path: str, num_bytes: int) -> Tensor:
     return torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
 
 
-def make_transport(kind: Kind, device: torch.device, directory: Path) -> Transport:
+def make_transport(kind: TransportKind, device: torch.device, directory: Path) -> Transport:
     if kind == "file":
         return FileTransport(directory)
     return MemoryTransport(device) if kind == "ipc" else Transport(device)
@@ -206,23 +206,24 @@ def fill(
     bucket_bytes: int,
     *,
     alignment: int,
-) -> Iterator[Bucket]:
-    """Whole tensors in buckets of at most `bucket_bytes`, or of one larger tensor."""
+) -> Iterator[WeightBucket]:
+    """Yields whole tensors in buckets of at most `bucket_bytes`, or of one larger tensor."""
     number = 0
     end = 0
     entries: list[tuple[str, str, tuple[int, ...], int]] = []
-    sums = Sums()
+    checksums = Checksums()
 
-    def bucket() -> Bucket:
+    def bucket() -> WeightBucket:
         rows = tuple(
-            Entry(*entry, text) for entry, text in zip(entries, sums.hexadecimal(), strict=True)
+            TensorEntry(*entry, text)
+            for entry, text in zip(entries, checksums.hexadecimal(), strict=True)
         )
         data = transport.memory(number, end)[:end]
         if data.is_cuda:
             torch.cuda.current_stream(
                 data.device
             ).synchronize()  # weights may be on their way from the host
-        return Bucket(number, rows, data)
+        return WeightBucket(number, rows, data)
 
     for name, tensor in weights:
         num_bytes = tensor.numel() * tensor.element_size()
@@ -231,12 +232,12 @@ def fill(
             number = number + 1
             end = 0
             entries = []
-            sums = Sums()
+            checksums = Checksums()
         start = aligned(end, alignment)
         memory = transport.memory(number, max(bucket_bytes, num_bytes))
         end = start + num_bytes
         memory[start:end].copy_(tensor.detach().contiguous().view(-1).view(torch.uint8))
         entries.append((name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), start))
-        sums.add(tensor)
+        checksums.add(tensor)
     if entries:
         yield bucket()

@@ -5,12 +5,12 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from dovetail.errors import ConfigError, MachineError
-from dovetail.inference_servers.http import Client, Deadline, EngineError
+from dovetail.inference_servers.http import Client, Deadline, ServerError
 from dovetail.inference_servers.protocol import (
     FINISHES,
     STREAMED,
-    Abilities,
     LogProbs,
+    ServerInfo,
     ServerRequest,
     pushed_spans,
 )
@@ -34,8 +34,8 @@ TRANSFER = '--weight-transfer-config \'{"backend": "dovetail_nccl"}\' and the pl
 class Vllm:
     starts: ClassVar[Mapping[LogProbs, str]] = STARTS
 
-    def probe(self, client: Client, vocab_size: int | None) -> Abilities:
-        """ConfigError if it lacks what a run needs."""
+    def probe(self, client: Client, vocab_size: int | None) -> ServerInfo:
+        """Returns what the server can do. ConfigError if it lacks what a run needs."""
         described = client.get("/openapi.json")
         paths = described.get("paths", {})
         if GENERATE not in paths:
@@ -67,7 +67,7 @@ class Vllm:
         if not transfer:
             raise ConfigError(f"engine {client.url} takes no weights; start it with {TRANSFER}")
         schemas = described["components"]["schemas"]
-        server = Abilities(
+        server = ServerInfo(
             kind="vllm",
             model=card["id"],
             version=version,
@@ -99,7 +99,7 @@ class Vllm:
     def generate(
         self,
         client: Client,
-        server: Abilities,
+        server: ServerInfo,
         request: ServerRequest,
         received: Sequence[int],
         deadline: Deadline,
@@ -117,13 +117,13 @@ class Vllm:
                 ids = choice["token_ids"] or []
                 content = (choice["logprobs"] or {}).get("content") or []
                 if [each["token_id"] for each in content] != ids:
-                    raise EngineError(
+                    raise ServerError(
                         client.url, GENERATE, None, f"log-probs of other tokens than {ids}"
                     )
                 finish = choice["finish_reason"]
                 drawn = drawn + len(ids)
                 if finish is not None and finish not in FINISHES:
-                    raise EngineError(
+                    raise ServerError(
                         client.url, GENERATE, None, f"the request ended with {finish!r}"
                     )
                 versions = (
@@ -143,7 +143,9 @@ class Vllm:
                 )
 
     def continues(self, params: SamplingParams) -> bool:
-        """Whether a reply can be continued: stop strings may have begun in it; routes come with the last token."""
+        """Whether a part of a turn can be continued: not if a stop string may have begun in it, nor
+        with routes, which come with the last token.
+        """
         return not params.stop and not params.trace
 
 
@@ -152,7 +154,7 @@ class Native(Vllm):
 
     starts: ClassVar[Mapping[LogProbs, str]] = {"tempered": TITLE}
 
-    def probe(self, client: Client, vocab_size: int | None) -> Abilities:
+    def probe(self, client: Client, vocab_size: int | None) -> ServerInfo:
         if client.get("/openapi.json").get("info", {}).get("title") != TITLE:
             raise ConfigError(
                 f"engine {client.url} is not started by `{TITLE}`, which rollout.backend=native "
@@ -163,7 +165,7 @@ class Native(Vllm):
 
 
 def generate_body(
-    server: Abilities, request: ServerRequest, received: Sequence[int]
+    server: ServerInfo, request: ServerRequest, received: Sequence[int]
 ) -> dict[str, Any]:
     params = request.params
     sampling = {
@@ -194,8 +196,8 @@ def generate_body(
     )
 
 
-def _check_generation(client: Client, server: Abilities, vocab_size: int | None) -> None:
-    """The server takes the last id of the vocabulary, and not the next one."""
+def _check_generation(client: Client, server: ServerInfo, vocab_size: int | None) -> None:
+    """Raises ConfigError unless the server takes the last id of the vocabulary, and not the next."""
     for token, known in (
         [(0, True)] if vocab_size is None else [(vocab_size - 1, True), (vocab_size, False)]
     ):
@@ -203,7 +205,7 @@ def _check_generation(client: Client, server: Abilities, vocab_size: int | None)
         body = {"model": server.model, "token_ids": [token], "sampling_params": sampling}
         try:
             client.post(GENERATE, body)
-        except EngineError as error:
+        except ServerError as error:
             if error.status == 403:
                 raise ConfigError(
                     f"engine {client.url}: {error.message}; start it with --enable-scale-out"

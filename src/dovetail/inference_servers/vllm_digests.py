@@ -23,7 +23,7 @@ PLACE = re.compile(r"dp(\d+):pp(\d+):pcp(\d+):tp(\d+):(.+)")
 
 
 class ExpectedDigests:
-    """kv_heads: needed for q, k and v where tp > 1."""
+    """SHA-256 of each shard that a server should hold. kv_heads: needed for q, k, v where tp > 1."""
 
     def __init__(self, tp_sizes: Iterable[int], kv_heads: int | None = None) -> None:
         self.tp_sizes = sorted(set(tp_sizes))
@@ -56,7 +56,7 @@ class ExpectedDigests:
             self._keep(name, [tensor], None)
 
     def problems(self, tp: int, answer: Mapping[str, str]) -> tuple[list[str], set[str]]:
-        """Wrong parameters, and unknown ones, also those that a CPU emptied."""
+        """Returns wrong parameters, and unknown ones, also those that a CPU emptied."""
         wrong = []
         unknown = set()
         for key, digest in answer.items():

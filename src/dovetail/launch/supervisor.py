@@ -19,7 +19,6 @@ from typing import NamedTuple
 from dovetail import system
 from dovetail.errors import MachineError
 from dovetail.jsonl import append
-from dovetail.launch.engines import Engines, EngineStart, running
 from dovetail.launch.hang import (
     DUMP_SIGNAL,
     PROFILE_SIGNAL,
@@ -29,6 +28,7 @@ from dovetail.launch.hang import (
     main_stack,
     suspects,
 )
+from dovetail.launch.inference_servers import ServerStart, StartedServers, running
 from dovetail.launch.process import complain, narrow_limits
 from dovetail.launch.progress import LIMITS, Phase, State, read_state
 from dovetail.launch.rank import (
@@ -62,7 +62,7 @@ class Supervision:
     run_dir: Path | None = None  # of events.jsonl
     restarts: int = 0
     resume: tuple[str, ...] = ()  # arguments after a restart
-    engines: EngineStart | None = None  # outlive restarts
+    servers: ServerStart | None = None  # outlive restarts
 
 
 class ExitReport(NamedTuple):
@@ -78,10 +78,10 @@ def run_ranks(command: Sequence[str], ranks: int, supervision: Supervision) -> i
     for number in STOP_CODES:
         signal.signal(number, stop.receive)
     signal.signal(PROFILE_SIGNAL, stop.pass_on)
-    if supervision.engines is None:
+    if supervision.servers is None:
         return _start_all(command, ranks, supervision, stop, None)
-    with running(supervision.engines, ranks, _free_port, lambda: stop.signal != 0) as engines:
-        return _start_all(command, ranks, supervision, stop, engines)
+    with running(supervision.servers, ranks, _free_port, lambda: stop.signal != 0) as servers:
+        return _start_all(command, ranks, supervision, stop, servers)
 
 
 def _start_all(
@@ -89,11 +89,11 @@ def _start_all(
     ranks: int,
     supervision: Supervision,
     stop: "_Stop",
-    engines: Engines | None,
+    servers: StartedServers | None,
 ) -> int:
     incidents = list[Incident]()
     while True:
-        end = _start_with(engines, command, ranks, supervision, stop)
+        end = _start_with(servers, command, ranks, supervision, stop)
         complain(end.text)
         if end.incident is None:
             return end.code
@@ -124,7 +124,7 @@ def _start_all(
 
 
 def _start_with(
-    engines: Engines | None,
+    servers: StartedServers | None,
     command: Sequence[str],
     ranks: int,
     supervision: Supervision,
@@ -132,9 +132,9 @@ def _start_with(
 ) -> ExitReport:
     """Starts engines that do not run, then the ranks."""
     variables: dict[str, str] = {}
-    if engines is not None:
+    if servers is not None:
         try:
-            variables = engines.start_ended()
+            variables = servers.start_ended()
         except MachineError as error:
             incident = Incident(kind="death", rank=None, phase="init", step=None, cause=str(error))
             return ExitReport(DEFECT, f"dovetail: {error}\n", incident)

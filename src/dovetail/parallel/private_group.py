@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # it is public
 
-Backend = Literal["nccl", "gloo"]
+GroupBackend = Literal["nccl", "gloo"]
 POLL = 0.0005  # seconds
 UNIQUE_ID = "0"  # of a communicator: torch's own detail, as vLLM's examples have it
 GRACE = 60.0  # seconds until torch ends the process
@@ -20,7 +20,7 @@ class PrivateGroup:
 
     def __init__(
         self,
-        backend: Backend,
+        backend: GroupBackend,
         address: str,
         size: int,
         timeout: float,

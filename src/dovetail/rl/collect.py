@@ -16,7 +16,7 @@ from dovetail.rl.evaluation import SOLVED_REWARD, EvalSet, Rewarded, with_reward
 from dovetail.rl.reward_manager import RewardManager
 from dovetail.rl.samples import Sample, sample_row, with_overlong_penalty, without_zero_std_groups
 from dovetail.rl.step_metrics import Row, mean, sample_metrics
-from dovetail.sampler.base import Prompt as SamplerPrompt, Sampler, SamplingParams, requests_of
+from dovetail.sampler.base import Sampler, SamplingParams, TokenPrompt, requests_of
 from dovetail.sampler.turn import GenerationRequest, Turn, generate_all
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def requests_for(
 ) -> list[GenerationRequest]:
     """Returns `params.samples` requests for each prompt, by prompt; `first` is the first one's row."""
     rows = enumerate(prompts, first)
-    return requests_of([SamplerPrompt(row, each.ids, each.media) for row, each in rows], params)
+    return requests_of([TokenPrompt(row, each.ids, each.media) for row, each in rows], params)
 
 
 def step_requests(

@@ -106,12 +106,12 @@ class DistillationTask(RowsTask):
 
     def _packed(self, rows: Seq[Sequence | Prompt | Sample]) -> PackedBatch:
         sampled_kl = self.algorithm.divergence == "sampled_reverse_kl"
-        heat = self.recipe.rollout.temperature if sampled_kl else self.algorithm.temperature
+        temperature = self.recipe.rollout.temperature if sampled_kl else self.algorithm.temperature
         if isinstance(rows[0], Sample):
-            return weighted(pack_samples(cast("list[Sample]", rows), heat), self.recipe)
+            return weighted(pack_samples(cast("list[Sample]", rows), temperature), self.recipe)
         batch = PackedBatch.pack(cast("Seq[Sequence]", rows))
-        if heat != 1:
-            batch = batch.with_fields(temperature=torch.full((len(batch),), heat))
+        if temperature != 1:
+            batch = batch.with_fields(temperature=torch.full((len(batch),), temperature))
         return weighted(batch, self.recipe)
 
     def _taught(self, batch: PackedBatch) -> tuple[PackedBatch, LossFn]:

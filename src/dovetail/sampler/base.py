@@ -23,7 +23,7 @@ Numbers = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Prompt:
+class TokenPrompt:
     row: int  # a key of the noise
     ids: Sequence[int]
     media: Media | None = None
@@ -49,7 +49,7 @@ class Sampler(ABC):
         """Takes weights as pairs of an HF name and a whole tensor."""
 
     @abstractmethod
-    def sample(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Turn]:
+    def sample(self, prompts: Sequence[TokenPrompt], params: SamplingParams) -> list[Turn]:
         """Returns `params.samples` turns for each prompt, by prompt."""
 
     async def generate(self, request: GenerationRequest) -> Turn:
@@ -64,10 +64,10 @@ class Sampler(ABC):
         return generate_all(self, requests)
 
     def _sample_requests(self, requests: Sequence[GenerationRequest]) -> list[Turn]:
-        prompts: dict[SamplingParams, dict[int, Prompt]] = {}
+        prompts: dict[SamplingParams, dict[int, TokenPrompt]] = {}
         for request in requests:
             row = request.id.row
-            prompt = Prompt(row, request.prompt_ids, request.media)
+            prompt = TokenPrompt(row, request.prompt_ids, request.media)
             prompts.setdefault(request.params, {}).setdefault(row, prompt)
         turns = {}
         for params, by_row in prompts.items():
@@ -76,7 +76,7 @@ class Sampler(ABC):
         return [turns[request.params, request.id] for request in requests]
 
 
-def requests_of(prompts: Iterable[Prompt], params: SamplingParams) -> list[GenerationRequest]:
+def requests_of(prompts: Iterable[TokenPrompt], params: SamplingParams) -> list[GenerationRequest]:
     """Returns `params.samples` requests for each prompt, by prompt."""
     return [
         GenerationRequest(
@@ -95,7 +95,7 @@ class SampleBuffer:
 
     def __init__(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[TokenPrompt],
         params: SamplingParams,
         mesh: Mesh,
         device: torch.device,
@@ -183,7 +183,7 @@ def check_weights(problems: list[str]) -> None:
 
 
 def check_request(
-    prompts: Sequence[Prompt],
+    prompts: Sequence[TokenPrompt],
     params: SamplingParams,
     vocab_size: int,
     rope_limit: tuple[str, int] | None,

@@ -45,7 +45,7 @@ class ModelRunner:
     """Runs the model's steps.
 
     With `capture`, rows are padded to buckets, and each bucket's step is captured. decode_steps:
-    steps between two waits of the host.
+    steps between host syncs.
     joining: requests join what runs. Buckets are finer then, and with `capture_prefill` short prefills are captured too:
     their many small kernels take longer to launch than to run. It wants attention that reads lengths on the device.
     """

@@ -16,10 +16,10 @@ from dovetail.parallel.collectives import stack_over
 from dovetail.parallel.mesh import Mesh
 from dovetail.parallel.placement import as_index, checkpoint_shapes
 from dovetail.sampler.base import (
-    Prompt,
     SampleBuffer,
     Sampler,
     SamplingParams,
+    TokenPrompt,
     check_request,
     check_weights,
 )
@@ -34,12 +34,16 @@ from dovetail.weights.shards import checkpoint_params, form_of
 
 MAX_TOKENS = 1 << 16
 FREE_SHARE = 0.5  # of a GPU's free memory
-FREE_SHARE = 0.9
+MAX_SHARE_OF_FREE = 0.9
 
 
 @dataclass(frozen=True)
 class SamplerOptions:
-    """decode_steps: between looks for finished rows; default 1 on a CPU, 8 elsewhere. keep_cache: with graphs."""
+    """Options of the embedded sampler.
+
+    decode_steps: steps between host syncs; default 1 on a CPU, 8 elsewhere. keep_cache: keeps the
+    cache between calls, with its CUDA graphs.
+    """
 
     page_size: int = 64
     decode_steps: int | None = None
@@ -62,7 +66,7 @@ class NativeSampler(Sampler):
         options: SamplerOptions | None = None,
         capture: Capture | None = None,
     ) -> None:
-        """max_tokens: of a replica's cache; default 2^16, on a GPU half of the free memory."""
+        """max_tokens: those of a replica's cache; default 2^16, on a GPU half of the free memory."""
         assert mesh["pp"].size == 1, "factory.sampler makes pipeline ranks tensor-parallel ones"
         super().__init__()
         self.spec = spec
@@ -84,7 +88,7 @@ class NativeSampler(Sampler):
 
     @torch.no_grad()
     def refill(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """As `Sampler.refill`. Reads the stream to its end even after a problem: other ranks may wait."""
+        """Takes weights, and reads them to the end even after a problem: other ranks may wait."""
         refilling = Refilling(self)
         for name, tensor in weights:
             refilling.put(name, tensor)
@@ -92,17 +96,17 @@ class NativeSampler(Sampler):
         refilling.finish()
 
     def load(self, source: TensorSource) -> None:
-        """Each rank reads its slices. Collective."""
+        """Loads a checkpoint, of which each rank reads its slices. Collective."""
         self.use_checkpoint_names(source)
         load(self.model, source, self.mesh, ignore=self.spec.ignored)
         self.filled = True
 
     def use_checkpoint_names(self, source: TensorSource) -> None:
-        """Expect experts as a checkpoint has them."""
+        """Expects experts as a checkpoint has them."""
         self.model.experts = form_of(self.model, source)
 
     @torch.no_grad()
-    def sample(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Turn]:
+    def sample(self, prompts: Sequence[TokenPrompt], params: SamplingParams) -> list[Turn]:
         rope = self.spec.rope
         limit = (rope.kind, rope.max_positions) if rope.kind in BY_LENGTH else None
         check_request(prompts, params, self.spec.vocab_size, limit, filled=self.filled)
@@ -132,7 +136,7 @@ class NativeSampler(Sampler):
         for i, own in zip(order, noise.reshape(len(order), -1), strict=True):
             scheduler.add(Group(buffer.prompts[i].ids, budget, own, i * params.samples + samples))
         try:
-            while loop.turn():
+            while loop.step():
                 if self.watch is not None:
                     self.watch(loop.finished, len(noise), loop.tokens)
             assert scheduler.all_admitted, (
@@ -144,7 +148,7 @@ class NativeSampler(Sampler):
         self._runner = runner if options.keep_cache else None
 
     def _runner_for(self, lengths: dict[int, int], budget: PageBudget) -> ModelRunner:
-        """The kept one if it is large enough."""
+        """Returns a runner that is large enough, the kept one if it is."""
         page_size = self.options.page_size
         values = lengths.values()
         rows = min(self.options.max_num_seqs, len(lengths) * budget.samples)
@@ -201,9 +205,9 @@ class NativeSampler(Sampler):
 def cache_bytes(
     share: float, free: int, total: int, held: int, reserved: int, *, of_all: bool
 ) -> float:
-    """`NativeSampler.max_entries` in bytes. held: tensors of this process; reserved: with what its allocator keeps."""
+    """Returns `NativeSampler.max_entries` in bytes. held: tensors of this process; reserved: with what its allocator keeps."""
     free += reserved - held
-    return min(share * total - held, FREE_SHARE * free) if of_all else share * free
+    return min(share * total - held, MAX_SHARE_OF_FREE * free) if of_all else share * free
 
 
 class Refilling:
@@ -226,7 +230,7 @@ class Refilling:
         self._missing = set(self._shapes)
 
     def put(self, listed: str, tensor: Tensor) -> None:
-        """A whole tensor by its HF name. A problem waits for `finish`."""
+        """Takes a whole tensor by its HF name. A problem waits for `finish`."""
         spec = self._sampler.spec
         shapes = self._shapes
         tied_head = spec.tie_embeddings and listed == "lm_head.weight"
@@ -245,7 +249,7 @@ class Refilling:
         self._missing.discard(name)
 
     def finish(self) -> None:
-        """CheckpointError for tensors that are missing, unknown or of another shape."""
+        """Raises CheckpointError for tensors that are missing, unknown or of another shape."""
         check_weights(self._problems + [f"{name}: missing" for name in sorted(self._missing)])
         self._sampler.filled = True
 
@@ -253,7 +257,7 @@ class Refilling:
 def capture_for(
     spec: ArchSpec, mesh: Mesh, kernels: KernelSet, dtype: torch.dtype
 ) -> Capture | None:
-    """CUDA graphs on one GPU; not with reference attention and some grouped products, which synchronize."""
+    """Returns CUDA graphs on one GPU; None with attention or grouped products that synchronize."""
     alone = mesh.device.type == "cuda" and mesh["tp"].size == mesh["ep"].size == 1
     plain = dtype == torch.float64 or spec.attention.head_dim > reference.MAX_PAGED_DIM
     synchronizes = plain or kernels.decode_attention is reference.decode_attention
@@ -265,7 +269,7 @@ def capture_for(
 
 
 def _empty_decoder(spec: ArchSpec, mesh: Mesh, kernels: KernelSet, dtype: torch.dtype) -> Decoder:
-    """Zeros: padding is never filled. Fused gates and mixtures are for many tokens."""
+    """Returns a model of zeros: padding is never filled. Fused gates are for many tokens."""
     with torch.device("meta"):
         model = Decoder(spec, mesh, replace(kernels, gated=None, mixture=None)).hold_in(dtype)
     model.to_empty(device=mesh.device)

@@ -1,4 +1,4 @@
-"""What is asked of samplers, and how samples end. Imports no torch."""
+"""How samplers are asked to sample. Imports no torch."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ Finish = Literal["stop", "length"]
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """Noise depends on (seed, step, row, sample, position)."""
+    """How to sample. Noise depends on (seed, step, row, sample, position)."""
 
     samples: int = 1
     max_new_tokens: int = 64
@@ -31,7 +31,7 @@ class SamplingParams:
     trace: bool = False
 
     def __post_init__(self) -> None:
-        heat = self.temperature == 0 or MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE
+        is_warm = MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE
         expected = {
             "samples": (1 <= self.samples <= MAX_SAMPLES, f"1 to {MAX_SAMPLES:,}"),
             "max_new_tokens": (
@@ -39,7 +39,7 @@ class SamplingParams:
                 f"1 to {MAX_NEW_TOKENS:,}",
             ),
             "temperature": (
-                heat,
+                self.temperature == 0 or is_warm,
                 f"0 (the likeliest token), or {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}",
             ),
             "top_p": (0 < self.top_p <= 1, "above 0 and at most 1 (which cuts nothing)"),

@@ -16,7 +16,7 @@ from dovetail.sampler.kv_cache import PageBudget, PagePool
 from dovetail.sampler.model_runner import ModelRunner
 
 ADMIT_BELOW = 0.75  # of the last batch is running: prompts wait until then, so that several are prefilled together
-Store = Callable[[Numbers, Numbers, Numbers, NDArray[np.float64], NDArray[np.bool_]], None]
+StoreOutputs = Callable[[Numbers, Numbers, Numbers, NDArray[np.float64], NDArray[np.bool_]], None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +36,7 @@ class Group:
 
 @dataclass
 class CachedPrompt:
-    """waiting: its samples that are not admitted yet."""
+    """A prompt with its pages. waiting: number of its samples that are not admitted yet."""
 
     group: Group
     pages: list[int]
@@ -81,7 +81,7 @@ class Scheduler:
         return self.current is None and not self.waiting
 
     def admit(self) -> tuple[list[CachedPrompt], list[Request]]:
-        """Prompts to prefill, and samples that run from now on. Repeat until there are none."""
+        """Returns prompts to prefill, and samples that run from now on, until there are none."""
         prompts: list[CachedPrompt] = []
         requests: list[Request] = []
         tokens = 0
@@ -117,7 +117,7 @@ class Scheduler:
         self.running -= len(page_tables)
 
     def clear(self) -> None:
-        """Drop what waits."""
+        """Drops what waits."""
         if self.current is not None:
             self.pool.free(self.current.pages)
             self.current = None
@@ -138,21 +138,22 @@ class Scheduler:
         return Request(group, sample, prompt.pages[:full] + own, copy)
 
 
-TOKEN, LENGTH, DRAWN, STREAM, SLOT, MOST, PAGES = range(
-    7
-)  # columns of a running row, which ends in its pages and zeros
+# Columns of a running row, which ends in its pages and zeros.
+TOKEN, LENGTH, NUM_SAMPLED, STREAM, SLOT, MAX_TOKENS, PAGES = range(7)
 
 
 def _new_rows(requests: Sequence[Request], table_width: int) -> Numbers:
-    """Rows [n, PAGES + table_width] that lack the entry of their prompt's last token."""
+    """Returns rows [n, PAGES + table_width] that lack the entry of their prompt's last token."""
     rows = np.zeros((len(requests), PAGES + table_width), np.int64)
     first = 0
     for group, own in groupby(requests, lambda request: request.group):
         samples = [request.sample for request in own]
         block = rows[first : first + len(samples)]
-        block[:, LENGTH], block[:, DRAWN] = group.length - 1, group.drawn
-        block[:, STREAM], block[:, SLOT] = group.streams[samples], group.slots[samples]
-        block[:, MOST] = group.drawn + group.budget.new_tokens
+        block[:, LENGTH] = group.length - 1
+        block[:, NUM_SAMPLED] = group.drawn
+        block[:, STREAM] = group.streams[samples]
+        block[:, SLOT] = group.slots[samples]
+        block[:, MAX_TOKENS] = group.drawn + group.budget.new_tokens
         first += len(samples)
     for row, request in zip(rows, requests, strict=True):
         row[PAGES : PAGES + len(request.pages)] = request.pages
@@ -171,7 +172,7 @@ class GenerationLoop:
         runner: ModelRunner,
         scheduler: Scheduler,
         stop_ids: Sequence[int],
-        store: Store,
+        store: StoreOutputs,
         experts: Tensor | None = None,
     ) -> None:
         self.runner = runner
@@ -188,14 +189,14 @@ class GenerationLoop:
     def busy(self) -> bool:
         return len(self.rows) > 0 or not self.scheduler.all_admitted
 
-    def turn(self, *, admit: bool = True) -> bool:
-        """Admit what may run and decode, up to the runner's `decode_steps`. False: nothing runs."""
+    def step(self, *, admit: bool = True) -> bool:
+        """Admits what may run, and decodes up to `decode_steps`. Returns False if nothing runs."""
         if admit and self.scheduler.should_admit:
             while self._admit(*self.scheduler.admit()):
                 self._changed = True
         if not len(self.rows):
             return False
-        left = int((self.rows[:, MOST] - self.rows[:, DRAWN]).max())
+        left = int((self.rows[:, MAX_TOKENS] - self.rows[:, NUM_SAMPLED]).max())
         if self._changed:
             self.runner.set_rows(self.rows[:, :SLOT].T, self.rows[:, PAGES:])
         count = len(self.rows)
@@ -204,8 +205,8 @@ class GenerationLoop:
         self._changed = len(self.rows) < count
         return True
 
-    def keep(self, slots: Container[int]) -> None:
-        """Drop running samples of other slots, and waiting groups that have none of these."""
+    def drop_except(self, slots: Container[int]) -> None:
+        """Drops running samples of other slots, and waiting groups that have none of these."""
         kept = np.array([slot in slots for slot in self.rows[:, SLOT].tolist()], bool)
         self._free(self.rows[~kept])
         self._changed |= not kept.all()
@@ -218,22 +219,22 @@ class GenerationLoop:
         self.scheduler.waiting = deque(groups)
 
     def clear(self) -> None:
-        """Drop all."""
+        """Drops all."""
         self._free(self.rows)
         self.rows = self.rows[:0]
         self._hidden = {}
         self._changed = True
         self.scheduler.clear()
 
-    def widen(self, runner: ModelRunner) -> None:
-        """Go on with a runner of a wider page table and the same cache."""
+    def grow_page_table(self, runner: ModelRunner) -> None:
+        """Goes on with a runner of a wider page table and the same cache."""
         more = runner.table_width - self.runner.table_width
         self.runner = runner
         self.rows = np.pad(self.rows, ((0, 0), (0, more)))
         self._changed = True
 
     def _admit(self, prefilled: Sequence[CachedPrompt], requests: Sequence[Request]) -> bool:
-        """False: there was nothing to admit."""
+        """Begins requests, and returns False if there are none."""
         if not requests:
             return False
         if prefilled:
@@ -246,7 +247,7 @@ class GenerationLoop:
         places = {group: place for place, group in enumerate(groups)}
         rows = _new_rows(requests, self.runner.table_width)
         owners = [places[request.group] for request in requests]
-        outputs = self.runner.sample_first(hidden, owners, rows[:, [STREAM, DRAWN]].T)
+        outputs = self.runner.sample_first(hidden, owners, rows[:, [STREAM, NUM_SAMPLED]].T)
         self.rows = np.concatenate((self.rows, self._accept(rows, outputs)))
         current = self.scheduler.current
         self._hidden = {} if current is None else {current.group: self._hidden[current.group]}
@@ -271,16 +272,19 @@ class GenerationLoop:
     def _accept(
         self, rows: Numbers, outputs: NDArray[np.float64], experts: Tensor | None = None
     ) -> Numbers:
-        """Store outputs [steps, 2, n] and experts [steps, n, M, K] up to each row's end -> unfinished rows."""
+        """Stores outputs [steps, 2, n] and experts [steps, n, M, K] up to each row's end.
+
+        Returns the unfinished rows.
+        """
         ids = outputs[:, 0].astype(np.int64)
         steps = len(outputs)
         slots = rows[:, SLOT]
-        drawn = rows[:, DRAWN]
+        drawn = rows[:, NUM_SAMPLED]
         stops = np.isin(ids, self.stop_ids)
         stopped = stops.any(0)
         until = np.where(stopped, stops.argmax(0) + 1, steps)
-        taken = np.minimum(until, rows[:, MOST] - drawn)
-        finished = stopped & (until == taken) | (drawn + taken == rows[:, MOST])
+        taken = np.minimum(until, rows[:, MAX_TOKENS] - drawn)
+        finished = stopped & (until == taken) | (drawn + taken == rows[:, MAX_TOKENS])
         self.store(slots, drawn, taken, outputs, finished)
         self.finished = self.finished + int(finished.sum())
         self.tokens = self.tokens + int(taken.sum())
@@ -290,7 +294,7 @@ class GenerationLoop:
             slot_of, position, *source = (torch.from_numpy(x).to(experts.device) for x in indices)
             self.experts[slot_of, position] = experts[source[0], source[1]].to(self.experts.dtype)
         rows[:, TOKEN] = ids[-1]
-        rows[:, LENGTH : DRAWN + 1] += steps
+        rows[:, LENGTH : NUM_SAMPLED + 1] += steps
         self._free(rows[finished])
         return rows[~finished]
 

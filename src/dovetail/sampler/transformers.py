@@ -23,10 +23,10 @@ from dovetail.hf.vision import as_images, family_of, kinds_of
 from dovetail.parallel.consensus import agreed
 from dovetail.parallel.mesh import Mesh
 from dovetail.sampler.base import (
-    Prompt,
     SampleBuffer,
     Sampler,
     SamplingParams,
+    TokenPrompt,
     check_request,
     check_weights,
 )
@@ -112,7 +112,7 @@ class TransformersSampler(Sampler):
             self.refill((name, source.read(name)) for name in source.names)
 
     @torch.no_grad()
-    def sample(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Turn]:
+    def sample(self, prompts: Sequence[TokenPrompt], params: SamplingParams) -> list[Turn]:
         check_request(prompts, params, self.vocab_size, self.limit, filled=self._filled)
         buffer = SampleBuffer(prompts, params, self.mesh, self.mesh.device)
         lengths = buffer.local_prompts()
@@ -167,7 +167,7 @@ class TransformersSampler(Sampler):
             ids.to(device), **inputs, generation_config=config, logits_processor=processors
         )
 
-    def _media(self, rows: Sequence[Prompt], ids: Tensor) -> dict[str, Tensor]:
+    def _media(self, rows: Sequence[TokenPrompt], ids: Tensor) -> dict[str, Tensor]:
         """Arguments of the model with ids [n, longest]."""
         shown = [
             (row, prompt.media)

@@ -12,7 +12,7 @@ from starlette.types import ASGIApp
 
 from dovetail.errors import UserError, one_line, quoted
 from dovetail.serving.bodies import Json, RequestError, error_fields
-from dovetail.serving.bridge import AsyncSampler
+from dovetail.serving.bridge import SamplerBridge
 from dovetail.serving.guard import Guard
 from dovetail.serving.openai_requests import ChatRequest, CompletionRequest
 from dovetail.serving.openai_routes import OpenAIRoutes
@@ -31,7 +31,7 @@ class Settings:
     version: str = ""
 
 
-def make_app(sampler: AsyncSampler, settings: Settings) -> ASGIApp:
+def make_app(sampler: SamplerBridge, settings: Settings) -> ASGIApp:
     rl = RlRoutes(sampler, eos=settings.eos, version=settings.version)
     openai = OpenAIRoutes(sampler, settings.text, settings.model)
     routes = [*rl.routes(), *openai.routes()]

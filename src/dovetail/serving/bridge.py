@@ -5,19 +5,19 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 
 from dovetail.serving.bodies import RequestError
 from dovetail.serving.sampler_server import SamplerServer
-from dovetail.serving.served_sample import Event, Sample
+from dovetail.serving.served_request import ServedRequest, ServedTokens
 
-Delivery = Sequence[tuple[Sample, Event]]
-STOPPED = Event(finish="stop")
+Delivery = Sequence[tuple[ServedRequest, ServedTokens]]
+STOPPED = ServedTokens(finish="stop")
 
 
-class AsyncSampler:
+class SamplerBridge:
     """Used by one event loop. `deliver` is called by the model's thread."""
 
     def __init__(self, engine: SamplerServer) -> None:
         self.engine = engine
         self._loop = asyncio.get_running_loop()
-        self._queues: dict[Sample, asyncio.Queue[tuple[Sample, Event]]] = {}
+        self._queues: dict[ServedRequest, asyncio.Queue[tuple[ServedRequest, ServedTokens]]] = {}
 
     def deliver(self, events: Delivery) -> None:
         self._loop.call_soon_threadsafe(self._take, events)
@@ -28,9 +28,11 @@ class AsyncSampler:
             if queue is not None:
                 queue.put_nowait((sample, event))
 
-    async def events(self, samples: Sequence[Sample]) -> AsyncGenerator[tuple[int, Event]]:
+    async def events(
+        self, samples: Sequence[ServedRequest]
+    ) -> AsyncGenerator[tuple[int, ServedTokens]]:
         """Events with the place of their sample, until all ended. Those left are aborted."""
-        queue: asyncio.Queue[tuple[Sample, Event]] = asyncio.Queue()
+        queue: asyncio.Queue[tuple[ServedRequest, ServedTokens]] = asyncio.Queue()
         places = {sample: place for place, sample in enumerate(samples)}
         running = set(samples)
         for sample in samples:
@@ -49,7 +51,7 @@ class AsyncSampler:
                 if self._queues.pop(sample, None) and sample in running:
                     self.engine.abort(sample)
 
-    def stop(self, sample: Sample) -> None:
+    def stop(self, sample: ServedRequest) -> None:
         """Ends a sample of `events` early."""
         queue = self._queues.pop(sample, None)
         if queue is not None:

@@ -5,8 +5,8 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from dovetail.sampler.params import Finish
-from dovetail.serving.bridge import AsyncSampler
-from dovetail.serving.served_sample import Event, Sample
+from dovetail.serving.bridge import SamplerBridge
+from dovetail.serving.served_request import ServedRequest, ServedTokens
 from dovetail.serving.text import Codec, Detokenizer, StopStrings
 
 
@@ -24,14 +24,16 @@ class Piece:
 class Choice:
     """One sample as text."""
 
-    def __init__(self, index: int, sample: Sample, codec: Codec, stops: Sequence[str]) -> None:
+    def __init__(
+        self, index: int, sample: ServedRequest, codec: Codec, stops: Sequence[str]
+    ) -> None:
         self.index = index
         self.sample = sample
         self._detokenizer = Detokenizer(codec.tokenizer)
         self._stops = StopStrings(stops)
         self.is_done = False
 
-    def add(self, event: Event) -> Piece:
+    def add(self, event: ServedTokens) -> Piece:
         ids = event.ids
         if event.finish == "stop":  # the token that ends it has no text
             ids = ids[:-1]
@@ -46,8 +48,8 @@ class Choice:
 
 
 async def pieces(
-    sampler: AsyncSampler,
-    samples: Sequence[Sample],
+    sampler: SamplerBridge,
+    samples: Sequence[ServedRequest],
     codec: Codec,
     stops: Sequence[str],
 ) -> AsyncGenerator[Piece]:

@@ -9,7 +9,7 @@ import uvicorn
 
 from dovetail.launch.process import complain
 from dovetail.serving.app import Settings, make_app
-from dovetail.serving.bridge import AsyncSampler
+from dovetail.serving.bridge import SamplerBridge
 from dovetail.serving.connection import Connection
 from dovetail.serving.sampler_server import SamplerServer
 
@@ -61,7 +61,7 @@ class HttpServer:
             self.engine.stop()
 
     async def _main(self) -> None:
-        self._sampler = AsyncSampler(self.engine)
+        self._sampler = SamplerBridge(self.engine)
         config = uvicorn.Config(
             make_app(self._sampler, self.settings),
             http=Connection,

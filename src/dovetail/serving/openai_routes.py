@@ -13,12 +13,12 @@ from starlette.routing import Route
 
 from dovetail.sampler.base import SamplingParams
 from dovetail.serving.bodies import EventStream, Json, RequestError, read_body
-from dovetail.serving.bridge import AsyncSampler
+from dovetail.serving.bridge import SamplerBridge
 from dovetail.serving.choices import Piece, pieces
 from dovetail.serving.openai_answers import Answers, ChatAnswers, CompletionAnswers, usage
 from dovetail.serving.openai_requests import ChatRequest, CompletionRequest, TextRequest
 from dovetail.serving.rl_routes import banned_of, new_tokens
-from dovetail.serving.served_sample import Sample
+from dovetail.serving.served_request import ServedRequest
 from dovetail.serving.text import Codec, Text, plain_message
 
 COMPLETION_TOKENS = 16  # without max_tokens, as OpenAI's
@@ -29,7 +29,7 @@ STOP_INTERVAL = 8  # tokens between two looks for a stop string, where nothing i
 class OpenAIRoutes:
     """text: None for a model without a tokenizer. model: its name."""
 
-    def __init__(self, sampler: AsyncSampler, text: Text | None, model: str) -> None:
+    def __init__(self, sampler: SamplerBridge, text: Text | None, model: str) -> None:
         self._sampler = sampler
         self._engine = sampler.engine
         self._text = text
@@ -104,7 +104,7 @@ class OpenAIRoutes:
     async def _answer(
         self,
         body: TextRequest,
-        samples: Sequence[Sample],
+        samples: Sequence[ServedRequest],
         codec: Codec,
         answers: Answers,
         prompt_tokens: int,
@@ -125,7 +125,7 @@ class OpenAIRoutes:
         prompts: Sequence[Sequence[int]],
         most: int,
         codec: Codec,
-    ) -> list[Sample]:
+    ) -> list[ServedRequest]:
         """n of each prompt, which share its keys and values."""
         params = _params(body, most, codec, banned_of(body.logit_bias, self._engine))
         interval = most
@@ -133,11 +133,13 @@ class OpenAIRoutes:
             interval = 1
         elif body.stop_strings:
             interval = STOP_INTERVAL
-        samples = list[Sample]()
+        samples = list[ServedRequest]()
         for row, ids in enumerate(prompts):
             new_tokens(self._engine, ids, most)
             for number in range(body.n or 1):
-                sample = Sample(ids=ids, params=params, row=row, sample=number, interval=interval)
+                sample = ServedRequest(
+                    ids=ids, params=params, row=row, sample=number, interval=interval
+                )
                 samples.append(sample)
         return samples
 

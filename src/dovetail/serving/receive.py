@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from dovetail.errors import CheckpointError, shortened
-from dovetail.inference_servers.checksums import sums_of
-from dovetail.inference_servers.transports import Entry, map_memory
+from dovetail.inference_servers.checksums import checksums_of
+from dovetail.inference_servers.transports import TensorEntry, map_memory
 from dovetail.parallel.private_group import PrivateGroup
 
 MAX_SECONDS = 300.0  # of a transfer, whatever a trainer asks for: samples wait meanwhile
@@ -38,7 +38,7 @@ class Receiver:
         self.begin()
 
     def connect(self, info: Mapping[str, Any]) -> None:
-        """Joins the trainer's group, if it has one. info: of `VllmReplica`.
+        """Joins the trainer's group, if it has one. info: of `VllmPushTarget`.
 
         What waits in the group before ends with an error.
         """
@@ -63,7 +63,7 @@ class Receiver:
     def take(self, update: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
         """Views of the bucket's memory, once all sums are checked."""
         number = update["bucket"]
-        entries = [Entry(*row) for row in update["tensors"]]
+        entries = [TensorEntry(*row) for row in update["tensors"]]
         first = entries[0].name
         if number != self._buckets:
             raise CheckpointError(
@@ -71,12 +71,12 @@ class Receiver:
             )
         memory = self._memory(update, self._size(update, entries))
         views = [_view(entry, memory) for entry in entries]
-        for entry, found in zip(entries, sums_of(views), strict=True):
+        for entry, found in zip(entries, checksums_of(views), strict=True):
             if entry.name in self._seen:
                 raise CheckpointError(f"{entry.name}: came twice")
-            if found != entry.sum:
+            if found != entry.checksum:
                 raise CheckpointError(
-                    f"{entry.name}: its bytes have the sum {found}, announced was {entry.sum}"
+                    f"{entry.name}: its bytes have the sum {found}, announced was {entry.checksum}"
                 )
             self._seen[entry.name] = entry.dtype, tuple(entry.shape), found
         self._buckets += 1
@@ -121,7 +121,7 @@ class Receiver:
             raise
         return memory.to(self.device)
 
-    def _size(self, update: Mapping[str, Any], entries: Sequence[Entry]) -> int:
+    def _size(self, update: Mapping[str, Any], entries: Sequence[TensorEntry]) -> int:
         """Bytes of a bucket, which ends with its last tensor."""
         count: int = update["num_bytes"]
         first = entries[0].name
@@ -157,7 +157,7 @@ class Receiver:
             return data
 
 
-def _num_bytes(entry: Entry) -> int:
+def _num_bytes(entry: TensorEntry) -> int:
     kind = vars(torch).get(entry.dtype)
     shape = entry.shape
     if not isinstance(kind, torch.dtype) or min(shape, default=0) < 0:
@@ -166,7 +166,7 @@ def _num_bytes(entry: Entry) -> int:
     return kind.itemsize * math.prod(shape)
 
 
-def _view(entry: Entry, memory: Tensor) -> Tensor:
+def _view(entry: TensorEntry, memory: Tensor) -> Tensor:
     name, dtype, shape, start, _ = entry
     end = start + _num_bytes(entry)
     kind: torch.dtype = vars(torch)[dtype]

@@ -14,7 +14,7 @@ from starlette.routing import Route
 from dovetail.inference_servers.vllm import GENERATE, TITLE
 from dovetail.sampler.base import SamplingParams
 from dovetail.serving.bodies import Body, EventStream, Json, RequestError, read_body
-from dovetail.serving.bridge import AsyncSampler
+from dovetail.serving.bridge import SamplerBridge
 from dovetail.serving.rl_requests import (
     FinishRequest,
     GenerateRequest,
@@ -23,7 +23,7 @@ from dovetail.serving.rl_requests import (
     UpdateRequest,
 )
 from dovetail.serving.sampler_server import SamplerServer
-from dovetail.serving.served_sample import Event, Sample
+from dovetail.serving.served_request import ServedRequest, ServedTokens
 from dovetail.serving.trainers import Trainers
 
 BODIES = (GenerateRequest, InitRequest, UpdateRequest, FinishRequest)
@@ -32,7 +32,7 @@ BODIES = (GenerateRequest, InitRequest, UpdateRequest, FinishRequest)
 class RlRoutes:
     """eos: ids that end a sample unless a request has ignore_eos. version: of Dovetail."""
 
-    def __init__(self, sampler: AsyncSampler, *, eos: Sequence[int], version: str) -> None:
+    def __init__(self, sampler: SamplerBridge, *, eos: Sequence[int], version: str) -> None:
         self._sampler = sampler
         self._engine = sampler.engine
         self._eos = eos
@@ -66,7 +66,7 @@ class RlRoutes:
             return Json(reply)
         raise RuntimeError("a sample without an event")
 
-    async def _replies(self, sample: Sample) -> AsyncIterator[dict[str, Any]]:
+    async def _replies(self, sample: ServedRequest) -> AsyncIterator[dict[str, Any]]:
         async for _, event in self._sampler.events([sample]):
             yield reply_of(event)
 
@@ -128,7 +128,7 @@ class RlRoutes:
         return Json({"weight_version": self._engine.version})
 
 
-def sample_of(body: GenerateRequest, engine: SamplerServer, eos: Sequence[int]) -> Sample:
+def sample_of(body: GenerateRequest, engine: SamplerServer, eos: Sequence[int]) -> ServedRequest:
     """RequestError or ConfigError for what the engine does not have."""
     asked = body.sampling_params
     extra = asked.extra_args
@@ -149,7 +149,7 @@ def sample_of(body: GenerateRequest, engine: SamplerServer, eos: Sequence[int]) 
         stop_ids=stops if asked.ignore_eos else (*stops, *eos),
         banned_ids=banned_of(asked.logit_bias, engine),
     )
-    return Sample(
+    return ServedRequest(
         ids=body.token_ids,
         params=params,
         row=row,
@@ -186,7 +186,7 @@ def banned_of(bias: Mapping[str, float] | None, engine: SamplerServer) -> tuple[
     return banned
 
 
-def reply_of(event: Event) -> dict[str, Any]:
+def reply_of(event: ServedTokens) -> dict[str, Any]:
     """As vLLM's."""
     drawn = zip(event.ids, event.log_probs, strict=True)
     content = [{"token_id": token, "logprob": log_prob} for token, log_prob in drawn]

@@ -1,6 +1,6 @@
 """The embedded sampler in a process of its own: requests join and leave the running batch.
 
-One thread owns the model. Others hand it work, which it does between two turns
+One thread owns the model. Others hand it work, which it does between two steps
 (docs/adr/025-the-asynchronous-loop.md). An error of a request fails that request alone.
 """
 
@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from dovetail.errors import Caught, CheckpointError, ConfigError, one_line
-from dovetail.inference_servers.background import settle
+from dovetail.inference_servers.background import set_result_of
 from dovetail.launch.process import complain
 from dovetail.sampler.base import Numbers, SamplingParams
 from dovetail.sampler.kv_cache import PagedCache, PagePool
@@ -26,13 +26,13 @@ from dovetail.sampler.model_runner import ModelRunner, pad_to_bucket
 from dovetail.sampler.native import NativeSampler, Refilling
 from dovetail.sampler.scheduler import GenerationLoop, Group, Scheduler
 from dovetail.serving.receive import Receiver
-from dovetail.serving.served_sample import Event, Sample, group_of
+from dovetail.serving.served_request import ServedRequest, ServedTokens, group_of
 
 FIRST_VERSION = "default"  # of weights that no trainer pushed, in vLLM's words
 BATCHES = 64  # names that are remembered: a request that is sent again does not wait for its batch
-HOLD_SECONDS = 10.0  # without a request of a batch that is not whole: those that came begin
-Deliver = Callable[[Sequence[tuple[Sample, Event]]], None]
-MAX_BYTES = 16  # of an element that is pushed, a tied copy included
+HOLD_SECONDS = 10.0  # until the requests of a batch begin without those that did not come
+Deliver = Callable[[Sequence[tuple[ServedRequest, ServedTokens]]], None]
+MAX_BYTES_PER_ELEMENT = 16  # of an element that is pushed, a tied copy included
 KINDS = 16  # sets of sampling parameters that run at once: each has a runner with memory of its own
 
 
@@ -57,7 +57,7 @@ class SamplerServer:
         self.options = sampler.options
         size = self.options.page_size
         pages = sampler.max_entries(utilization, of_all=True) // size
-        longest = (pages - 1) * size  # a prompt that several samples share may take a page more
+        longest = (pages - 1) * size  # one page is for the copy of a prompt's last page
         if longest < 1:
             raise ConfigError(
                 f"the memory for keys and values has {pages} pages of {size} tokens, "
@@ -70,19 +70,21 @@ class SamplerServer:
         self.version = FIRST_VERSION
         self.paused = False
         elements = sum(weight.numel() for weight in sampler.model.parameters())
-        self.receiver = Receiver(sampler.mesh.device, push_directory, MAX_BYTES * elements)
+        self.receiver = Receiver(
+            sampler.mesh.device, push_directory, MAX_BYTES_PER_ELEMENT * elements
+        )
         self._refilling: Refilling | None = None
         self._work: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self._loops: dict[SamplingParams, GenerationLoop] = {}
         self._slots = itertools.count()
-        self._living: dict[int, Sample] = {}  # by slot
-        self._arrived = list[Sample]()  # begin at the next turn
-        self._deferred: dict[SamplingParams, list[Sample]] = {}  # KINDS others run
-        self._held: dict[str, list[Sample]] = {}  # wait for their batch
+        self._living: dict[int, ServedRequest] = {}  # by slot
+        self._arrived = list[ServedRequest]()  # begin at the next step
+        self._deferred: dict[SamplingParams, list[ServedRequest]] = {}  # KINDS others run
+        self._held: dict[str, list[ServedRequest]] = {}  # wait for their batch
         self._begun = deque[str](maxlen=BATCHES)
-        self._heard = 0.0
-        self._left = set[Sample]()  # aborted since the last turn
-        self._events = list[tuple[Sample, Event]]()  # of this turn
+        self._last_arrival = 0.0
+        self._left = set[ServedRequest]()  # aborted since the last step
+        self._events = list[tuple[ServedRequest, ServedTokens]]()  # of this step
         self._stopped = False
 
     @torch.no_grad()
@@ -91,7 +93,7 @@ class SamplerServer:
         while not self._stopped:
             self._do_work()
             if not self.paused:
-                self._turn()
+                self._step()
             if self._events:
                 events = self._events
                 self._events = []
@@ -103,7 +105,7 @@ class SamplerServer:
 
         self._work.put(end)
 
-    def submit(self, sample: Sample) -> None:
+    def submit(self, sample: ServedRequest) -> None:
         def arrive() -> None:
             with Caught() as caught:
                 self._arrive(sample)
@@ -112,16 +114,16 @@ class SamplerServer:
 
         self._work.put(arrive)
 
-    def abort(self, sample: Sample) -> None:
+    def abort(self, sample: ServedRequest) -> None:
         self._work.put(lambda: self._left.add(sample))
 
     def ask(self, work: Callable[[], object]) -> Future[object]:
-        """The work's result, which is computed between two turns unless the future is cancelled."""
+        """The work's result, which is computed between two steps unless the future is cancelled."""
         future: Future[object] = Future()
 
         def answer() -> None:
             if future.set_running_or_notify_cancel():
-                settle(future, work)
+                set_result_of(future, work)
 
         self._work.put(answer)
         return future
@@ -130,13 +132,13 @@ class SamplerServer:
         """Waits for `ask`. Raises what the work raises."""
         self.ask(work).result()
 
-    def _turn(self) -> None:
-        """One look at each set of sampling parameters."""
+    def _step(self) -> None:
+        """Runs one step of each set of sampling parameters."""
         for kind, loop in list(self._loops.items()):
             # two prompts that are partly admitted could wait for each other's pages
             others = (other for other in self._loops.values() if other is not loop)
             with Caught() as caught:
-                loop.turn(admit=not any(other.scheduler.current for other in others))
+                loop.step(admit=not any(other.scheduler.current for other in others))
             if caught.error is not None:
                 self._drop(kind, caught.error)
                 return
@@ -151,7 +153,7 @@ class SamplerServer:
                 work = self._work.get_nowait()
         except Empty:
             pass
-        if self._held and time.monotonic() > self._heard + HOLD_SECONDS:
+        if self._held and time.monotonic() > self._last_arrival + HOLD_SECONDS:
             self._arrived += itertools.chain(*self._held.values())
             self._begun += self._held
             self._held = {}
@@ -168,7 +170,7 @@ class SamplerServer:
     def _busy(self) -> list[SamplingParams]:
         return [kind for kind, loop in self._loops.items() if loop.busy]
 
-    def _arrive(self, sample: Sample) -> None:
+    def _arrive(self, sample: ServedRequest) -> None:
         sample.slot = next(self._slots)
         self._living[sample.slot] = sample
         if sample.batch is None or sample.batch[0] in self._begun:
@@ -177,7 +179,7 @@ class SamplerServer:
         name, count, _ = sample.batch
         held = self._held.setdefault(name, [])
         held.append(sample)
-        self._heard = time.monotonic()
+        self._last_arrival = time.monotonic()
         if len(held) == count:
             self._begun.append(name)
             del self._held[name]
@@ -192,14 +194,14 @@ class SamplerServer:
         for waiting in (self._arrived, *self._deferred.values(), *self._held.values()):
             waiting[:] = [sample for sample in waiting if sample not in left]
         for loop in self._loops.values():
-            loop.keep(self._living)
+            loop.drop_except(self._living)
 
-    def _begin(self, samples: Iterable[Sample], *, together: bool = False) -> None:
+    def _begin(self, samples: Iterable[ServedRequest], *, together: bool = False) -> None:
         """Samples of a prompt that come at once share its pages.
 
         together: longest prompts first, as `NativeSampler`.
         """
-        kinds: dict[SamplingParams, dict[object, list[Sample]]] = {}
+        kinds: dict[SamplingParams, dict[object, list[ServedRequest]]] = {}
         for sample in samples:
             with Caught() as caught:
                 prompts = kinds.setdefault(sample.kind, {})
@@ -217,12 +219,12 @@ class SamplerServer:
     def _begin_kind(
         self,
         kind: SamplingParams,
-        prompts: Sequence[Sequence[Sample]],
+        prompts: Sequence[Sequence[ServedRequest]],
         *,
         together: bool,
     ) -> None:
         groups = list[Group]()
-        begun = list[Sample]()
+        begun = list[ServedRequest]()
         for members in prompts:
             with Caught() as caught:
                 groups.append(group_of(members, self.options.page_size))
@@ -243,9 +245,9 @@ class SamplerServer:
             loop.scheduler.add(group)
 
     def _drop(self, kind: SamplingParams, error: BaseException) -> None:
-        """Fails the samples of a kind, whose turn failed. All others are computed anew.
+        """Fails the samples of a kind, whose step failed. All others are computed anew.
 
-        The failed turn may hold pages, so all loops are made anew over an empty pool.
+        The failed step may hold pages, so all loops are made anew over an empty pool.
         """
         if isinstance(error, torch.AcceleratorError):  # the device answers nothing more
             raise error
@@ -258,14 +260,14 @@ class SamplerServer:
         self._fail([sample for sample in begun if sample.kind == kind], error)
         self._begin([sample for sample in begun if sample.kind != kind])
 
-    def _fail(self, samples: Sequence[Sample], error: BaseException) -> None:
+    def _fail(self, samples: Sequence[ServedRequest], error: BaseException) -> None:
         text = one_line(error)
         complain(f"dovetail: note: {len(samples)} samples failed: {text}\n")
         for sample in samples:
             self._living.pop(sample.slot, None)
-            self._events.append((sample, Event(error=text)))
+            self._events.append((sample, ServedTokens(error=text)))
 
-    def _waiting(self) -> set[Sample]:
+    def _waiting(self) -> set[ServedRequest]:
         """Samples that have not begun."""
         lists = (self._arrived, *self._deferred.values(), *self._held.values())
         return set(itertools.chain(*lists))
@@ -304,7 +306,7 @@ class SamplerServer:
         if loop is not None and loop.busy:
             loop.runner.drop_graphs()
             wider = min(2 * loop.runner.table_width, most)
-            loop.widen(self._runner(kind, max(width, wider)))
+            loop.grow_page_table(self._runner(kind, max(width, wider)))
             return loop
         for other in [other for other, idle in self._loops.items() if not idle.busy]:
             self._loops.pop(other).runner.drop_graphs()

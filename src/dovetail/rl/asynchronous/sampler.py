@@ -8,7 +8,7 @@ from dovetail.errors import MachineError
 from dovetail.inference_servers.remote_sampler import RemoteSampler
 from dovetail.parallel.consensus import agreed, of_first
 from dovetail.rl.asynchronous.buffer import RolloutBuffer
-from dovetail.sampler.base import Prompt, Sampler, SamplingParams
+from dovetail.sampler.base import Sampler, SamplingParams, TokenPrompt
 from dovetail.sampler.turn import GenerationRequest, Turn
 
 
@@ -47,7 +47,7 @@ class AsyncSampler(Sampler):
         if self.buffer is not None:
             self.buffer.pushed(self.step)
 
-    def sample(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Turn]:
+    def sample(self, prompts: Sequence[TokenPrompt], params: SamplingParams) -> list[Turn]:
         return self.remote.sample(prompts, params)
 
     def generate_step(self, requests: Sequence[GenerationRequest]) -> list[Turn]:

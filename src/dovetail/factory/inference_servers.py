@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dovetail.errors import ConfigError, listing
-from dovetail.inference_servers.fleet import Replica, Wire
-from dovetail.inference_servers.http import Client, EngineError
+from dovetail.inference_servers.fleet import Replica, ServerClient
+from dovetail.inference_servers.http import Client, ServerError
 from dovetail.inference_servers.protocol import (
     KEEPS_PIXELS,
     RETURNS_ROUTES,
@@ -17,7 +17,7 @@ from dovetail.inference_servers.protocol import (
 )
 from dovetail.inference_servers.sglang import Sglang
 from dovetail.inference_servers.vllm import DEV_MODE, SLEEP, STARTS, Native, Vllm
-from dovetail.launch.engines import KEY, EngineStart
+from dovetail.launch.inference_servers import KEY, ServerStart
 from dovetail.launch.process import python_module
 from dovetail.sampler.params import SamplingParams
 from dovetail.weights.config_file import CONFIG, pinned, read_config
@@ -26,7 +26,11 @@ if TYPE_CHECKING:
     from dovetail.recipe.rollout import PushSection, RolloutSection
     from dovetail.recipe.schema import Recipe
 
-WIRES: Mapping[str, Wire] = {"vllm": Vllm(), "sglang": Sglang(), "native": Native()}
+SERVER_CLIENTS: Mapping[str, ServerClient] = {
+    "vllm": Vllm(),
+    "sglang": Sglang(),
+    "native": Native(),
+}
 TRANSFERS: Mapping[str | None, Mapping[str, str]] = {  # by vLLM's back end
     **{
         f"dovetail_{transport}": {"transport": transport, "proof": "plugin"}
@@ -58,7 +62,7 @@ def connect(
     rollout = recipe.rollout
     replicas = list[Replica]()
     problems = list[str]()
-    wire = WIRES[rollout.backend]
+    wire = SERVER_CLIENTS[rollout.backend]
     longest = rollout.max_new_tokens
     for url in dict.fromkeys(urls):
         try:
@@ -79,7 +83,7 @@ def connect(
                 )
             if asleep:
                 client.post(SLEEP)
-        except EngineError as error:
+        except ServerError as error:
             problems.append(f"{error}{_hint(rollout, error)}")
         except ConfigError as error:
             problems.append(str(error))
@@ -146,7 +150,7 @@ def transfer_backend(push: "PushSection") -> str:
     return f"dovetail_{push.transport}" if push.proof == "plugin" else push.transport
 
 
-def engine_start(recipe: "Recipe", *, ranks_on_gpus: bool) -> EngineStart | None:
+def server_start(recipe: "Recipe", *, ranks_on_gpus: bool) -> ServerStart | None:
     start = recipe.rollout.start
     rollout = recipe.rollout
     if start is None:
@@ -193,7 +197,7 @@ def engine_start(recipe: "Recipe", *, ranks_on_gpus: bool) -> EngineStart | None
         *routes,
         *start.args,
     ]
-    return EngineStart(
+    return ServerStart(
         commands=[words] * start.count, gpus_each=start.gpus_each, timeout=start.timeout,
         ranks_on_gpus=ranks_on_gpus and not rollout.sleep,  # else they share
         logs=Path(recipe.run_dir) / "logs", environment={} if sglang or native else {name: value},

@@ -25,7 +25,7 @@ HOST = "127.0.0.1"
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineStart:
+class ServerStart:
     """Servers that a run starts. PORT in a command stands for a free port. logs: folder of engine-N.log."""
 
     commands: Sequence[Sequence[str]]
@@ -36,20 +36,20 @@ class EngineStart:
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
-def engine_key() -> str | None:
+def server_key() -> str | None:
     return os.environ.get(KEY)
 
 
-def started_engines() -> tuple[str, ...]:
+def started_servers() -> tuple[str, ...]:
     return tuple(filter(None, os.environ.get(URLS, "").split(",")))
 
 
-class Engines:
+class StartedServers:
     """The servers of a run. They outlive restarts of the ranks; those that have ended start again."""
 
     def __init__(
         self,
-        start: EngineStart,
+        start: ServerStart,
         ranks: int,
         free_port: Callable[[], int],
         stopped: Callable[[], bool],
@@ -97,14 +97,14 @@ class Engines:
 
 @contextmanager
 def running(
-    start: EngineStart, ranks: int, free_port: Callable[[], int], stopped: Callable[[], bool]
-) -> Iterator[Engines]:
-    """Engines that are not yet started, and end with the block."""
-    engines = Engines(start, ranks, free_port, stopped)
+    start: ServerStart, ranks: int, free_port: Callable[[], int], stopped: Callable[[], bool]
+) -> Iterator[StartedServers]:
+    """Servers that are not yet started, and end with the block."""
+    servers = StartedServers(start, ranks, free_port, stopped)
     try:
-        yield engines
+        yield servers
     finally:
-        engines.end()
+        servers.end()
 
 
 def _started(
@@ -122,7 +122,7 @@ def _started(
 
 
 def _wait(
-    start: EngineStart,
+    start: ServerStart,
     processes: Mapping[int, subprocess.Popen[bytes]],
     urls: Mapping[int, str],
     stopped: Callable[[], bool],
@@ -174,7 +174,7 @@ def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
         process.wait()
 
 
-def _gpus(start: EngineStart, ranks: int) -> list[list[str]] | None:
+def _gpus(start: ServerStart, ranks: int) -> list[list[str]] | None:
     """Returns the GPUs behind those of the ranks; None: not chosen."""
     if not start.gpus_each:
         return None
@@ -193,10 +193,10 @@ def _gpus(start: EngineStart, ranks: int) -> list[list[str]] | None:
     ]
 
 
-def _log(start: EngineStart, number: int) -> Path:
+def _log(start: ServerStart, number: int) -> Path:
     return start.logs / f"engine-{number}.log"
 
 
-def _tail(start: EngineStart, number: int) -> str:
+def _tail(start: ServerStart, number: int) -> str:
     lines = _log(start, number).read_text(errors="replace").splitlines()[-LAST_LINES:]
     return without_secrets("\n".join(f"  {line}" for line in lines))

@@ -15,7 +15,7 @@ from dovetail.sampler.scheduler import Group
 Version = tuple[str, int, int]  # of the weights, the first token drawn by it, behind the last
 
 
-class Event(NamedTuple):
+class ServedTokens(NamedTuple):
     """New tokens of a sample. Its last event has `finish`, or `error` if the sample failed."""
 
     ids: Sequence[int] = ()
@@ -30,7 +30,7 @@ class Event(NamedTuple):
 
 
 @dataclass(eq=False, kw_only=True)
-class Sample:
+class ServedRequest:
     """A prompt with the tokens drawn so far.
 
     row, sample: keys of the noise. drawn: how many of `ids` the sample drew before, elsewhere.
@@ -70,7 +70,7 @@ class Sample:
         version: str,
         *,
         finished: bool,
-    ) -> Event | None:
+    ) -> ServedTokens | None:
         """Appends tokens. Returns an event if the sample is finished or an interval is full."""
         start = len(self.new)
         if self.versions and self.versions[-1][0] == version:
@@ -81,14 +81,14 @@ class Sample:
         if not finished and len(self.new) - self.sent < self.interval:
             return None
         sent, self.sent = self.sent, len(self.new)
-        event = Event(self.new[sent:], self.log_probs[sent:])
+        event = ServedTokens(self.new[sent:], self.log_probs[sent:])
         if not finished:
             return event
         stopped = self.new[-1] in self.params.stop_ids
         return event._replace(finish="stop" if stopped else "length", versions=self.versions)
 
 
-def group_of(members: Sequence[Sample], page_size: int) -> Group:
+def group_of(members: Sequence[ServedRequest], page_size: int) -> Group:
     """The scheduler's group of samples with equal `prompt`."""
     first = members[0]
     params = first.params
