@@ -96,7 +96,7 @@ def connect(
     return replicas
 
 
-def _hint(rollout: "RolloutSection", error: EngineError) -> str:
+def _hint(rollout: "RolloutSection", error: ServerError) -> str:
     """Returns what to do where a server does not answer, or answers with an error."""
     if error.status is not None or not rollout.engines:
         return HINTS.get(error.status, "")
