@@ -7,6 +7,7 @@ from itertools import accumulate
 from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dovetail.batch.packing import (
@@ -50,8 +51,10 @@ class PackedBatch:
     ) -> "PackedBatch":
         """Packs sequences in order. The last token of each has target 0 and mask False."""
         columns = columns_of(sequences, dtype)
-        columns |= {name: _or_empty(columns[name]) for name in ("media", "groups")}
-        return cls(**columns, cu_seqlens=cumulative(columns["lengths"]))
+        for name in ("media", "groups"):
+            columns[name] = _or_empty(columns[name])
+        cu_seqlens = cumulative(columns["lengths"])
+        return cls(**columns, cu_seqlens=cu_seqlens)
 
     @classmethod
     def from_padded(
@@ -64,10 +67,14 @@ class PackedBatch:
         groups: Seq[int | None] | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> "PackedBatch":
-        """Packs rows [S, L] padded left or right. labels: unshifted, -100 is not counted. fields: entry j predicts token j."""
+        """Packs rows [S, L] that are padded left or right.
+
+        labels: unshifted, -100 is not counted. fields: entry j predicts token j.
+        """
         padding, spans = padding_of(input_ids, attention_mask)
         rows = unpadded(input_ids, spans, labels, fields or {}, groups)
-        return replace(cls.pack(rows, dtype=dtype), padding=padding)
+        batch = cls.pack(rows, dtype=dtype)
+        return replace(batch, padding=padding)
 
     def unpack(self, values: Tensor, *, by_token: bool = False) -> Tensor | list[Tensor]:
         """values [T] by sequence: [S, L] of a batch `from_padded`, zeros in the padding, else a list of [n].
@@ -77,7 +84,9 @@ class PackedBatch:
         self._check_column("values", values)
         rows = list(values.split(self.lengths))
         if by_token:
-            rows = [torch.cat([torch.zeros_like(row[:1]), row[:-1]]) for row in rows]
+            for i, row in enumerate(rows):
+                first = torch.zeros_like(row[:1])
+                rows[i] = torch.cat([first, row[:-1]])
         return rows if self.padding is None else self.padding.pad(rows)
 
     def __len__(self) -> int:
@@ -90,18 +99,18 @@ class PackedBatch:
     @property
     def sequence_ids(self) -> Tensor:
         """[T]"""
-        counts = (self.cu_seqlens[1:] - self.cu_seqlens[:-1]).long()
-        return torch.repeat_interleave(
-            torch.arange(len(counts), device=counts.device), counts, output_size=len(self)
-        )
+        ends = self.cu_seqlens
+        counts = (ends[1:] - ends[:-1]).long()
+        numbers = torch.arange(len(counts), device=counts.device)
+        return torch.repeat_interleave(numbers, counts, output_size=len(self))
 
     @property
     def group_ids(self) -> Tensor:
         """int64 [S], -1 for none."""
-        ids = [
-            -1 if group is None else group for group in self.groups or (None,) * self.num_sequences
-        ]
-        return to_device(torch.tensor(ids, dtype=torch.int64), self.tokens.device)
+        groups = self.groups or (None,) * self.num_sequences
+        ids = [-1 if group is None else group for group in groups]
+        numbers = torch.tensor(ids, dtype=torch.int64)
+        return to_device(numbers, self.tokens.device)
 
     def with_fields(self, **fields: Tensor) -> "PackedBatch":
         for name, x in fields.items():
@@ -118,61 +127,65 @@ class PackedBatch:
         return replace(self, mask=mask)
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "PackedBatch":
-        """All but the media."""
+        """Moves all but the media."""
         place = torch.device(device)
-        move = (
-            partial(to_device, device=place)
-            if non_blocking
-            else partial(torch.Tensor.to, device=place)
-        )
+        transfer: Callable[..., Tensor] = to_device if non_blocking else Tensor.to
+        move = partial(transfer, device=place)
         return self._map(move, cu_seqlens=move(self.cu_seqlens))
 
     def select(self, sequences: Seq[int]) -> "PackedBatch":
-        lengths, ends = tuple(self.lengths[s] for s in sequences), [0, *accumulate(self.lengths)]
+        lengths = tuple(self.lengths[s] for s in sequences)
+        ends = [0, *accumulate(self.lengths)]
         spans = [slice(ends[s], ends[s + 1]) for s in sequences] or [slice(0, 0)]
+        media = [self.media[s] for s in sequences] if self.media else []
+        groups = [self.groups[s] for s in sequences] if self.groups else []
+        cu_seqlens = cumulative(lengths)
         return self._map(
             lambda x: torch.cat([x[span] for span in spans]),
-            cu_seqlens=cumulative(lengths).to(self.cu_seqlens.device),
+            cu_seqlens=cu_seqlens.to(self.cu_seqlens.device),
             lengths=lengths,
-            media=_or_empty([self.media[s] for s in sequences]) if self.media else (),
-            groups=_or_empty([self.groups[s] for s in sequences]) if self.groups else (),
+            media=_or_empty(media),
+            groups=_or_empty(groups),
             padding=self.padding and self.padding.select(sequences),
         )
 
     def token_index(self, sequences: Seq[int]) -> Tensor:
         ends = [0, *accumulate(self.lengths)]
         spans = [torch.arange(ends[s], ends[s + 1]) for s in sequences]
-        return torch.cat(spans or [torch.arange(0)]).to(self.tokens.device)
+        index = torch.cat(spans or [torch.arange(0)])
+        return index.to(self.tokens.device)
 
     def compact(self, index: Tensor) -> "PackedBatch":
         """The tokens at sorted positions `index` [n], without media and routing; `lengths` stay."""
-        cu_seqlens = torch.searchsorted(index, self.cu_seqlens.to(index.dtype), out_int32=True)
-        return replace(self, media=(), routing=None)._map(lambda x: x[index], cu_seqlens=cu_seqlens)
+        ends = self.cu_seqlens.to(index.dtype)
+        cu_seqlens = torch.searchsorted(index, ends, out_int32=True)
+        without = replace(self, media=(), routing=None)
+        return without._map(lambda x: x[index], cu_seqlens=cu_seqlens)
 
     def pad_to_multiple(self, multiple: int) -> "PackedBatch":
-        return self.padded(-len(self) % multiple if len(self) else multiple)
+        missing = -len(self) % multiple if len(self) else multiple
+        return self.padded(missing)
 
     def padded(self, missing: int) -> "PackedBatch":
         if not missing:
             return self
-        names = ("tokens", "targets", "mask")
-        padded = {
-            name: torch.nn.functional.pad(getattr(self, name), (0, missing)) for name in names
-        }
-        fill = {name: 1.0 if name == "temperature" else 0.0 for name in self.fields}
-        fields = {
-            n: torch.nn.functional.pad(x, (0, missing), value=fill[n])
-            for n, x in self.fields.items()
-        }
+        more = (0, missing)
+        fields = {}
+        for name, x in self.fields.items():
+            fill = 1.0 if name == "temperature" else 0.0
+            fields[name] = F.pad(x, more, value=fill)
         lengths = (*self.lengths, missing)
-        more = torch.arange(missing, device=self.positions.device)
+        cu_seqlens = cumulative(lengths)
+        positions = torch.arange(missing, device=self.positions.device)
         if self.positions.dim() > 1:
-            more = more.expand(len(self.positions), missing)
+            positions = positions.expand(len(self.positions), missing)
         return replace(
             self,
-            **padded,
-            positions=torch.cat([self.positions, more], dim=-1),
-            cu_seqlens=cumulative(lengths).to(self.cu_seqlens.device),
+            tokens=F.pad(self.tokens, more),
+            targets=F.pad(self.targets, more),
+            mask=F.pad(self.mask, more),
+            positions=torch.cat([self.positions, positions], dim=-1),
+            cu_seqlens=cu_seqlens.to(self.cu_seqlens.device),
             lengths=lengths,
             fields=fields,
             media=(*self.media, None) if self.media else (),
@@ -187,21 +200,26 @@ class PackedBatch:
             or x.shape != self.tokens.shape
             or x.device != self.tokens.device
         ):
-            wanted = f"a tensor [{len(self)}] on {self.tokens.device}, an entry for every token of the batch"
+            device = self.tokens.device
+            wanted = f"a tensor [{len(self)}] on {device}, an entry for every token of the batch"
             raise DataError(f"{name} is {kind_of(x)}; expected {wanted} (dt.Sequence packs lists)")
 
     def _map(self, fn: Callable[[Tensor], Tensor], **by_sequence: Any) -> "PackedBatch":
-        """`fn` of all columns [T]."""
-        columns: dict[str, Any] = {
-            name: fn(vars(self)[name]) for name in ("tokens", "targets", "mask")
-        }
+        """Returns a batch with `fn` of all columns [T]."""
         if self.positions.dim() == 1:
-            columns["positions"] = fn(self.positions)
+            positions = fn(self.positions)
         else:
-            columns["positions"] = torch.stack([fn(row) for row in self.positions])
-        columns["fields"] = {name: fn(x) for name, x in self.fields.items()}
-        columns["routing"] = None if self.routing is None else self.routing.map(fn)
-        return replace(self, **columns, **by_sequence)
+            positions = torch.stack([fn(row) for row in self.positions])
+        return replace(
+            self,
+            tokens=fn(self.tokens),
+            positions=positions,
+            targets=fn(self.targets),
+            mask=fn(self.mask),
+            fields={name: fn(x) for name, x in self.fields.items()},
+            routing=None if self.routing is None else self.routing.map(fn),
+            **by_sequence,
+        )
 
 
 def start_reading(media: Iterable[Media | None]) -> None:
@@ -213,15 +231,18 @@ def start_reading(media: Iterable[Media | None]) -> None:
 def to_device(x: Tensor, device: torch.device) -> Tensor:
     """`x.to(device)` without waiting for the device."""
     on_host = x.device.type == "cpu"
-    return (x.pin_memory() if on_host and device.type == "cuda" else x).to(
-        device, non_blocking=on_host
-    )
+    if on_host and device.type == "cuda":
+        x = x.pin_memory()
+    return x.to(device, non_blocking=on_host)
 
 
 def cumulative(lengths: Seq[int]) -> Tensor:
     """int32 [S + 1]"""
-    return torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0).to(torch.int32)
+    counts = torch.tensor([0, *lengths], dtype=torch.int64)
+    return counts.cumsum(0).to(torch.int32)
 
 
 def _or_empty(items: list[T | None]) -> tuple[T | None, ...]:
-    return tuple(items) if any(item is not None for item in items) else ()
+    if all(item is None for item in items):
+        return ()
+    return tuple(items)

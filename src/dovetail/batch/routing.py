@@ -33,7 +33,10 @@ class RoutingTrace:
         return replace(self, indices=fn(self.indices), valid=fn(self.valid))
 
     def padded(self, missing: int) -> "RoutingTrace":
-        return self.map(lambda x: F.pad(x, (0, 0) * (x.dim() - 1) + (0, missing)))
+        """Returns the trace with as many more tokens, which the router places."""
+        indices = F.pad(self.indices, (0, 0, 0, 0, 0, missing))
+        valid = F.pad(self.valid, (0, missing))
+        return replace(self, indices=indices, valid=valid)
 
     @classmethod
     def cat(cls, traces: Iterable["RoutingTrace"]) -> "RoutingTrace":
@@ -46,8 +49,12 @@ class RoutingTrace:
     def agreement(self, other: "RoutingTrace") -> float:
         """The share of (token, layer) pairs, valid in both, with the same experts."""
         both = self.valid & other.valid
-        same = (self.indices[both].sort(-1).values == other.indices[both].sort(-1).values).all(-1)
-        return float(same.to(torch.float64).mean()) if same.numel() else 1.0
+        ours = self.indices[both].sort(-1).values
+        theirs = other.indices[both].sort(-1).values
+        same = (ours == theirs).all(-1)
+        if not same.numel():
+            return 1.0
+        return float(same.to(torch.float64).mean())
 
 
 def join_traces(rows: Iterable[tuple[int, RoutingTrace | None]]) -> RoutingTrace | None:
@@ -56,6 +63,7 @@ def join_traces(rows: Iterable[tuple[int, RoutingTrace | None]]) -> RoutingTrace
     traces = [trace for _, trace in pairs if trace is not None]
     if not traces:
         return None
+    layers = traces[0].layers
     for index, (tokens, trace) in enumerate(pairs):
         if trace is None:
             raise DataError(
@@ -63,9 +71,9 @@ def join_traces(rows: Iterable[tuple[int, RoutingTrace | None]]) -> RoutingTrace
             )
         if len(trace) != tokens:
             raise DataError(f"sequence {index} has {tokens} tokens but routing for {len(trace)}")
-        if trace.layers != traces[0].layers:
+        if trace.layers != layers:
             raise DataError(
-                f"sequence {index} is routed in layers {trace.layers}, others in {traces[0].layers}"
+                f"sequence {index} is routed in layers {trace.layers}, others in {layers}"
             )
     return RoutingTrace.cat(traces)
 
@@ -96,17 +104,18 @@ class Routes:
     balance: Balance | None = None
     chosen: dict[int, Tensor] = field(default_factory=dict)  # int32 [t, K], for recomputation
     loads: dict[int, Tensor] = field(default_factory=dict)  # [S, E], of this rank's tokens
-    shared: dict[int, Tensor] = field(
-        default_factory=dict
-    )  # [S, E], of all ranks', for balance losses
+    # [S, E], of all ranks', for balance losses
+    shared: dict[int, Tensor] = field(default_factory=dict)
     costs: dict[int, Tensor] = field(default_factory=dict)  # [2], sums of the balance losses
 
     def choose(self, layer: int, live: Callable[[], Tensor]) -> Tensor:
         """int64 [t, K]."""
         if layer not in self.chosen:
             indices = live().to(torch.int32)
-            if self.replay is not None:
-                indices = torch.where(self.replay.valid[:, None], self.replay.of(layer), indices)
+            replay = self.replay
+            if replay is not None:
+                valid = replay.valid[:, None]
+                indices = torch.where(valid, replay.of(layer), indices)
             self.chosen[layer] = indices
         return self.chosen[layer].long()
 
@@ -115,25 +124,31 @@ class Routes:
         b = self.balance
         if b is None:
             return None
+        experts = scores.shape[1]
         if layer not in self.loads:
-            self._record_loads(b, layer, scores.shape[1])
+            self._record_loads(b, layer, experts)
         if not (b.aux_coef or b.z_coef):
             return None
-        even = scores.shape[1] / (
-            self.chosen[layer].shape[1] * b.lengths.to(scores.dtype)
-        )  # 1 over an even load
+        top_k = self.chosen[layer].shape[1]
+        even = experts / (top_k * b.lengths.to(scores.dtype))  # 1 over an even load
+        relative = self.shared[layer] * even[:, None]
         shares = scores / scores.sum(-1, keepdim=True)
-        aux = ((self.shared[layer] * even[:, None])[b.owner] * shares).sum(-1)
+        aux = (relative[b.owner] * shares).sum(-1)
         z = logits.logsumexp(-1).square()
-        costs = torch.stack([torch.where(b.counted, cost, 0.0).sum() for cost in (aux, z)])
+        aux_total = torch.where(b.counted, aux, 0.0).sum()
+        z_total = torch.where(b.counted, z, 0.0).sum()
+        costs = torch.stack([aux_total, z_total])
         self.costs[layer] = costs.detach()
         return b.weight * (b.aux_coef * costs[0] + b.z_coef * costs[1])
 
     def _record_loads(self, b: Balance, layer: int, experts: int) -> None:
         at = b.owner[:, None] * experts + self.chosen[layer]
-        loads = count_rows(
-            at.flatten(), len(b.lengths) * experts, b.counted[:, None].expand_as(at).flatten()
-        )
-        self.loads[layer] = self.shared[layer] = loads.view(-1, experts)
-        for axis in b.axes if b.aux_coef or b.z_coef else ():
-            self.shared[layer] = sum_over(self.shared[layer], axis)
+        counted = b.counted[:, None].expand_as(at)
+        rows = len(b.lengths) * experts
+        loads = count_rows(at.flatten(), rows, counted.flatten())
+        loads = loads.view(-1, experts)
+        self.loads[layer] = loads
+        if b.aux_coef or b.z_coef:
+            for axis in b.axes:
+                loads = sum_over(loads, axis)
+        self.shared[layer] = loads

@@ -29,13 +29,11 @@ class StepReport:
     skipped: bool
     metrics: Mapping[str, float]
     routing: RoutingTrace | None = None  # of every token, if asked for
-    faults: Mapping[int, Sequence[str]] = field(
-        default_factory=dict
-    )  # what was not finite, by rank
+    # what was not finite, by rank
+    faults: Mapping[int, Sequence[str]] = field(default_factory=dict)
 
     def describe_faults(self) -> str:
         if self.skipped and not self.faults:
             return "the loss counted nothing"
-        return "not finite: " + "; ".join(
-            f"rank {rank}: {', '.join(names)}" for rank, names in self.faults.items()
-        )
+        lines = [f"rank {rank}: {', '.join(names)}" for rank, names in self.faults.items()]
+        return "not finite: " + "; ".join(lines)

@@ -43,40 +43,47 @@ class Routing:
     def of(
         cls, model: StagedModel, mesh: Mesh, settings: BalanceSettings | None
     ) -> "Routing | None":
-        return (
-            None
-            if model.moe is None
-            else cls(model, model.moe, mesh, settings or BalanceSettings())
-        )
+        if model.moe is None:
+            return None
+        return cls(model, model.moe, mesh, settings or BalanceSettings())
 
     def with_routes(self, micro: MicroBatch) -> MicroBatch:
         if micro.halves:
-            return replace(micro, halves=tuple(map(self.with_routes, micro.halves)))
+            halves = tuple(map(self.with_routes, micro.halves))
+            return replace(micro, halves=halves)
         trace = micro.batch.routing
-        rows = micro.rows(self.mesh["tp"])
-        local = None if trace is None else trace.map(lambda x: x[rows])
+        local = None
+        if trace is not None:
+            rows = micro.rows(self.mesh["tp"])
+            local = trace.map(lambda x: x[rows])
         return replace(micro, routes=Routes(local))
 
     def with_balance(
         self, pairs: PlannedMicroBatches, loss: LossFn, tokens: int, dtype: torch.dtype
     ) -> PlannedMicroBatches:
-        """tokens: of the whole batch. dtype: of statistics. Collective."""
+        """Returns the micro-batches with what their balance losses need. Collective.
+
+        tokens: of the whole batch. dtype: of statistics.
+        """
         settings = self.settings
+        mesh = self.mesh
         weight = 0.0
         if settings.aux_coef or settings.z_coef:
             with torch.no_grad():
-                weight = self._expected_count(pairs, loss, dtype) / tokens
+                count = self._expected_count(pairs, loss, dtype)
+            weight = count / tokens
 
         def prepare(number: int) -> tuple[Tensor, MicroBatch]:
             for index, micro in split_halves([pairs[number]]):
-                rows = micro.rows(self.mesh["tp"])
+                rows = micro.rows(mesh["tp"])
                 batch = micro.batch
+                lengths = torch.tensor(batch.lengths)
                 assert micro.routes is not None
                 micro.routes.balance = Balance(
                     counted=rows < len(index),
                     owner=batch.sequence_ids[rows],
-                    lengths=to_device(torch.tensor(batch.lengths), rows.device),
-                    axes=(self.mesh["tp"], self.mesh["cp"]),
+                    lengths=to_device(lengths, rows.device),
+                    axes=(mesh["tp"], mesh["cp"]),
                     aux_coef=settings.aux_coef,
                     z_coef=settings.z_coef,
                     weight=weight,
@@ -88,30 +95,34 @@ class Routing:
     def update(
         self, totals: Sequence[tuple[Tensor, Tensor]], tokens: int, *, skipped: bool
     ) -> dict[str, float]:
-        """Update biases -> metrics. totals: of each batch of the step. tokens: of all."""
-        loads, costs = (torch.stack(parts).sum(0) for parts in zip(*totals, strict=True))
+        """Updates the biases and returns metrics. totals: of each batch of the step. tokens: of all."""
+        loads = torch.stack([load for load, _ in totals]).sum(0)
+        costs = torch.stack([cost for _, cost in totals]).sum(0)
         if not skipped and self.moe.bias and self.settings.bias_rate:
             self._update_biases(loads)
         shares = loads / loads.mean(1, keepdim=True)
-        metrics = {
-            "expert_load_max": fmean(shares.amax(1).tolist()),
-            "expert_load_min": fmean(shares.amin(1).tolist()),
-        }
+        largest = shares.amax(1).tolist()
+        smallest = shares.amin(1).tolist()
+        metrics = {"expert_load_max": fmean(largest), "expert_load_min": fmean(smallest)}
         if self.settings.aux_coef or self.settings.z_coef:
-            balance_loss, z_loss = (costs.mean(0) / tokens).tolist()
+            means = costs.mean(0) / tokens
+            balance_loss, z_loss = means.tolist()
             metrics |= {"balance_loss": balance_loss, "router_z_loss": z_loss}
         return metrics
 
     def trace(self, pairs: PlannedMicroBatches, tokens: int) -> RoutingTrace:
         moe = self.moe
         device = self.mesh.device
-        indices = torch.zeros(tokens, len(moe.numbers), moe.top_k, dtype=torch.int32, device=device)
+        shape = (tokens, len(moe.numbers), moe.top_k)
+        indices = torch.zeros(shape, dtype=torch.int32, device=device)
         for index, micro in split_halves(pairs):
             rows = micro.rows(self.mesh["tp"])
             real = rows < len(index)
+            places = index[rows[real]]
             assert micro.routes is not None
             for layer, chosen in micro.routes.chosen.items():
-                indices[index[rows[real]], moe.numbers.index(layer)] = chosen[real]
+                number = moe.numbers.index(layer)
+                indices[places, number] = chosen[real]
         valid = torch.ones(tokens, dtype=torch.bool, device=device)
         return RoutingTrace(moe.numbers, self._sum(indices), valid)
 
@@ -123,27 +134,34 @@ class Routing:
         for _, micro in split_halves(pairs):
             assert micro.routes is not None
             for layer, load in micro.routes.loads.items():
-                both[moe.numbers.index(layer), :-2] += load.sum(0)
+                number = moe.numbers.index(layer)
+                both[number, :-2] += load.sum(0)
             for layer, cost in micro.routes.costs.items():
-                both[moe.numbers.index(layer), -2:] += cost
+                number = moe.numbers.index(layer)
+                both[number, -2:] += cost
         both = self._sum(both)
         return both[:, :-2], both[:, -2:]
 
     def _update_biases(self, loads: Tensor) -> None:
         for module in self.model.modules():
             if isinstance(module, Router):
-                load = loads[self.moe.numbers.index(module.layer)]
+                number = self.moe.numbers.index(module.layer)
+                load = loads[number]
                 step = self.settings.bias_rate * torch.sign(load.mean() - load)
-                module.e_score_correction_bias += step.to(module.e_score_correction_bias.dtype)
+                bias = module.e_score_correction_bias
+                bias += step.to(bias.dtype)
 
     def _expected_count(
         self, pairs: PlannedMicroBatches, loss: LossFn, dtype: torch.dtype
     ) -> float:
-        total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        device = self.mesh.device
+        total = torch.zeros((), dtype=torch.float64, device=device)
         for _, micro in pairs:
-            blank = torch.zeros(len(micro.all_counted), dtype=dtype, device=self.mesh.device)
+            counted = micro.all_counted
+            blank = torch.zeros(len(counted), dtype=dtype, device=device)
             stats = blank if self.model.is_critic else TokenStats(blank, blank)
-            total += torch.as_tensor(loss(stats, micro.all_counted).count)
+            value = loss(stats, counted)
+            total += torch.as_tensor(value.count)
         return float(sum_over(total, self.mesh["dp"]))
 
     def _sum(self, x: Tensor) -> Tensor:

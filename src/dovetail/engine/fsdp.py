@@ -48,13 +48,17 @@ class ReshardPolicy:
         first = next(model.parameters())
         memory = memory_of(mesh.device)
         if memory is not None:
-            memory = int(stack_over(torch.tensor(memory, device=mesh.device), mesh["data"]).min())
+            memories = stack_over(torch.tensor(memory, device=mesh.device), mesh["data"])
+            memory = int(memories.min())
         elements = sum(parameter.numel() for parameter in model.parameters())
         return cls.within(elements, dtype.itemsize, wide(first.dtype).itemsize, memory)
 
 
 def shard_over_data(model: StagedModel, mesh: Mesh, dtype: torch.dtype) -> None:
-    """Shard dp x cp, experts over ranks with the same ones, in place. Computes in `dtype`, reduces in the wide one."""
+    """Shards a model in place over `fsdp`, its experts over `expert_fsdp`.
+
+    It computes in `dtype` and reduces gradients in the wide one.
+    """
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     first, *_ = trained or model.parameters()
     # stages run many times a step; one rank would only cast again
@@ -75,21 +79,32 @@ def shard_over_data(model: StagedModel, mesh: Mesh, dtype: torch.dtype) -> None:
             module.set_force_sum_reduction_for_comms(True)
 
 
-def forget_step(model: StagedModel, mesh: Mesh) -> None:
-    """Drop what a failed step has left, without collectives; torch 2.15's `reset_iter_state` drops gradients."""
+def reset_after_failure(model: StagedModel, mesh: Mesh) -> None:
+    """Drops what a failed step has left, without collectives.
+
+    A step may fail between any two of FSDP2's hooks: parameters gathered or on their way, gradients
+    summed but not reduced, and a root that waits for the end of its backward. FSDP2 has no public
+    call to leave that state before torch 2.15 (`reset_iter_state`, which also drops gradients), so
+    this sets by hand what its hooks would have set at the end of the step:
+
+    _training_state     POST_BACKWARD: the root's callback must not reduce half a gradient
+    wait_for_unshard    a gather in flight ends; else the next pass would compute with old weights
+    unsharded_accumulated_grad, _unsharded_param.grad   sums over micro-batches go
+    iter_forward_root   the next forward pass finds its root anew
+    """
     model.wgrad_queue.clear()
     assert isinstance(model, FSDPModule)
     state = model._get_fsdp_state()
     resets = torch.__version__ >= "2.15"
     for module in model.modules():  # FSDP2 lists them in its first forward pass
-        group = (
-            module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
-        )
+        if not isinstance(module, FSDPModule):
+            continue
+        group = module._get_fsdp_state()._fsdp_param_group
         if group is None:
             continue
         if not resets:
-            group._training_state = TrainingState.POST_BACKWARD  # or the callback would reduce them
-        group.wait_for_unshard()  # or the next pass would use old weights
+            group._training_state = TrainingState.POST_BACKWARD
+        group.wait_for_unshard()
         for param in group.fsdp_params:
             if not resets:
                 param.unsharded_accumulated_grad = None

@@ -18,15 +18,16 @@ from dovetail.batch.packed import PackedBatch, start_reading, to_device
 from dovetail.batch.routing import RoutingTrace
 from dovetail.engine.base import BatchReport, StepReport
 from dovetail.engine.expert_routing import BalanceSettings, PlannedMicroBatches, Routing
-from dovetail.engine.fsdp import ReshardPolicy, enable_grad_accumulation_fusion, forget_step
+from dovetail.engine.fsdp import ReshardPolicy, enable_grad_accumulation_fusion, reset_after_failure
 from dovetail.engine.nonfinite import StepWatch, record_faults
 from dovetail.engine.stage import (
     Accumulated,
     InferenceRunner,
     TrainingRunner,
-    announce_failure,
+    batch_report,
     begin_gathers,
     mean,
+    send_failure,
 )
 from dovetail.engine.state import EngineState
 from dovetail.engine.validation import ValidatedLoss, check_same
@@ -110,7 +111,8 @@ class Engine(EngineState):
         out = torch.zeros(2, len(batch), dtype=self._wide, device=self.mesh.device)
 
         def keep(index: Tensor, micro: MicroBatch, stats: TokenStats) -> None:
-            out[:, index[micro.order[micro.index]]] = torch.stack(list(stats))
+            counted = micro.order[micro.index]
+            out[:, index[counted]] = torch.stack(list(stats))
 
         self._infer(pairs, keep)
         return TokenStats(*self._gather_tokens(out, batch))
@@ -120,7 +122,8 @@ class Engine(EngineState):
 
         def keep(index: Tensor, micro: MicroBatch, values: Tensor) -> None:
             real = micro.order < len(index)
-            out[0, index[micro.order[real]]] = values[real]
+            tokens = micro.order[real]
+            out[0, index[tokens]] = values[real]
 
         with self._call(critic=True):
             out = torch.zeros(1, len(batch), dtype=self._wide, device=self.mesh.device)
@@ -147,8 +150,7 @@ class Engine(EngineState):
         with self._call():
             done = self._accumulate(batch, ValidatedLoss(loss), trace=trace)
             totals = done.read(self.mesh)
-        metrics = {name: mean(*pair) for name, pair in totals.items() if name}
-        return BatchReport(mean(*totals[""]), totals[""][1], len(batch), metrics, done.routing)
+        return batch_report(totals, len(batch), done.routing)
 
     def optim_step(self, *, denominator: float | None = None) -> StepReport:
         """Divide gradients by `denominator` (default: the losses' counts), clip by the global norm, update, drop them.
@@ -195,7 +197,7 @@ class Engine(EngineState):
             self._run(self.mesh.layout.schedule, stages)
         except Exception:
             if self.mesh["pp"].size > 1 and is_alone(self.mesh):
-                announce_failure(self.mesh)
+                send_failure(self.mesh)
             raise
         stages.finish()
         done = Accumulated(stages, batch, pairs)
@@ -213,17 +215,20 @@ class Engine(EngineState):
             count = torch.stack([each.count for each in done]).sum()
         else:
             count = denominator
-        update = self.optimizer.step(count, [x for each in done for x in each.watched])
+        watched = [x for each in done for x in each.watched]
+        update = self.optimizer.step(count, watched)
         totals: dict[str, tuple[float, float]] = {}
         for each in done:
-            for name, (total, number) in each.read(self.mesh).items():
-                before = totals.get(name, (0.0, 0.0))
-                totals[name] = (before[0] + total, before[1] + number)
+            found = each.read(self.mesh)
+            for name, (total, number) in found.items():
+                total_before, number_before = totals.get(name, (0.0, 0.0))
+                totals[name] = (total_before + total, number_before + number)
         loss_total, number = totals.pop("")
         faults = record_faults(done, update.faults, self.watch, self.mesh) if update.skipped else {}
         metrics = {name: mean(*pair) for name, pair in totals.items()}
         tokens = sum(len(each.batch) for each in done)
         lengths = [n for each in done for n in each.batch.lengths]
+        forward_flops = sum(map(self.model.spec.flops, lengths))
         if self._routing is not None:
             loads = [each.loads for each in done if each.loads is not None]
             metrics |= self._routing.update(loads, tokens, skipped=update.skipped)
@@ -232,7 +237,7 @@ class Engine(EngineState):
             grad_norm=update.grad_norm,
             lr=update.lr,
             tokens=tokens,
-            flops=3 * sum(map(self.model.spec.flops, lengths)),
+            flops=3 * forward_flops,
             skipped=update.skipped,
             metrics=metrics,
             faults=faults,
@@ -270,13 +275,15 @@ class Engine(EngineState):
             start_reading(chosen.media)
             lengths = [[batch.lengths[i] for i in replica[number]] for replica in plan]
             if self.dual_batch.should_split(lengths, multiple, budget):
-                micro = MicroBatch.halved(
-                    chosen, balanced_split(chosen.lengths), multiple, share, tp
-                ).to(device)
+                cut = balanced_split(chosen.lengths)
+                micro = MicroBatch.halved(chosen, cut, multiple, share, tp)
             else:
-                micro = MicroBatch.of(chosen, multiple, share).to(device)
-            index = to_device(batch.token_index(own[number]), device)
-            return index, micro if self._routing is None else self._routing.with_routes(micro)
+                micro = MicroBatch.of(chosen, multiple, share)
+            micro = micro.to(device)
+            index = batch.token_index(own[number])
+            if self._routing is not None:
+                micro = self._routing.with_routes(micro)
+            return to_device(index, device), micro
 
         pairs = LazySequence(len(own), make)
         return pairs if batch.tokens.device.type == "cpu" else list(pairs)
@@ -285,7 +292,7 @@ class Engine(EngineState):
         begin_gathers(self.resident_model, self.mesh)
         pairs = self.micro_batches(batch)
         if not pairs:
-            forget_step(self.model, self.mesh)
+            reset_after_failure(self.model, self.mesh)
         return pairs
 
     def _infer(
@@ -318,17 +325,20 @@ class Engine(EngineState):
     def _call(self, *, critic: bool | None = None) -> Iterator[None]:
         """Without the caller's inference mode and autocast; an error drops the step. critic: the head that it needs."""
         if critic is not None and self.model.is_critic != critic:
-            has = "a language model's head, so it has score(batch) and no values", "value"
+            has = "a language model's head, so it has score(batch) and no values"
+            other = "value"
             if self.model.is_critic:
-                has = "a value head, so it has values(batch) and no log-probs", "lm"
+                has = "a value head, so it has values(batch) and no log-probs"
+                other = "lm"
             raise ModelError(
-                f"this engine has {has[0]}; for these take from_pretrained(..., head={has[1]!r})"
+                f"this engine has {has}; for these take from_pretrained(..., head={other!r})"
             )
-        with torch.inference_mode(mode=False), torch.autocast(self.mesh.device.type, enabled=False):
+        autocast = torch.autocast(self.mesh.device.type, enabled=False)
+        with torch.inference_mode(mode=False), autocast:
             try:
                 yield
             except BaseException:
-                forget_step(self.model, self.mesh)
+                reset_after_failure(self.model, self.mesh)
                 if critic is None:  # a part may have been added
                     self.zero_grad()
                 raise
@@ -339,21 +349,25 @@ class Engine(EngineState):
                 f"this {self.model.spec.family} model has no experts that the native engine "
                 "routes to"
             )
-        return self._routing.trace(pairs, len(batch)).map(lambda x: x.to(batch.tokens.device))
+        trace = self._routing.trace(pairs, len(batch))
+        device = batch.tokens.device
+        return trace.map(lambda x: x.to(device))
 
     def _budget(self, batch: PackedBatch) -> int | None:
         pp = self.mesh["pp"].size
         multiple = self.mesh.token_multiple
         if pp == 1 or not batch.num_sequences:
             return self.tokens_per_batch
-        share = -(-len(batch) // (self.mesh["dp"].size * MICROS_PER_STAGE * pp))
+        micros = self.mesh["dp"].size * MICROS_PER_STAGE * pp
+        share = -(-len(batch) // micros)
         units = split_units(batch.num_sequences, batch.groups)
         longest = max(sum(batch.lengths[s] for s in unit) for unit in units)
         enough = max(longest, share) + multiple - 1
         return enough if self.tokens_per_batch is None else min(enough, self.tokens_per_batch)
 
     def _gather_tokens(self, x: Tensor, batch: PackedBatch) -> Tensor:
-        x = sum_over(sum_over(x, self.mesh["data"]), self.mesh["pp"])
+        x = sum_over(x, self.mesh["data"])
+        x = sum_over(x, self.mesh["pp"])
         return x.to(batch.tokens.device)
 
     @property

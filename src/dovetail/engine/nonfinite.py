@@ -43,10 +43,10 @@ class StepWatch:
         rank = mesh["world"].rank
         if self.folder is not None and rank in faults:
             name = f"step_{self.step:06}.rank_{rank}"
-            number = len(
-                [*self.folder.glob(name), *self.folder.glob(f"{name}.*")]
-            )  # of several updates a step
-            place = self.folder / (f"{name}.{number + 1}" if number else name)
+            before = [*self.folder.glob(name), *self.folder.glob(f"{name}.*")]
+            if before:  # a step may have several updates
+                name = f"{name}.{len(before) + 1}"
+            place = self.folder / name
             try:
                 self._write(place, faults, micros, mesh)
             except OSError as error:  # the run goes on
@@ -61,10 +61,12 @@ class StepWatch:
     ) -> None:
         place.mkdir(parents=True)
         tensors = {}
+        specs = []
         for i, micro in enumerate(micros):
-            for key, x in _tensors(micro).items():
-                tensors[f"{i}.{key}"] = x
-        specs = [TensorSpec(key, x.dtype, tuple(x.shape)) for key, x in tensors.items()]
+            for column, x in _tensors(micro).items():
+                key = f"{i}.{column}"
+                tensors[key] = x
+                specs.append(TensorSpec(key, x.dtype, tuple(x.shape)))
         writer = TensorFileWriter(place / "micro_batches.safetensors", specs)
         for key, x in tensors.items():
             writer.write(key, x)
@@ -84,33 +86,48 @@ def record_faults(
     batches: Sequence[Accumulated], own: Sequence[str], watch: StepWatch, mesh: Mesh
 ) -> dict[int, list[str]]:
     """Collective."""
-    parts = [[*_nonfinite_parts(each)] for each in batches]
-    if len(batches) > 1:
-        parts = [[f"{name} of batch {i}" for name in names] for i, names in enumerate(parts)]
-    micros = [micro for each in batches for _, micro in each.pairs]
-    return watch.record([*(name for names in parts for name in names), *own], micros, mesh)
+    found = []
+    micros = []
+    for i, each in enumerate(batches):
+        where = f" of batch {i}" if len(batches) > 1 else ""
+        found += [name + where for name in _nonfinite_parts(each)]
+        micros += [micro for _, micro in each.pairs]
+    return watch.record([*found, *own], micros, mesh)
 
 
 def _nonfinite_parts(done: Accumulated) -> list[str]:
     inputs = inputs_of([micro for _, micro in done.pairs])
-    bad = [name for name, x in inputs.items() if not bool(torch.isfinite(x).all())]
-    for i, part in enumerate(done.losses):
-        if not bool(torch.isfinite(part)):
-            batch = done.batch
-            tokens = done.pairs[i][0].to(batch.tokens.device)
-            members = batch.sequence_ids[tokens].unique_consecutive().tolist()
-            listed = shortened(", ".join(map(str, members)))
-            bad.append(f"loss of micro-batch {i} (sequences {listed})")
-    known = [name for name in bad if name.startswith("loss")]
+    bad = [name for name, x in inputs.items() if not _is_finite(x)]
+    is_known = False
+    for i, loss in enumerate(done.losses):
+        if _is_finite(loss):
+            continue
+        is_known = True
+        batch = done.batch
+        index, _ = done.pairs[i]
+        tokens = index.to(batch.tokens.device)
+        members = batch.sequence_ids[tokens].unique_consecutive()
+        listed = shortened(", ".join(map(str, members.tolist())))
+        bad.append(f"loss of micro-batch {i} (sequences {listed})")
     named = zip(("loss", "count of the loss"), done.own, strict=False)
     for name, x in named:
-        is_told = name == "loss" and known
-        if not is_told and not bool(torch.isfinite(x).all()):
+        is_told = name == "loss" and is_known
+        if not is_told and not _is_finite(x):
             bad.append(name)
     return bad
 
 
+def _is_finite(x: Tensor) -> bool:
+    return bool(torch.isfinite(x).all())
+
+
 def _tensors(micro: MicroBatch) -> dict[str, Tensor]:
     batch = micro.batch
-    names = ("tokens", "positions", "cu_seqlens", "targets", "mask")
-    return {**{name: getattr(batch, name) for name in names}, **batch.fields, "order": micro.order}
+    columns = {
+        "tokens": batch.tokens,
+        "positions": batch.positions,
+        "cu_seqlens": batch.cu_seqlens,
+        "targets": batch.targets,
+        "mask": batch.mask,
+    }
+    return {**columns, **batch.fields, "order": micro.order}

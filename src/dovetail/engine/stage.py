@@ -3,9 +3,10 @@
 import json
 import math
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from dovetail.batch.loss import Loss, LossFn
 from dovetail.batch.micro import MicroBatch
 from dovetail.batch.packed import PackedBatch
 from dovetail.batch.routing import RoutingTrace
+from dovetail.engine.base import BatchReport
 from dovetail.engine.fsdp import ReshardPolicy
 from dovetail.errors import SecondaryFailure
 from dovetail.nn.model import StagedModel
@@ -89,20 +91,21 @@ class TrainingRunner(InferenceRunner):
         watch: Callable[[int, int], None] | None = None,
     ) -> None:
         """watch: gets the backward passes done, and all."""
-        self.sums = (sums := Sums())
-        self.losses = (losses := list[Tensor]())
+        sums: Sums = {}
+        losses: list[Tensor] = []
 
-        def add(_: int, value: Loss) -> None:
+        def add(_: int, value: Loss) -> None:  # a method would keep this runner alive
             add_sums(sums, value)
             losses.append(value.total.detach())
 
         super().__init__(model, mesh, micros, dtype, add, loss)
+        self.sums = sums
+        self.losses = losses
         self.mark: Callable[[str], AbstractContextManager[object]] = nullcontext  # for a profile
         self.policy = policy or ReshardPolicy.of(model, mesh, dtype)
         several = mesh["pp"].size > 1 or len(micros) > 1
-        spares_memory = model.recompute != "none" or any(
-            isinstance(part, Tiled) for part in model.modules()
-        )
+        is_tiled = any(isinstance(part, Tiled) for part in model.modules())
+        spares_memory = model.recompute != "none" or is_tiled
         self.stays_gathered = self.policy.gathered and (several or not spares_memory)
         self._gather_between_passes(True)
         self.pending: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
@@ -111,9 +114,11 @@ class TrainingRunner(InferenceRunner):
         self.done = 0
 
     def run(self) -> None:
+        last = len(self.micros) - 1
         for micro in range(len(self.micros)):
             self.forward(0, micro, None)
-            self.backward(Action("backward", 0, micro), None, last=micro == len(self.micros) - 1)
+            action = Action("backward", 0, micro)
+            self.backward(action, None, last=micro == last)
 
     def forward(self, stage: int, micro: int, x: Tensor | None) -> Tensor | None:
         if x is not None:
@@ -139,7 +144,8 @@ class TrainingRunner(InferenceRunner):
             self.reduced = False
         self.done += 1
         if self.watch is not None:
-            self.watch(self.done, len(self.micros) * len(self.model.cut.stages))
+            passes = len(self.micros) * len(self.model.cut.stages)
+            self.watch(self.done, passes)
         return None if x is None else x.grad
 
     def weight(self, stage: int, micro: int) -> None:
@@ -175,22 +181,27 @@ class Accumulated:
     ) -> None:
         sums = stages.sums
         mesh = stages.mesh
-        unify_names(sums, mesh)
+        unify_metric_names(sums, mesh)
         rows = reduce_sums(sums, mesh)
         self.rows = AsyncHostCopy(rows)
         self.names = sorted(sums)  # copied before the update, without a wait
-        self.count = stack_over(rows[:1, 1].sum(), mesh["pp"])[-1]  # "" sorts first
+        count = rows[:1, 1].sum()  # "" sorts first
+        self.count = stack_over(count, mesh["pp"])[-1]
         self.batch = batch
         self.losses = stages.losses
         self.own = [*sums[""]] if sums else []
-        self.pairs = [(index, replace(micro, routes=None, halves=())) for index, micro in pairs]
+        self.pairs = []
+        for index, micro in pairs:
+            kept = replace(micro, routes=None, halves=())
+            self.pairs.append((index, kept))
         self.totals: dict[str, tuple[float, float]] = {}
         self.loads: tuple[Tensor, Tensor] | None = None
         self.routing: RoutingTrace | None = None
 
     @property
     def watched(self) -> list[Tensor]:
-        return [*self.own, *inputs_of([micro for _, micro in self.pairs]).values()]
+        inputs = inputs_of([micro for _, micro in self.pairs])
+        return [*self.own, *inputs.values()]
 
     def read(self, mesh: Mesh) -> dict[str, tuple[float, float]]:
         """Totals and counts; "": the loss. The host waits. Collective."""
@@ -206,21 +217,25 @@ def begin_gathers(model: StagedModel, mesh: Mesh) -> None:
 
 
 def add_sums(sums: Sums, value: Loss) -> None:
-    for name, (total, count) in {"": (value.total, value.count), **value.metrics}.items():
+    pairs = {"": (value.total, value.count), **value.metrics}
+    for name, (total, count) in pairs.items():
         total = total.detach()
-        count = torch.as_tensor(count, device=total.device).detach()
+        count = torch.as_tensor(count, device=total.device)
+        count = count.detach()
         if name in sums:
-            total = sums[name][0] + total
-            count = sums[name][1] + count
+            total_before, count_before = sums[name]
+            total = total_before + total
+            count = count_before + count
         sums[name] = (total, count)
 
 
-def announce_failure(mesh: Mesh) -> None:
+def send_failure(mesh: Mesh) -> None:
+    """Answers the other stages' `unify_metric_names` after an error on this rank. Collective."""
     stack_numbers([FAILED], mesh["world"], mesh.device)
 
 
-def unify_names(sums: Sums, mesh: Mesh) -> None:
-    """Zeros for other ranks' metrics. SecondaryFailure where another failed. Collective."""
+def unify_metric_names(sums: Sums, mesh: Mesh) -> None:
+    """Adds zeros for other ranks' metrics. SecondaryFailure where another failed. Collective."""
     names = sorted(sums)
     world = mesh["world"]
     checksum = zlib.crc32(json.dumps(names).encode()) if sums else 0
@@ -228,22 +243,25 @@ def unify_names(sums: Sums, mesh: Mesh) -> None:
     if [FAILED] in hashes:
         stage = hashes.index([FAILED])
         raise SecondaryFailure(f"pipeline stage {stage} failed in this pass; its rank says why")
-    if len({value for (value,) in hashes if value}) > 1:  # 0: stages without a loss
-        everywhere = {
-            name for theirs in gather_objects(names, world, mesh.device) for name in theirs
-        }
+    different = {value for (value,) in hashes if value}  # 0: stages without a loss
+    if len(different) > 1:
+        by_rank = gather_objects(names, world, mesh.device)
         zero = torch.zeros((), dtype=torch.float64, device=mesh.device)
-        sums |= {name: (zero, zero) for name in everywhere - sums.keys() if sums}
+        if sums:
+            for name in chain.from_iterable(by_rank):
+                sums.setdefault(name, (zero, zero))
 
 
 def reduce_sums(sums: Sums, mesh: Mesh) -> Tensor:
     """float64 [n, 2] on the last stage, [0, 2] elsewhere."""
-    if mesh["pp"].rank < mesh["pp"].size - 1:
+    pp = mesh["pp"]
+    if pp.rank < pp.size - 1:
         return torch.zeros(0, 2, dtype=torch.float64, device=mesh.device)
     rows = []
     for name in sorted(sums):
         total, count = sums[name]
-        rows.append(torch.stack([total.to(torch.float64), count.to(torch.float64)]))
+        row = [total.to(torch.float64), count.to(torch.float64)]
+        rows.append(torch.stack(row))
     return sum_over(torch.stack(rows), mesh["data"])
 
 
@@ -251,8 +269,18 @@ def sums_by_name(
     names: list[str], rows: list[list[float]], mesh: Mesh
 ) -> dict[str, tuple[float, float]]:
     by_name = dict(zip(names, rows, strict=True))
-    last = gather_objects(by_name, mesh["pp"], mesh.device)[-1]
-    return {name: (total, count) for name, (total, count) in last.items()}
+    by_stage = gather_objects(by_name, mesh["pp"], mesh.device)
+    return {name: (total, count) for name, (total, count) in by_stage[-1].items()}
+
+
+def batch_report(
+    totals: Mapping[str, tuple[float, float]], tokens: int, routing: RoutingTrace | None = None
+) -> BatchReport:
+    """Returns sums over their counts. totals: of `sums_by_name`."""
+    means = {name: mean(*pair) for name, pair in totals.items()}
+    loss = means.pop("")
+    _, count = totals[""]
+    return BatchReport(loss, count, tokens, means, routing)
 
 
 def mean(total: float, count: float) -> float:
@@ -263,7 +291,8 @@ def inputs_of(micros: Sequence[MicroBatch]) -> dict[str, Tensor]:
     """Floating-point fields of counted tokens."""
     found = {}
     for i, micro in enumerate(micros):
-        for name, x in micro.counted.fields.items():
+        fields = micro.counted.fields
+        for name, x in fields.items():
             if x.is_floating_point():
                 found[f"{name} of micro-batch {i}"] = x
     return found

@@ -10,7 +10,14 @@ from dovetail.batch.micro import MicroBatch
 from dovetail.batch.packed import PackedBatch
 from dovetail.engine.base import BatchReport
 from dovetail.engine.native import Engine
-from dovetail.engine.stage import Sums, add_sums, mean, reduce_sums, sums_by_name, unify_names
+from dovetail.engine.stage import (
+    Sums,
+    add_sums,
+    batch_report,
+    reduce_sums,
+    sums_by_name,
+    unify_metric_names,
+)
 from dovetail.engine.validation import ValidatedLoss
 from dovetail.errors import ModelError
 from dovetail.nn.distillation import ROW, HiddenStates, TeacherStates
@@ -32,23 +39,25 @@ class Teacher:
     @classmethod
     def of(cls, engine: Engine, student: Engine) -> "Teacher":
         """Layouts may differ; ranks and tokenizer are the same. Collective."""
-        theirs = engine.model.spec.vocab_size
+        model = engine.model
+        theirs = model.spec.vocab_size
         ours = student.model.spec.vocab_size
         if theirs < ours:
             sizes = f"the teacher has a vocabulary of {theirs}, the student one of {ours}"
             raise ModelError(f"{sizes}; give a teacher with the student's tokenizer")
-        own = engine.model.head if engine.model.cut.last else None
-        held = own.weight if isinstance(own, LMHead) else None
+        own = model.head if model.cut.last else None
         params = []
-        if held is not None:
-            every = local_params(engine.model, engine.mesh)
-            params = [param for param in every if param.parameter is held]
+        if isinstance(own, LMHead):
+            every = local_params(model, engine.mesh)
+            params = [param for param in every if param.parameter is own.weight]
         exported = export_params(params, engine.mesh, dtype_of=lambda _: student.dtype)
         ((_, whole),) = gather_whole(exported, engine.mesh, list(exported.specs))
         head = student.model.head if student.model.cut.last else None
         if not isinstance(head, LMHead):
-            return cls(engine, whole.new_empty(0, whole.shape[1]), needed=False, vocab_size=ours)
-        weight = whole[head.first : head.first + head.columns].clone()
+            nothing = whole.new_empty(0, whole.shape[1])
+            return cls(engine, nothing, needed=False, vocab_size=ours)
+        end = head.first + head.columns
+        weight = whole[head.first : end].clone()
         return cls(engine, weight, needed=True, vocab_size=ours)
 
     def read(self, batch: PackedBatch) -> tuple[PackedBatch, TeacherStates]:
@@ -68,10 +77,13 @@ def hidden_states(engine: Engine, batch: PackedBatch) -> Tensor:
     out = torch.zeros(shape, dtype=engine.dtype, device=mesh.device)
 
     def keep(index: Tensor, micro: MicroBatch, x: Tensor) -> None:
-        out[rows.to(index.device)[index[micro.order[micro.index]]]] = x
+        counted = micro.order[micro.index]
+        places = index[counted]
+        out[rows.to(index.device)[places]] = x
 
     engine.infer(batch, HiddenStates(), keep)
-    return sum_over(sum_over(out, mesh["data"]), mesh["pp"])
+    out = sum_over(out, mesh["data"])
+    return sum_over(out, mesh["pp"])
 
 
 def evaluate(engine: Engine, batch: PackedBatch, loss: LossFn) -> BatchReport:
@@ -83,8 +95,8 @@ def evaluate(engine: Engine, batch: PackedBatch, loss: LossFn) -> BatchReport:
         add_sums(sums, value)
 
     engine.infer(batch, ValidatedLoss(loss), add)
-    unify_names(sums, mesh)
-    rows = AsyncHostCopy(reduce_sums(sums, mesh)).wait()
+    unify_metric_names(sums, mesh)
+    reduced = reduce_sums(sums, mesh)
+    rows = AsyncHostCopy(reduced).wait()
     totals = sums_by_name(sorted(sums), rows, mesh)
-    metrics = {name: mean(*pair) for name, pair in totals.items() if name}
-    return BatchReport(mean(*totals[""]), totals[""][1], len(batch), metrics)
+    return batch_report(totals, len(batch))
