@@ -25,13 +25,8 @@ MAX_FUNCTION = 100
 MAX_PARAMETERS = 8
 # Tokens a code line of packages that are above `readability.MAX_TOKENS_PER_LINE` still.
 TOKENS_PER_LINE: Mapping[str, float] = {
-    "batch": 10.2,
-    "engine": 10.0,
-    "hf": 9.8,
     "kernels": 12.0,
     "nn": 10.8,
-    "optim": 10.0,
-    "pipeline": 10.4,
     "records": 9.9,
     "report": 11.0,
     "rl": 10.2,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dovetail.kernels import cuda, reference
+from dovetail.kernels import cuda, reference_experts
 from tests.helpers.tolerances import OP_BF16, assert_close
 from tests.unit.test_kernels import GROUPS, experts
 
@@ -18,7 +18,9 @@ def test_grouped_mm(sizes: tuple[int, ...]) -> None:
     x, weight, offsets = experts(sizes, torch.bfloat16, "cuda")
     up = torch.randn(len(x), 8, device="cuda", dtype=torch.bfloat16)
     torch.empty(1 << 24, device="cuda").fill_(float("nan"))  # what memory holds that nobody wrote
-    actual, expected = (op(x, weight, offsets) for op in (cuda.grouped_mm, reference.grouped_mm))
+    actual, expected = (
+        op(x, weight, offsets) for op in (cuda.grouped_mm, reference_experts.grouped_mm)
+    )
     assert_close(actual, expected, OP_BF16)
     ours, theirs = (torch.autograd.grad(y, (x, weight), up) for y in (actual, expected))
     for a, b, what in zip(ours, theirs, ("x", "weight"), strict=True):

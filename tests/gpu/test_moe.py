@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dovetail.arch.registry import spec_from_config
 from dovetail.batch.routing import Routes, RoutingTrace
-from dovetail.kernels import reference
+from dovetail.kernels import reference_experts
 from dovetail.kernels.registry import KernelSet, kernels_for
 from dovetail.nn.moe import MoE
 from dovetail.parallel.mesh import Mesh
@@ -94,7 +94,7 @@ def test_the_choice_is_torchs_and_stays_within_the_experts() -> None:
     kernels = kernels_for(torch.device("cuda"))
     scores = torch.rand(TOKENS, 129, device="cuda").softmax(-1)
     assert torch.equal(
-        kernels.top_k(scores, 8).sort(-1).values, reference.top_k(scores, 8).sort(-1).values
+        kernels.top_k(scores, 8).sort(-1).values, reference_experts.top_k(scores, 8).sort(-1).values
     )
     scores[0], scores[1], scores[2, 1:], scores[3] = float("nan"), float("-inf"), -0.0, 0.5
     found = kernels.top_k(scores, 8)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from triton.runtime import interpreter
 
-from dovetail.kernels import moe_triton, norm_triton, reference, rope_triton
+from dovetail.kernels import moe_triton, norm_triton, reference, reference_experts, rope_triton
 from tests.helpers.decode_rows import whole_range
 from tests.helpers.tolerances import OP_FP16, OP_FP32, tensor_error
 
@@ -184,7 +184,7 @@ def experts(draw: torch.Generator, dtype: torch.dtype) -> Iterator[Case]:
         yield from sorts(draw, dtype, chosen, count, width)
         yield from moves(draw, dtype, chosen[:: max(1, tokens // FEW)], count, width)
     scores = torch.randn(33, 9, generator=draw)
-    yield "top_k", _best(moe_triton.top_k), _best(reference.top_k), [scores], [4]
+    yield "top_k", _best(moe_triton.top_k), _best(reference_experts.top_k), [scores], [4]
 
 
 def sorts(
@@ -195,7 +195,7 @@ def sorts(
     what, ours, theirs = (
         f"{len(chosen)} x {chosen.shape[1]} of {count}, {width}",
         moe_triton.permute,
-        reference.permute,
+        reference_experts.permute,
     )
     yield f"permute {what}", ours, theirs, [x], [chosen, count]
     few = partly(draw, chosen, count)
@@ -214,7 +214,7 @@ def moves(
     draw: torch.Generator, dtype: torch.dtype, chosen: Tensor, count: int, width: int
 ) -> Iterator[Case]:
     """Rows to places and back, of all copies and of some."""
-    ours, theirs = moe_triton, reference
+    ours, theirs = moe_triton, reference_experts
     (tokens, copies), few = chosen.shape, partly(draw, chosen, count)
     weights, moved = (
         torch.rand(tokens, copies, generator=draw),
@@ -222,7 +222,7 @@ def moves(
     )
     x, wide = drawn(draw, dtype, tokens, width), drawn(draw, dtype, tokens, width + 1)
     size = f"{tokens} x {copies} of {count}, {width}"
-    rows = reference.permute(x, chosen, count)[1]
+    rows = reference_experts.permute(x, chosen, count)[1]
     yield (
         f"spread {size}",
         _later(ours.permute_tokens),
@@ -233,7 +233,7 @@ def moves(
     total = int((few < count).sum())
     for what, left, at in (
         (size, moved, rows),
-        (f"of {total}, {size}", moved[:total], reference.permute(x, few, count, total)[1]),
+        (f"of {total}, {size}", moved[:total], reference_experts.permute(x, few, count, total)[1]),
     ):
         yield (
             f"unpermute {what}",

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dovetail.kernels.reference import grouped_mm
+from dovetail.kernels.reference_experts import grouped_mm
 from tests.helpers.tolerances import OP_FP64, assert_close
 
 GROUPS = {

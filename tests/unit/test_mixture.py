@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dovetail.arch.registry import spec_from_config
-from dovetail.kernels.reference import permute, permute_tokens, round_rows, unpermute
+from dovetail.kernels.reference_experts import permute, permute_tokens, round_rows, unpermute
 from dovetail.kernels.registry import KernelSet
 from dovetail.nn.layers import WgradQueue
 from dovetail.nn.moe import Experts

@@ -12,7 +12,7 @@ from dovetail.arch.registry import spec_from_config
 from dovetail.arch.spec import ArchSpec
 from dovetail.batch.routing import Balance, Routes, RoutingTrace
 from dovetail.engine.expert_routing import BalanceSettings, Routing
-from dovetail.kernels.reference import inverse_of, permute_tokens
+from dovetail.kernels.reference_experts import inverse_of, permute_tokens
 from dovetail.kernels.registry import KernelSet
 from dovetail.nn.moe import MoE, Router
 from dovetail.parallel.mesh import Axis, Mesh

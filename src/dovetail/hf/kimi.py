@@ -109,7 +109,9 @@ def _bicubic(table: Tensor, dim: int, size: int) -> Tensor:
     """Return the matrix [size, length] of a scaling: gradients of products are deterministic."""
     length = table.shape[dim]
     identity = torch.eye(length, dtype=table.dtype, device=table.device)
-    return F.interpolate(identity[None, None], size=(size, length), mode="bicubic")[0, 0]
+    image = identity[None, None]
+    matrix = F.interpolate(image, size=(size, length), mode="bicubic")
+    return matrix[0, 0]
 
 
 class PatchEmbed(nn.Module):
@@ -153,15 +155,18 @@ class Block(nn.Module):
         q = _rope(q, cos, sin)
         k = _rope(k, cos, sin)
         by_head = [y.transpose(0, 1)[None] for y in (q, k, v)]  # [1, H, n, C]
-        images = zip(*(y.split(counts, dim=2) for y in by_head), strict=True)
+        by_image = [y.split(counts, dim=2) for y in by_head]
+        images = zip(*by_image, strict=True)
         attended = [F.scaled_dot_product_attention(*image) for image in images]
-        mixed = torch.cat(attended, dim=2)[0].transpose(0, 1)
+        heads = torch.cat(attended, dim=2)
+        mixed = heads[0].transpose(0, 1)
         x = x + self.wo(mixed.flatten(1))
         return x + self.mlp(self.norm1(x))
 
 
 def _rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    pairs = x.to(cos.dtype).unflatten(-1, (-1, 2))
+    x_wide = x.to(cos.dtype)
+    pairs = x_wide.unflatten(-1, (-1, 2))
     a, b = pairs.unbind(-1)
     first = a * cos - b * sin
     second = a * sin + b * cos
@@ -194,11 +199,13 @@ class Encoder(nn.Module):
     def angles(self, height: int, width: int, like: Tensor) -> Tensor:
         """Return angles [height * width, C / 2], of column and row in turn."""
         arange = partial(torch.arange, dtype=wide(like.dtype), device=like.device)
-        frequencies = self.theta ** -(arange(0, self.channels, 4) / self.channels)
+        exponents = arange(0, self.channels, 4) / self.channels
+        frequencies = self.theta**-exponents
         columns = arange(width).repeat(height)
         rows = arange(height).repeat_interleave(width)
         places = torch.stack((columns, rows), dim=-1)
-        return (frequencies[:, None] * places[:, None]).flatten(1)
+        angles = frequencies[:, None] * places[:, None]
+        return angles.flatten(1)
 
 
 class MoonViT(nn.Module):

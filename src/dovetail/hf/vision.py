@@ -142,7 +142,8 @@ class Vision:
             kinds = kinds_of(tokens, self.config)[None]
             alone, _ = self.model.get_rope_index(tokens[None], mm_token_type_ids=kinds, **grids)
             parts.append(alone[:, 0])
-        return torch.cat(parts, dim=1).to(batch.positions.device)
+        positions = torch.cat(parts, dim=1)
+        return positions.to(batch.positions.device)
 
     def encode(self, micro: MicroBatch, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
         """Return the places [n] of features in the tokens of this rank, and features [n, D].
@@ -154,9 +155,11 @@ class Vision:
         gathered, index, widths = self._gather(inputs, dtype, device)
         places, by_place = places.sort()
         order = micro.shard.order(len(micro.batch))
-        local_places = torch.searchsorted(order, places).clamp(max=len(order) - 1)
+        last = len(order) - 1
+        local_places = torch.searchsorted(order, places).clamp(max=last)
         is_local = order[local_places] == places
-        rows = torch.tensor(index, dtype=torch.int64)[by_place][is_local]
+        rows = torch.tensor(index, dtype=torch.int64)
+        rows = rows[by_place][is_local]
         features = gathered.index_select(0, rows.to(device))
         layers = features.split(widths, dim=1)
         return local_places[is_local].to(device), [*layers]
@@ -226,7 +229,8 @@ def balance_images(patches: Sequence[int], ranks: int) -> list[int]:
     """Return the rank of each image: the largest first, to the least loaded."""
     load = [0] * ranks
     owners = [0] * len(patches)
-    for i in sorted(range(len(patches)), key=lambda i: -patches[i]):
+    largest_first = sorted(range(len(patches)), key=lambda i: -patches[i])
+    for i in largest_first:
         owners[i] = min(range(ranks), key=lambda rank: load[rank])
         load[owners[i]] += patches[i]
     return owners
@@ -274,7 +278,8 @@ def as_images(tokens: Tensor, media: Media, config: "transformers.PreTrainedConf
                 "frames "
                 f"for them; {TOGETHER}"
             )
-    pixels, grids = zip(*(next(frames_left[code]) for code in codes), strict=True)
+    chosen = [next(frames_left[code]) for code in codes]
+    pixels, grids = zip(*chosen, strict=True)
     image = KINDS[0]
     return {image.pixels: torch.cat(pixels), image.grid: torch.tensor(grids)}
 
@@ -286,7 +291,8 @@ def _frames(media: Media, kind: VisionKind) -> list[tuple[Tensor, tuple[int, int
     for frames, height, width in media[kind.grid].tolist():
         grids += [(1, height, width)] * frames
     patches = [height * width for _, height, width in grids]
-    return [*zip(media[kind.pixels].split(patches), grids, strict=True)]
+    pixels = media[kind.pixels].split(patches)
+    return [*zip(pixels, grids, strict=True)]
 
 
 def _sequences(batch: PackedBatch) -> Iterator[tuple[Tensor, Media | None]]:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dovetail.kernels import reference
+from dovetail.kernels import reference, reference_experts
 from dovetail.kernels.reference import Spans
 
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
@@ -71,7 +71,7 @@ def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
         or not len(x)
         or any(n % GROUPED_MULTIPLE for n in weight.shape[1:])
     ):
-        return reference.grouped_mm(x, weight, offsets)
+        return reference_experts.grouped_mm(x, weight, offsets)
     return F.grouped_mm(x, weight, offs=offsets.to(torch.int32))
 
 
@@ -89,7 +89,7 @@ def logits(x: Tensor, weight: Tensor) -> Tensor:
 def router_logits(x: Tensor, weight: Tensor) -> Tensor:
     """Without float32 copies: bfloat16 products are exact in float32."""
     if x.dtype != torch.bfloat16 or weight.dtype != x.dtype or not len(x):
-        return reference.router_logits(x, weight)
+        return reference_experts.router_logits(x, weight)
     return _RouterLogits.apply(x, weight)
 
 

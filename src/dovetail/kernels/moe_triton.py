@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr, tensor
 
-from dovetail.kernels import reference
+from dovetail.kernels import reference_experts
 from dovetail.kernels.norm_triton import DTYPES, EXACT, Tile, dense_rows
 
 PIECE = 1024  # numbers per program
@@ -29,7 +29,7 @@ class RowSize(NamedTuple):
 def top_k(scores: Tensor, k: int) -> Tensor:
     n, experts = scores.shape
     if scores.dtype != torch.float32 or not n or experts > MAX_EXPERTS or k > MAX_COPIES:
-        return reference.top_k(scores, k)
+        return reference_experts.top_k(scores, k)
     indices = torch.empty((n, k), dtype=torch.int64, device=scores.device)
     columns = triton.next_power_of_2(experts)
     rows = max(1, TOP_K_BLOCK // columns)
@@ -43,21 +43,21 @@ def permute(
     x: Tensor, experts: Tensor, count: int, total: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     if not _supported(x, experts.shape[1]):
-        return reference.permute(x, experts, count, total)
+        return reference_experts.permute(x, experts, count, total)
     rows, ends = sort_rows(experts, count)
     return permute_tokens(x, rows, experts.shape[1], total), rows, ends
 
 
 def permute_tokens(x: Tensor, rows: Tensor, copies: int, total: int | None = None) -> Tensor:
     if not _supported(x, copies):
-        return reference.permute_tokens(x, rows, copies, total)
+        return reference_experts.permute_tokens(x, rows, copies, total)
     return _MoveRows.apply(x, rows, copies, len(rows) if total is None else total, False)
 
 
 def unpermute(x: Tensor, rows: Tensor, weights: Tensor | None) -> Tensor:
     copies = (rows if weights is None else weights).shape[1]
     if not _supported(x, copies):
-        return reference.unpermute(x, rows, weights)
+        return reference_experts.unpermute(x, rows, weights)
     if weights is None:
         return _MoveRows.apply(x, rows, copies, len(x), True)
     return _UnpermuteWeighted.apply(x, rows, weights)
@@ -68,7 +68,7 @@ def _supported(x: Tensor, copies: int) -> bool:
 
 
 def sort_rows(experts: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """`rows` int32 [T K] and `ends` int64 [count] of `reference.permute`, by a stable counting sort."""
+    """`rows` int32 [T K] and `ends` int64 [count] of `reference_experts.permute`, by a stable counting sort."""
     flat = experts.flatten()
     blocks = triton.cdiv(len(flat), SORT_BLOCK)
     counts = torch.zeros((count, blocks), dtype=torch.int32, device=flat.device)

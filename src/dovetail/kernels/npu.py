@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dovetail.kernels import reference
+from dovetail.kernels import reference, reference_experts
 from dovetail.kernels.reference import Spans
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -112,20 +112,20 @@ class NpuKernels:
 
     def grouped_mm(self, x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
         if not _supported(x) or max(weight.shape[1:]) >= GROUPED_LIMIT:
-            return reference.grouped_mm(x, weight, offsets)
+            return reference_experts.grouped_mm(x, weight, offsets)
         return _GroupedProduct.apply(x, weight, offsets.to(torch.int64), self.ops)
 
     def permute(
         self, x: Tensor, experts: Tensor, count: int, total: int | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         if not _supported(x) or total is not None:
-            return reference.permute(x, experts, count, total)
+            return reference_experts.permute(x, experts, count, total)
         copies, rows = self.ops.npu_moe_token_permute(x, experts)
         return copies, rows, reference.count_rows(experts.flatten(), count).cumsum(0)
 
     def unpermute(self, x: Tensor, rows: Tensor, weights: Tensor | None) -> Tensor:
         if not _supported(x) or weights is None or len(x) < len(rows):
-            return reference.unpermute(x, rows, weights)
+            return reference_experts.unpermute(x, rows, weights)
         return self.ops.npu_moe_token_unpermute(x, rows.to(torch.int32), probs=weights.to(x.dtype))
 
 

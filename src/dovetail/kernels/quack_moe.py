@@ -11,7 +11,7 @@ from torch import Tensor
 from triton.language import constexpr, tensor
 
 from dovetail.kernels import moe_triton, quack
-from dovetail.kernels.reference import round_rows
+from dovetail.kernels.reference_experts import round_rows
 
 BLOCK = 1024  # copies per program
 AddGrad = Callable[..., None]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dovetail.kernels import cuda, cudnn, divergence, fa4, quack, reference
+from dovetail.kernels import cuda, cudnn, divergence, fa4, quack, reference, reference_experts
 from dovetail.kernels.npu import NpuKernels
 
 TRITON: Mapping[str, tuple[str, ...]] = {
@@ -50,12 +50,12 @@ class KernelSet:
     linear_input_grad: Callable[..., Tensor] = reference.linear_input_grad
     swiglu: Callable[..., Tensor] = reference.swiglu
     sum_deterministic: Callable[..., Tensor] = reference.sum_deterministic
-    grouped_mm: Callable[..., Tensor] = reference.grouped_mm
-    top_k: Callable[..., Tensor] = reference.top_k
-    router_logits: Callable[..., Tensor] = reference.router_logits
-    permute: Callable[..., tuple[Tensor, Tensor, Tensor]] = reference.permute
-    permute_tokens: Callable[..., Tensor] = reference.permute_tokens
-    unpermute: Callable[..., Tensor] = reference.unpermute
+    grouped_mm: Callable[..., Tensor] = reference_experts.grouped_mm
+    top_k: Callable[..., Tensor] = reference_experts.top_k
+    router_logits: Callable[..., Tensor] = reference_experts.router_logits
+    permute: Callable[..., tuple[Tensor, Tensor, Tensor]] = reference_experts.permute
+    permute_tokens: Callable[..., Tensor] = reference_experts.permute_tokens
+    unpermute: Callable[..., Tensor] = reference_experts.unpermute
     logits: Callable[..., Tensor] = reference.logits
     vocab_stats: Callable[..., Tensor] = reference.vocab_stats
     vocab_grad_: Callable[..., Tensor] = reference.vocab_grad_

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from dovetail.arch.spec import ArchSpec, MoeSpec
 from dovetail.batch.routing import Routes
-from dovetail.kernels.reference import round_rows
+from dovetail.kernels.reference_experts import round_rows
 from dovetail.kernels.registry import KernelSet
 from dovetail.nn.layers import GradAccumulator, ReplicatedLinear
 from dovetail.nn.mlp import GatedMLP

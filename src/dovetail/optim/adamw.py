@@ -36,9 +36,10 @@ class UpdateRule:
         """Give zeros to parameters without state, as after so many steps."""
         for group in self.param_groups:
             for parameter in group["params"]:
-                if not self.state.get(parameter):
-                    zeros = [torch.zeros_like(parameter) for _ in self.state_names]
-                    self._set_state(parameter, steps, zeros)
+                if self.state.get(parameter):
+                    continue
+                zeros = [torch.zeros_like(parameter) for _ in self.state_names]
+                self._set_state(parameter, steps, zeros)
 
     def resume(self, steps: int) -> None:
         """Continue as after so many steps; the caller fills the rest."""
@@ -64,12 +65,14 @@ class UpdateRule:
 
     def resident(self) -> Iterator[Tensor]:
         for state in self.state.values():
-            yield from (state[name] for name in self.state_names if name in state)
+            for name in self.state_names:
+                if name in state:
+                    yield state[name]
 
     def _set_state(self, parameter: nn.Parameter, steps: int, tensors: Sequence[Tensor]) -> None:
         count = torch.full((), steps, dtype=torch.float32, device=parameter.device)
-        self.state[parameter] = {"step": count}
-        self.state[parameter].update(zip(self.state_names, tensors, strict=True))
+        named = zip(self.state_names, tensors, strict=True)
+        self.state[parameter] = {"step": count, **dict(named)}
 
 
 class SkippableAdamW(torch.optim.AdamW, UpdateRule):
@@ -87,8 +90,8 @@ class Bucket:
 
     @property
     def num_bytes(self) -> int:
-        size = sum(aligned(parameter.nbytes) for parameter in self.params)
-        return len(MOMENTS) * size
+        sizes = [aligned(parameter.nbytes) for parameter in self.params]
+        return len(MOMENTS) * sum(sizes)
 
     def views(self, data: Tensor) -> list[list[Tensor]]:
         """Return the views of each moment in `data`, uint8 [num_bytes]."""
@@ -114,56 +117,68 @@ class CPUOffloadAdamW(SkippableAdamW):
             self.buckets += _buckets(group)
         self.buckets.sort(key=lambda bucket: -bucket.num_bytes)  # largest first
         self.hosts: list[Tensor] = []
-        self.device = self.buckets[0].params[0].device
+        largest = self.buckets[0]
+        self.device = largest.params[0].device
         # a link carries both directions at once
         self._to_device = PinnedPool(self.device)
         self._to_host = PinnedPool(self.device)
 
     def reserve(self) -> None:
-        if not self.hosts:
-            sizes = [bucket.num_bytes for bucket in self.buckets]
-            arena = PinnedArena(pinned=self.device.type != "cpu")
-            arena.reserve(sum(sizes))
-            self.hosts = [arena.allocate(torch.uint8, (size,)) for size in sizes]
+        if self.hosts:
+            return
+        sizes = [bucket.num_bytes for bucket in self.buckets]
+        arena = PinnedArena(pinned=self.device.type != "cpu")
+        arena.reserve(sum(sizes))
+        for size in sizes:
+            host = arena.allocate(torch.uint8, (size,))
+            self.hosts.append(host)
 
     def begin(self, steps: int = 0) -> None:
         params = [parameter for bucket in self.buckets for parameter in bucket.params]
         if all(self.state.get(parameter) for parameter in params):
             return
         self.reserve()
-        for bucket, host in zip(self.buckets, self.hosts, strict=True):
-            views = bucket.views(host.zero_())
-            for parameter, *moments in zip(bucket.params, *views, strict=True):
+        pairs = zip(self.buckets, self.hosts, strict=True)
+        for bucket, host in pairs:
+            averages, squares = bucket.views(host.zero_())
+            for i, parameter in enumerate(bucket.params):
+                moments = (averages[i], squares[i])
                 self._set_state(parameter, steps, moments)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """Update one bucket while the next is copied. The host does not wait."""
         self.begin()
-        buffers = [torch.empty_like(host, device=self.device) for host in self.hosts[:2]]
-        moments = [buffers[i % 2][: len(host)] for i, host in enumerate(self.hosts)]
-        prefetched = self._to_device.copy(moments[0], self.hosts[0])
+        hosts = self.hosts
+        buffers = [torch.empty_like(host, device=self.device) for host in hosts[:2]]
+        moments = []
+        for i, host in enumerate(hosts):
+            buffer = buffers[i % 2]
+            moments.append(buffer[: len(host)])
+        prefetched = self._to_device.copy(moments[0], hosts[0])
         written = None
         for i, bucket in enumerate(self.buckets):
             current = prefetched
-            if i + 1 < len(self.buckets):
+            following = i + 1
+            if following < len(self.buckets):
                 self._to_host.wait(written)
-                prefetched = self._to_device.copy(moments[i + 1], self.hosts[i + 1])
+                prefetched = self._to_device.copy(moments[following], hosts[following])
             self._to_device.wait(current)
             self._update(bucket, moments[i])
-            written = self._to_host.copy(self.hosts[i], moments[i])
+            written = self._to_host.copy(hosts[i], moments[i])
         self._to_host.wait(written)
 
     def _update(self, bucket: Bucket, data: Tensor) -> None:
         group = bucket.group
         averages, squares = bucket.views(data)
-        grads = [parameter.grad for parameter in bucket.params if parameter.grad is not None]
-        steps = [self.state[parameter]["step"] for parameter in bucket.params]
+        params = bucket.params
+        grads = [parameter.grad for parameter in params if parameter.grad is not None]
+        steps = [self.state[parameter]["step"] for parameter in params]
         assert len(grads) == len(steps), "a parameter without a gradient"
         options = {key: group[key] for key in OPTIONS}
         options["beta1"], options["beta2"] = group["betas"]
         options["found_inf"] = self.found_inf
-        adamw([*bucket.params], grads, averages, squares, [], steps, **options)
+        adamw([*params], grads, averages, squares, [], steps, **options)
 
 
 def _buckets(group: Mapping[str, Any]) -> Iterator[Bucket]:

@@ -52,9 +52,12 @@ def muon_names(
     shards: all but norms and biases. Collective.
     """
     has_experts = isinstance(model, StagedModel) and model.moe is not None
-    names = {shard.name for shard in shards if shard.local.dim() == 2}
-    if has_experts:
-        names |= {shard.name for shard in shards if shard.name.endswith(STACKED)}
+    names = set()
+    for shard in shards:
+        is_matrix = shard.local.dim() == 2
+        is_stacked = has_experts and shard.name.endswith(STACKED)
+        if is_matrix or is_stacked:
+            names.add(shard.name)
     if not patterns:
         return {name for name in names if IN_A_BLOCK.search(name)}
     chosen = match(model, mesh, patterns, "optim.options.matrices")
@@ -148,18 +151,23 @@ class Muon(UpdateRule):
             if shard.local in params:
                 held += matrix_shards(shard)
         self.shards = {(each.matrix, each.slices): each for each in held}
-        wide = any(each.parameter.dtype == torch.float64 for each in held)
-        by_rank = of_all([wide, [each[:4] for each in held]], mesh)
+        is_wide = any(each.parameter.dtype == torch.float64 for each in held)
+        described = [each[:4] for each in held]
+        by_rank = of_all([is_wide, described], mesh)
         # torch.optim.Muon iterates in bfloat16 for float64, too; tests in float64 need more digits
-        self.dtype = torch.float64 if any(wide for wide, _ in by_rank) else torch.bfloat16
+        self.dtype = torch.bfloat16
+        if any(is_wide for is_wide, _ in by_rank):
+            self.dtype = torch.float64
         assignments = assign_owners([held for _, held in by_rank])
         self.rounds = split_rounds(assignments, self.world)
 
     def begin(self, steps: int = 0) -> None:
         for group in self.groups:
             for parameter in group["params"]:
-                if not self.state.get(parameter):
-                    self.state[parameter] = {MOMENTUM: torch.zeros_like(parameter)}
+                if self.state.get(parameter):
+                    continue
+                zeros = torch.zeros_like(parameter)
+                self.state[parameter] = {MOMENTUM: zeros}
         self.adamw.begin(steps)
 
     @torch.no_grad()
@@ -184,8 +192,10 @@ class Muon(UpdateRule):
             torch._foreach_lerp_(buffers, grads, 1 - momentum)
             if self.options.nesterov:
                 torch._foreach_lerp_(grads, buffers, momentum)  # they are freed after
-            torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
-            rates |= dict.fromkeys(params, group["lr"])
+            lr = group["lr"]
+            decay = lr * group["weight_decay"]
+            torch._foreach_mul_(params, 1 - decay)
+            rates |= dict.fromkeys(params, lr)
         self._update(rates)
 
     def _update(self, rates: Mapping[nn.Parameter, float]) -> None:
@@ -210,19 +220,24 @@ class Muon(UpdateRule):
         """Send the gradients of each matrix to its owner, without copies."""
         moves = []
         for job in jobs:
-            moves += [Move(h.rank, job.owner, job.matrix, h.slices) for h in job.owned]
+            matrix = job.matrix
+            moves += [Move(h.rank, job.owner, matrix, h.slices) for h in job.owned]
         return self._exchange(moves, self._direction)
 
     def _direction(self, move: Move) -> Tensor:
         shard = self.shards[move.matrix, move.slices]
         parameter = shard.parameter
-        x = parameter.grad if self.options.nesterov else self.state[parameter][MOMENTUM]
-        assert x is not None
+        if self.options.nesterov:
+            x = parameter.grad
+            assert x is not None
+        else:
+            x = self.state[parameter][MOMENTUM]
         return x[shard.local_index]
 
     def _orthogonalize(self, jobs: Sequence[Assignment], gathered: Tensor) -> dict[str, Tensor]:
         """Return the updates [out, in] of this rank's matrices. Equal shapes are one batch."""
-        own = [job for job in jobs if job.owner == self.world.rank]
+        rank = self.world.rank
+        own = [job for job in jobs if job.owner == rank]
         parts = _split(own, gathered)
         batches: dict[torch.Size, list[tuple[Assignment, Tensor]]] = defaultdict(list)
         for job in own:
@@ -234,7 +249,8 @@ class Muon(UpdateRule):
         for batch in batches.values():
             x = torch.stack([matrix for _, matrix in batch])
             x = newton_schulz(x, options.ns_coefficients, options.ns_steps, options.eps)
-            for (job, _), update in zip(batch, x.unbind(), strict=True):
+            for i, (job, _) in enumerate(batch):
+                update = x[i]
                 updates[job.matrix] = update.mT if job.is_tall else update
         return updates
 
@@ -242,10 +258,12 @@ class Muon(UpdateRule):
         """Send the updates of each matrix to all its holders."""
         moves = []
         for job in jobs:
-            moves += [Move(job.owner, h.rank, job.matrix, h.slices) for h in job.holders]
+            matrix = job.matrix
+            moves += [Move(job.owner, h.rank, matrix, h.slices) for h in job.holders]
 
         def part(move: Move) -> Tensor:
-            return updates[move.matrix][as_index(move.slices)]
+            update = updates[move.matrix]
+            return update[as_index(move.slices)]
 
         return self._exchange(moves, part)
 
@@ -256,16 +274,19 @@ class Muon(UpdateRule):
         receive_sizes = [0] * self.world.size
         outgoing = []
         for move in moves:
+            size = num_elements(move.slices)
             if move.sender == rank:
-                send_sizes[move.receiver] += num_elements(move.slices)
+                send_sizes[move.receiver] += size
                 outgoing.append(move)
             if move.receiver == rank:
-                receive_sizes[move.sender] += num_elements(move.slices)
+                receive_sizes[move.sender] += size
         outgoing.sort(key=lambda move: move.receiver)
         tensors = [source(move) for move in outgoing]
-        flat = torch.empty(sum(send_sizes), dtype=self.dtype, device=self.device)
+        total = sum(send_sizes)
+        flat = torch.empty(total, dtype=self.dtype, device=self.device)
         chunks = flat.split([x.numel() for x in tensors])
-        views = [chunk.view(x.shape) for chunk, x in zip(chunks, tensors, strict=True)]
+        pairs = zip(chunks, tensors, strict=True)
+        views = [chunk.view(x.shape) for chunk, x in pairs]
         if tensors:
             torch._foreach_copy_(views, tensors)
         if self.world.size == 1:
@@ -286,9 +307,11 @@ class Muon(UpdateRule):
                     continue
                 shard = self.shards[job.matrix, holder.slices]
                 target = shard.parameter[shard.local_index]
-                update = updates[start : start + target.numel()]
-                start += target.numel()
-                rate = self.options.rate(rates[shard.parameter], job.shape)
+                end = start + target.numel()
+                update = updates[start:end]
+                start = end
+                lr = rates[shard.parameter]
+                rate = self.options.rate(lr, job.shape)
                 targets[rate].append(target)
                 values[rate].append(update.view(target.shape))
         for rate in targets:
@@ -299,7 +322,8 @@ def _split(jobs: Sequence[Assignment], gathered: Tensor) -> dict[str, list[tuple
     """Return matrix -> its rectangles, which `gathered` has in the order of their ranks."""
     moved = [(holder, job.matrix) for job in jobs for holder in job.owned]
     moved.sort(key=lambda pair: pair[0].rank)
-    chunks = gathered.split([num_elements(holder.slices) for holder, _ in moved])
+    sizes = [num_elements(holder.slices) for holder, _ in moved]
+    chunks = gathered.split(sizes)
     parts: dict[str, list[tuple[Slices, Tensor]]] = defaultdict(list)
     for (holder, matrix), chunk in zip(moved, chunks, strict=True):
         parts[matrix].append((holder.slices, chunk))

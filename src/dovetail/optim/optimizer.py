@@ -46,12 +46,14 @@ class Shard(LocalShard):
 
     @cached_property
     def owned(self) -> list[tuple[slice, ...]]:
-        return [as_index(r.local_slice) for r in self.regions if r.owned]
+        regions = [region for region in self.regions if region.owned]
+        return [as_index(region.local_slice) for region in regions]
 
     @cached_property
     def copied(self) -> list[tuple[int, tuple[slice, ...]]]:
         """The number of copies and the rows, for KV rows that several ranks hold."""
-        return [(r.copies, as_index(r.local_slice)) for r in self.regions if r.copies > 1]
+        regions = [region for region in self.regions if region.copies > 1]
+        return [(region.copies, as_index(region.local_slice)) for region in regions]
 
 
 def shards_of(model: nn.Module, mesh: Mesh) -> list[Shard]:
@@ -132,16 +134,20 @@ def global_norm(
     for shard in shards:
         grad = shard.local.grad
         assert grad is not None
-        grads += [grad[rows] for rows in shard.owned if grad[rows].numel()]
+        owned = [grad[rows] for rows in shard.owned]
+        grads += [x for x in owned if x.numel()]
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
     if grads:
-        norms = torch._foreach_norm(grads, dtype=wide(grads[0].dtype))
-        total += torch.stack(norms).square().sum()
-    candidates = [x.detach() for x in nonfinite_candidates if x.is_floating_point() and x.numel()]
+        dtype = wide(grads[0].dtype)
+        norms = torch.stack(torch._foreach_norm(grads, dtype=dtype))
+        total += norms.square().sum()
+    floating = [x for x in nonfinite_candidates if x.is_floating_point()]
+    candidates = [x.detach() for x in floating if x.numel()]
     if candidates:
         largest = torch.stack(torch._foreach_norm(candidates, math.inf))
         total += (largest * 0.0).sum()  # 0 or NaN; the host does not wait
-    return sum_over(total, mesh["world"]).sqrt()
+    total = sum_over(total, mesh["world"])
+    return total.sqrt()
 
 
 def scale_(shards: Iterable[Shard], factor: Tensor) -> None:
@@ -209,10 +215,12 @@ class OptimSettings:
                 return 1.0
         elif decay is not None:
             last = min(last, start + decay - 1)
-        progress = min(1.0, (step - start) / max(1, last - start))
+        decay_length = max(1, last - start)
+        progress = min(1.0, (step - start) / decay_length)
         shape = 1 - progress
         if self.schedule == "cosine":
-            shape = 0.5 * (1 + math.cos(math.pi * progress))
+            wave = math.cos(math.pi * progress)
+            shape = 0.5 * (1 + wave)
         return floor + (1 - floor) * shape
 
 
@@ -268,11 +276,14 @@ class Optimizer:
         finite = norm.isfinite() & (count > 0)
         clip = torch.ones_like(norm)
         if settings.clip_norm is not None:
-            clip = (settings.clip_norm / (norm + 1e-6)).clamp(max=1.0)
-        scale_(self.shards, torch.where(finite, clip / divisor, 1.0))
+            ratio = settings.clip_norm / (norm + 1e-6)
+            clip = ratio.clamp(max=1.0)
+        scale = torch.where(finite, clip / divisor, 1.0)
+        scale_(self.shards, scale)
         factor = settings.factor_at(self.steps)
         for group in self.rule.param_groups:
-            group.update(rates(self.groups, group["number"], group["decayed"]))
+            peaks = rates(self.groups, group["number"], group["decayed"])
+            group.update(peaks)
             group["lr"] *= factor
         self.rule.found_inf = (~finite).to(torch.float32)
         fresh = not self.rule.state
@@ -294,7 +305,8 @@ class Optimizer:
         for shard in self.shards:
             yield shard.local
             grad = shard.local.grad
-            if grad is not None and not all(region.owned for region in shard.regions):
+            is_counted = all(region.owned for region in shard.regions)
+            if grad is not None and not is_counted:
                 yield grad
 
     def _faults(self) -> Iterator[str]:
@@ -314,7 +326,8 @@ class Optimizer:
         self.rule.begin(self.steps)
         states: dict[str, dict[str, Tensor]] = {kind: {} for kind in self.rule.state_names}
         for shard in self.shards:
-            for kind, x in self.rule.stored(shard.local).items():
+            stored = self.rule.stored(shard.local)
+            for kind, x in stored.items():
                 states[kind][shard.name] = x
         return states
 
@@ -325,7 +338,11 @@ class Optimizer:
         stored = {}
         for shard in self.shards:
             name = shard.name
-            stored[shard.local] = {kind: x[name] for kind, x in states.items() if name in x}
+            found = {}
+            for kind, by_name in states.items():
+                if name in by_name:
+                    found[kind] = by_name[name]
+            stored[shard.local] = found
         self.rule.restored(stored, others)
 
     def resume(self, steps: int) -> None:

@@ -42,12 +42,14 @@ class QuantizedAdamW(Elementwise):
         slices = []
         for shard in shards:
             _check_copies(shard, block_size)
-            slices += [(each.checkpoint_name, each.checkpoint_slice) for each in shard.regions]
+            regions = shard.regions
+            slices += [(each.checkpoint_name, each.checkpoint_slice) for each in regions]
         names = repr(slices).encode()
         self._digest = hashlib.blake2b(names, digest_size=8).hexdigest()
         self._params = [shard.local for shard in shards]
         make = partial(adamw8bit(), block_size=block_size, **options)
-        layout = Layout(dict.fromkeys(MOMENTS, torch.float32), {STEP: torch.zeros(())})
+        dtypes = dict.fromkeys(MOMENTS, torch.float32)
+        layout = Layout(dtypes, {STEP: torch.zeros(())})
         super().__init__(groups, make, ("lr", "weight_decay"), layout)
 
     def step(self, closure: Any = None) -> Any:
@@ -67,7 +69,8 @@ class QuantizedAdamW(Elementwise):
     def stored(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         values = {}
         for name, x in super().stored(parameter).items():
-            values[name] = _dequantized(x).to("cpu", parameter.dtype, copy=True)
+            value = _dequantized(x)
+            values[name] = value.to("cpu", parameter.dtype, copy=True)
         return values
 
     def resident(self) -> Iterator[Tensor]:
@@ -77,7 +80,8 @@ class QuantizedAdamW(Elementwise):
                 yield x
             else:
                 names, _ = x.__tensor_flatten__()
-                yield from (getattr(x, name) for name in names)
+                for name in names:
+                    yield getattr(x, name)
 
     def others(self) -> dict[str, Tensor]:
         """Return the scales, under a name for exactly these shards."""
@@ -101,12 +105,15 @@ class QuantizedAdamW(Elementwise):
             start = 0
             for parameter, state in self._quantized(name):
                 scale = state.scale
-                scale.copy_(scales[start : start + scale.numel()])
-                start += scale.numel()
-                values = stored[parameter][name].to(scale.device, torch.float32)
+                end = start + scale.numel()
+                scale.copy_(scales[start:end])
+                start = end
+                values = stored[parameter][name]
+                values = values.to(scale.device, torch.float32)
                 divisor = scale[:, None].clamp(min=TINY)
                 scaled = values.view(len(scale), -1) / divisor
-                between = (state.qmap[1:] + state.qmap[:-1]) / 2
+                steps = state.qmap
+                between = (steps[1:] + steps[:-1]) / 2
                 codes = torch.bucketize(scaled, between)
                 state.codes.copy_(codes.view(state.codes.shape))
 
@@ -116,15 +123,17 @@ class QuantizedAdamW(Elementwise):
     def _quantized(self, name: str) -> Iterator[tuple[nn.Parameter, Any]]:
         """Yield parameters and quantized moments: those of 4096 elements or more in whole blocks."""
         for parameter in self._params:
-            x = self.state.get(parameter, {}).get(name)
+            state = self.state.get(parameter, {})
+            x = state.get(name)
             if x is not None and type(x) is not Tensor:
                 yield parameter, x
 
 
 def _check_copies(shard: LocalShard, block_size: int) -> None:
     """Raise ConfigError where a block has rows that other ranks hold too, and other rows."""
+    local = shard.local
     copied = any(region.copies > 1 for region in shard.regions)
-    if copied and shard.local.dim() > 1 and shard.local[0].numel() % block_size:
+    if copied and local.dim() > 1 and local[0].numel() % block_size:
         raise ConfigError(
             f"optim.name=adamw8bit: {shard.name} has key-value heads that several ranks hold, in "
             "rows "

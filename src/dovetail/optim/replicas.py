@@ -20,7 +20,9 @@ BITS = (torch.uint8, torch.int16, torch.int32, torch.int64)
 
 def check_replicas(model: nn.Module, mesh: Mesh, optimizer: Optimizer | None) -> None:
     """Raise MachineError on every rank, with names and ranks, where copies differ. Collective."""
-    slices = {_digest(name): (name, tensor) for name, tensor in slices_of(model, optimizer, mesh)}
+    slices = {}
+    for name, tensor in slices_of(model, optimizer, mesh):
+        slices[_digest(name)] = (name, tensor)
     counts: Counter[int] = Counter()
     for digests in of_all([*slices], mesh):
         counts.update(digests)
@@ -28,15 +30,22 @@ def check_replicas(model: nn.Module, mesh: Mesh, optimizer: Optimizer | None) ->
     hashes = []
     for digest in copied:
         _, tensor = slices[digest]
-        hashes.append(hash_bits(tensor.to(mesh.device)))
-    numbers = torch.stack(hashes).tolist() if hashes else []
+        tensor = tensor.to(mesh.device)
+        hashes.append(hash_bits(tensor))
+    numbers = []
+    if hashes:
+        numbers = torch.stack(hashes).tolist()
     pairs = [*zip(copied, numbers, strict=True)]
     values: dict[int, dict[int, int]] = defaultdict(dict)
     for rank, theirs in enumerate(of_all(pairs, mesh)):
         for digest, value in theirs:
             values[digest][rank] = value
-    differ = [digest for digest in copied if len({*values[digest].values()}) > 1]
-    lines = [f"{slices[digest][0]}: {_difference(values[digest])}" for digest in differ]
+    lines = []
+    for digest in copied:
+        found = values[digest]
+        if len({*found.values()}) > 1:
+            name, _ = slices[digest]
+            lines.append(f"{name}: {_difference(found)}")
     problems: dict[str, None] = {}
     for theirs in of_all(lines, mesh):
         problems |= dict.fromkeys(theirs)
@@ -55,8 +64,10 @@ def _digest(name: str) -> int:
 
 def hash_bits(x: Tensor) -> Tensor:
     """Return a hash, int64 [], which any one bit changes."""
-    dtype = next(dtype for dtype in BITS if dtype.itemsize == x.element_size())
-    flat = x.detach().contiguous().view(-1)
+    size = x.element_size()
+    dtype = next(dtype for dtype in BITS if dtype.itemsize == size)
+    flat = x.detach().contiguous()
+    flat = flat.view(-1)
     bits = flat.view(dtype)
     if hasattr(torch, "hash_tensor"):  # not in torch 2.11
         return torch.hash_tensor(bits).view(torch.int64)
@@ -70,12 +81,14 @@ def slices_of(
     states = {}
     if optimizer is not None:
         for shard in optimizer.shards:
-            states[shard.name] = optimizer.rule.stored(shard.local)
+            stored_state = optimizer.rule.stored(shard.local)
+            states[shard.name] = stored_state
     params = local_params(model, mesh)
     for param in params:
         tensors: dict[str, Tensor] = {"": param.local}
-        for kind, x in sorted(states.get(param.name, {}).items()):
-            tensors[f" ({kind})"] = x
+        state = states.get(param.name, {})
+        for kind in sorted(state):
+            tensors[f" ({kind})"] = state[kind]
         for region in param.regions:
             index = as_index(region.local_slice)
             rows = "x".join(f"{start}:{stop}" for start, stop in region.checkpoint_slice)
@@ -88,13 +101,18 @@ def slices_of(
             yield f"buffer {stored(name)}", buffer
 
 
+def _listed(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks))
+
+
 def _difference(values: Mapping[int, int]) -> str:
     groups: dict[int, list[int]] = defaultdict(list)
     for rank, value in values.items():
         groups[value].append(rank)
-    *fewer, most = sorted(groups.values(), key=len)
-    names = [", ".join(map(str, sorted(ranks))) for ranks in fewer]
-    others = ", ".join(map(str, most))
+    by_size = sorted(groups.values(), key=len)
+    *fewer, most = by_size
+    names = [_listed(sorted(ranks)) for ranks in fewer]
+    others = _listed(most)
     if len(most) > len(fewer[-1]):
         return f"rank {' and rank '.join(names)} differs from rank {others}"
     all_names = " and rank ".join([*names, others])

@@ -26,15 +26,19 @@ class Message(NamedTuple):
 
 
 def needed(action: Action, stages: int) -> Message | None:
+    """Returns what an action waits for; None at the end of the pipeline where it begins."""
     gradient = action.kind != "forward"
-    nothing = action.kind == "weight" or action.stage == (stages - 1 if gradient else 0)
-    return None if nothing else Message(gradient, action.stage, action.micro)
+    first = stages - 1 if gradient else 0
+    if action.kind == "weight" or action.stage == first:
+        return None
+    return Message(gradient, action.stage, action.micro)
 
 
 def produced(action: Action, stages: int) -> Message | None:
+    """Returns what an action sends; None at the end of the pipeline where it ends."""
     gradient = action.kind != "forward"
-    nothing = action.kind == "weight" or action.stage == (0 if gradient else stages - 1)
-    if nothing:
+    last = 0 if gradient else stages - 1
+    if action.kind == "weight" or action.stage == last:
         return None
     to = action.stage - 1 if gradient else action.stage + 1
     return Message(gradient, to, action.micro)
@@ -42,13 +46,21 @@ def produced(action: Action, stages: int) -> Message | None:
 
 @lru_cache(maxsize=16)
 def receives(plan: Plan, rank: int) -> tuple[tuple[Message, ...], ...]:
-    order = [[(start, r) for start in starts] for r, starts in enumerate(simulate(plan).start)]
+    """Returns the receives that a rank posts before each of its actions."""
+    stages = num_stages(plan)
+    ranks = len(plan)
+    times = simulate(plan).start
+    own_starts = [(start, rank) for start in times[rank]]
     posts: list[list[Message]] = [[] for _ in plan[rank]]
-    for gradient, sender in ((False, (rank - 1) % len(plan)), (True, (rank + 1) % len(plan))):
-        for at, action in zip(order[sender], plan[sender], strict=True):
-            message = produced(action, num_stages(plan))
+    previous = (rank - 1) % ranks
+    following = (rank + 1) % ranks
+    for gradient, sender in ((False, previous), (True, following)):
+        sent = zip(times[sender], plan[sender], strict=True)
+        for start, action in sent:
+            message = produced(action, stages)
             if message and message.gradient == gradient:
-                posts[bisect(order[rank], at)].append(message)
+                place = bisect(own_starts, (start, sender))
+                posts[place].append(message)
     return tuple(map(tuple, posts))
 
 
@@ -57,17 +69,19 @@ def connect(mesh: Mesh) -> None:
     rank = mesh["pp"].rank
     size = mesh["pp"].size
     channels = mesh.channels
-    hops = [
-        (rank, [(channels.to_next, dist.isend), (channels.from_next, dist.irecv)]),
-        (
-            (rank - 1) % size,
-            [(channels.from_previous, dist.irecv), (channels.to_previous, dist.isend)],
-        ),
-    ]
-    for _, transfers in sorted(hops, key=lambda hop: (hop[0] % 2, hop[0])):
-        for channel, transfer in transfers:
+    to_next = (channels.to_next, dist.isend)
+    from_next = (channels.from_next, dist.irecv)
+    from_previous = (channels.from_previous, dist.irecv)
+    to_previous = (channels.to_previous, dist.isend)
+    hops = {rank: (to_next, from_next)}
+    before = (rank - 1) % size
+    known = hops.get(before, ())
+    hops[before] = (*known, from_previous, to_previous)
+    for hop in sorted(hops, key=lambda hop: (hop % 2, hop)):
+        for channel, transfer in hops[hop]:
             if channel is not None:
-                _start(transfer, torch.zeros(1, device=mesh.device), channel).wait()
+                number = torch.zeros(1, device=mesh.device)
+                _start(transfer, number, channel).wait()
 
 
 def run(plan: Plan, stages: Any, mesh: Mesh) -> None:
@@ -75,10 +89,13 @@ def run(plan: Plan, stages: Any, mesh: Mesh) -> None:
 
     stages: a runner of `engine.stage`. At the pipeline's ends None goes in and comes out.
     """
-    actions = plan[mesh["pp"].rank]
+    rank = mesh["pp"].rank
+    actions = plan[rank]
     count = num_stages(plan)
-    backwards = [i for i, action in enumerate(actions) if action.kind in ("backward", "input")]
-    last = max(backwards, default=None)
+    last = None  # the last backward pass
+    for i, action in enumerate(actions):
+        if action.kind in ("backward", "input"):
+            last = i
     mail = Mailbox(plan, stages, mesh)
     failure = Caught(Exception if is_alone(mesh) else ())
     for i, action in enumerate(actions):
@@ -109,7 +126,6 @@ def is_alone(mesh: Mesh) -> bool:
 class Mailbox:
     def __init__(self, plan: Plan, stages: Any, mesh: Mesh) -> None:
         axis = mesh["pp"]
-        count = num_stages(plan)
         self.stages = stages
         self.channels = mesh.channels
         self.next = (axis.rank + 1) % axis.size
@@ -117,17 +133,27 @@ class Mailbox:
         self.posts = receives(plan, axis.rank)
         self.arrived: dict[Message, tuple[dist.Work, Tensor]] = {}
         self.leaving: list[tuple[Message, dist.Work, Tensor]] = []  # alive until they are sent
-        around = [step for n in {self.previous, self.next} for step in enumerate(plan[n])]
-        self.sent_at = {message: i for i, action in around if (message := produced(action, count))}
-        self.needed_at = {message: i for i, action in around if (message := needed(action, count))}
+        # when the neighbors send and need each message, as numbers of their actions
+        self.sent_at: dict[Message, int] = {}
+        self.needed_at: dict[Message, int] = {}
+        count = num_stages(plan)
+        for neighbor in {self.previous, self.next}:
+            for i, action in enumerate(plan[neighbor]):
+                sent = produced(action, count)
+                awaited = needed(action, count)
+                if sent is not None:
+                    self.sent_at[sent] = i
+                if awaited is not None:
+                    self.needed_at[awaited] = i
 
     def post(self, i: int) -> None:
-        tensors = [
-            self.stages.buffer(message.micro) for message in self.posts[i]
-        ]  # before any transfer
-        for message, tensor in zip(self.posts[i], tensors, strict=True):
-            channel = self.channels.from_next if message.gradient else self.channels.from_previous
-            self.arrived[message] = _start(dist.irecv, tensor, channel), tensor
+        messages = self.posts[i]
+        tensors = [self.stages.buffer(message.micro) for message in messages]  # before transfers
+        channels = self.channels
+        for message, tensor in zip(messages, tensors, strict=True):
+            channel = channels.from_next if message.gradient else channels.from_previous
+            handle = _start(dist.irecv, tensor, channel)
+            self.arrived[message] = (handle, tensor)
 
     def wait(self, message: Message | None) -> Tensor | None:
         if message is None:
@@ -143,27 +169,38 @@ class Mailbox:
             return
         tensor = tensor.detach().contiguous()
         expected = self.stages.buffer(message.micro)
-        assert (tensor.shape, tensor.dtype) == (expected.shape, expected.dtype), (
-            f"{message}: not as its buffer"
-        )
-        self.leaving = [leaving for leaving in self.leaving if not leaving[1].is_completed()]
-        channel = self.channels.to_previous if message.gradient else self.channels.to_next
-        self.leaving.append((message, _start(dist.isend, tensor, channel), tensor))
+        assert tensor.shape == expected.shape, f"{message}: not of its buffer's shape"
+        assert tensor.dtype == expected.dtype, f"{message}: not of its buffer's dtype"
+        pending = []
+        for leaving in self.leaving:
+            _, handle, _ = leaving
+            if not handle.is_completed():
+                pending.append(leaving)
+        self.leaving = pending
+        channels = self.channels
+        channel = channels.to_previous if message.gradient else channels.to_next
+        handle = _start(dist.isend, tensor, channel)
+        self.leaving.append((message, handle, tensor))
 
     def close(self) -> None:
         for _, handle, _ in self.leaving:
             handle.wait()
 
     def _release(self, received: Message) -> None:
-        """Sends that `received` proves complete: gloo's handles complete in `wait` only, a GPU's host runs ahead."""
+        """Waits for sends that `received` proves complete.
+
+        gloo's handles complete in `wait` only, and a GPU's host runs ahead.
+        """
         sender = self._sender(received.gradient)
         now = self.sent_at[received]
         pending = []
-        for message, handle, tensor in self.leaving:
-            if self._sender(not message.gradient) == sender and self.needed_at[message] <= now:
+        for leaving in self.leaving:
+            message, handle, _ = leaving
+            receiver = self._sender(not message.gradient)
+            if receiver == sender and self.needed_at[message] <= now:
                 handle.wait()
             else:
-                pending.append((message, handle, tensor))
+                pending.append(leaving)
         self.leaving = pending
 
     def _sender(self, gradient: bool) -> int:

@@ -32,8 +32,10 @@ class Costs:
 
     def of(self, kind: Kind, stage: int) -> float:
         if kind == "backward":
-            return self.of("input", stage) + self.of("weight", stage)
-        times = {"forward": self.forward, "input": self.input, "weight": self.weight}[kind]
+            for_input = self.of("input", stage)
+            return for_input + self.of("weight", stage)
+        by_kind = {"forward": self.forward, "input": self.input, "weight": self.weight}
+        times = by_kind[kind]
         return times[stage] if isinstance(times, tuple) else times
 
 
@@ -46,7 +48,8 @@ LIVES: Mapping[Kind, int] = MappingProxyType(
 
 
 def num_stages(plan: Plan) -> int:
-    return 1 + max(action.stage for actions in plan for action in actions)
+    last = max(action.stage for actions in plan for action in actions)
+    return last + 1
 
 
 def make_plan(schedule: str, ranks: int, virtual: int, micros: int, costs: Costs = UNIT) -> Plan:
@@ -62,17 +65,15 @@ def _alternate(
     schedule: str, rank: int, ranks: int, virtual: int, micros: int
 ) -> tuple[Action, ...]:
     """Warmup forwards, then backward and forward in turn, then other backwards; micro-batches in groups of `ranks`."""
-    groups = [range(first, first + ranks) for first in range(0, micros, ranks)]
     stages = range(rank, ranks * virtual, ranks)
-    forwards = [
-        Action("forward", stage, micro) for group in groups for stage in stages for micro in group
-    ]
-    backwards = [
-        Action("backward", stage, micro)
-        for group in groups
-        for stage in reversed(stages)
-        for micro in group
-    ]
+    forwards: list[Action] = []
+    backwards: list[Action] = []
+    for first in range(0, micros, ranks):
+        group = range(first, first + ranks)
+        for stage in stages:
+            forwards += [Action("forward", stage, micro) for micro in group]
+        for stage in reversed(stages):
+            backwards += [Action("backward", stage, micro) for micro in group]
     ahead = ranks - 1 - rank  # the later ranks
     if virtual > 1:  # and the rounds before the last stage, twice the ranks: messages take time
         ahead = 2 * ahead + (virtual - 1) * ranks
@@ -82,7 +83,8 @@ def _alternate(
     for forward, backward in zip(forwards[ahead:], backwards, strict=False):
         order += [forward, backward]
     if schedule != "forward":
-        order += backwards[max(len(forwards) - ahead, 0) :]
+        paired = max(len(forwards) - ahead, 0)
+        order += backwards[paired:]
     return tuple(action for action in order if action.micro < micros)
 
 
@@ -95,13 +97,12 @@ def _zero_bubble(ranks: int, micros: int, costs: Costs) -> Plan:
         forwards = ended["forward"][rank]
         inputs = ended["input"][rank]
         weights = ended["weight"][rank]
-        if inputs < forwards and (rank == ranks - 1 or inputs < ended["input"][rank + 1]):
+        has_gradient = rank == ranks - 1 or inputs < ended["input"][rank + 1]
+        if inputs < forwards and has_gradient:
             return "input"
-        if (
-            forwards < micros
-            and forwards - weights < ranks
-            and (rank == 0 or forwards < ended["forward"][rank - 1])
-        ):
+        has_input = rank == 0 or forwards < ended["forward"][rank - 1]
+        has_memory = forwards - weights < ranks
+        if forwards < micros and has_memory and has_input:
             return "forward"
         return "weight" if weights < inputs else None
 
@@ -110,10 +111,14 @@ def _zero_bubble(ranks: int, micros: int, costs: Costs) -> Plan:
     running = list[tuple[float, int, Kind]]()
     while True:
         for rank in sorted(free):
-            if kind := most_urgent(rank):
-                plan[rank].append(Action(kind, rank, ended[kind][rank]))
-                heapq.heappush(running, (now + costs.of(kind, rank), rank, kind))
-                free.remove(rank)
+            kind = most_urgent(rank)
+            if kind is None:
+                continue
+            micro = ended[kind][rank]
+            plan[rank].append(Action(kind, rank, micro))
+            end = now + costs.of(kind, rank)
+            heapq.heappush(running, (end, rank, kind))
+            free.remove(rank)
         if not running:
             break
         now = running[0][0]
@@ -123,7 +128,9 @@ def _zero_bubble(ranks: int, micros: int, costs: Costs) -> Plan:
             ended[kind][rank] += 1
     split = tuple(map(tuple, plan))
     alternate = make_plan("1f1b", ranks, 1, micros)
-    return split if simulate(split, costs).total < simulate(alternate, costs).total else alternate
+    split_time = simulate(split, costs).total
+    alternate_time = simulate(alternate, costs).total
+    return split if split_time < alternate_time else alternate
 
 
 class PlanError(AssertionError):
@@ -140,7 +147,8 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        return 1.0 - sum(self.busy) / (len(self.busy) * self.total)
+        offered = len(self.busy) * self.total
+        return 1.0 - sum(self.busy) / offered
 
 
 def simulate(plan: Plan, costs: Costs = UNIT) -> Timeline:
@@ -155,13 +163,14 @@ def simulate(plan: Plan, costs: Costs = UNIT) -> Timeline:
     while ready:
         rank = ready.pop()
         now = finish[rank][-1] if finish[rank] else 0.0
-        for index in range(len(finish[rank]), len(plan[rank])):
-            kind, stage, micro = plan[rank][index]
+        begun = len(finish[rank])
+        for kind, stage, micro in plan[rank][begun:]:
             need = _need(kind, stage, micro, stages)
             if need and need not in ended:
                 waiting[need] = rank
                 break
-            now = max(now, ended[need]) if need else now
+            if need:
+                now = max(now, ended[need])
             start[rank].append(now)
             now += times[kind][stage]
             finish[rank].append(now)
@@ -170,19 +179,20 @@ def simulate(plan: Plan, costs: Costs = UNIT) -> Timeline:
                 ended[done] = now
                 if done in waiting:
                     ready.append(waiting.pop(done))
-    left = [actions[len(ends) :] for actions, ends in zip(plan, finish, strict=True)]
-    if any(left):
-        stuck = "; ".join(
-            f"rank {rank} at {actions[0]}" for rank, actions in enumerate(left) if actions
-        )
-        raise PlanError(f"the plan deadlocks: {stuck}")
-    busy = tuple(sum(times[kind][stage] for kind, stage, _ in actions) for actions in plan)
+    stuck = []
+    for rank, actions in enumerate(plan):
+        done_actions = len(finish[rank])
+        if done_actions < len(actions):
+            stuck.append(f"rank {rank} at {actions[done_actions]}")
+    if stuck:
+        raise PlanError(f"the plan deadlocks: {'; '.join(stuck)}")
+    busy = [sum(times[action.kind][action.stage] for action in actions) for actions in plan]
     total = max(ends[-1] for ends in finish)
     return Timeline(
         tuple(map(tuple, start)),
         tuple(map(tuple, finish)),
         total,
-        busy,
+        tuple(busy),
         tuple(map(_most_live, plan)),
     )
 
@@ -192,9 +202,13 @@ def _need(kind: Kind, stage: int, micro: int, stages: int) -> Need | None:
         return ("forward", stage - 1, micro) if stage else None
     if kind == "weight":
         return ("input", stage, micro)
-    return ("input", stage + 1, micro) if stage + 1 < stages else ("forward", stage, micro)
+    if stage + 1 < stages:
+        return ("input", stage + 1, micro)
+    return ("forward", stage, micro)
 
 
 def _most_live(actions: tuple[Action, ...]) -> int:
     changes = [LIVES[action.kind] for action in actions]
-    return max(accumulate(changes)) if -1 in changes else 0
+    if -1 not in changes:
+        return 0
+    return max(accumulate(changes))
