@@ -49,9 +49,10 @@ def run(args: argparse.Namespace, progress: Progress) -> None:
         out = None if args.out is None else stack.enter_context(RowFile(args.out, made.mesh))
         samples = list[Sample]()
         errors = 0
-        for completions in made.portions(progress):
-            texts = [made.decode(c.ids) for c in completions]
-            some, _, failed = with_rewards(made.rows, completions, texts, rewards, str(args.data))
+        for turns in made.portions(progress):
+            asked = [made.rows[turn.id.row] for turn in turns]
+            texts = [made.decode(turn.ids) for turn in turns]
+            some, _, failed = with_rewards(asked, turns, texts, rewards, str(args.data))
             samples += some
             errors += failed["reward_errors"]
             if out is not None:
