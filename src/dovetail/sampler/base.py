@@ -91,7 +91,7 @@ def requests_of(prompts: Iterable[TokenPrompt], params: SamplingParams) -> list[
 
 
 class SampleBuffer:
-    """Sampled ids by slot; those of other replicas are zeros. moe: of traced experts."""
+    """The turns of a call by slot; those of other replicas are zeros. moe: of traced experts."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class SampleBuffer:
             )
 
     def local_prompts(self, width: int = 1 << 20) -> dict[int, int]:
-        """Index -> length."""
+        """Returns the lengths of this replica's prompts, by their place."""
         costs = [
             len(prompt.ids) + self.params.samples * self.params.max_new_tokens
             for prompt in self.prompts
@@ -135,7 +135,7 @@ class SampleBuffer:
         outputs: NDArray[np.float64],
         _: object,
     ) -> None:
-        """Append `taken` [n] of ids and log-probs [steps, 2, n] to those drawn [n], on the host."""
+        """Appends `taken` [n] of ids and log-probs [steps, 2, n] to those drawn [n], on the host."""
         step, row = np.nonzero(np.arange(len(outputs))[:, None] < taken)
         self.ids.numpy()[slots[row], drawn[row] + step] = outputs[step, 0, row]
         self.log_probs.numpy()[slots[row], drawn[row] + step] = outputs[step, 1, row]
@@ -156,11 +156,8 @@ class SampleBuffer:
             prompt = self.prompts[index]
             drawn = tuple(ids[slot][:count])
             trace = None
-            if experts is not None and self.moe is not None:
-                length = len(prompt.ids) + count
-                valid = torch.arange(length) < length - 1  # the last token was not routed
-                routed = experts[slot, :length].to(torch.int32) * valid[:, None, None]
-                trace = RoutingTrace(self.moe.numbers, routed, valid)
+            if experts is not None:
+                trace = self._trace(experts[slot], len(prompt.ids) + count)
             turns.append(
                 Turn(
                     RolloutId(self.params.step, prompt.row, sample),
@@ -171,6 +168,12 @@ class SampleBuffer:
                 )
             )
         return turns
+
+    def _trace(self, experts: Tensor, length: int) -> RoutingTrace:
+        assert self.moe is not None
+        valid = torch.arange(length) < length - 1  # the last token was not routed
+        routed = experts[:length].to(torch.int32) * valid[:, None, None]
+        return RoutingTrace(self.moe.numbers, routed, valid)
 
 
 def check_weights(problems: list[str]) -> None:
@@ -190,7 +193,10 @@ def check_request(
     *,
     filled: bool,
 ) -> None:
-    """rope_limit: a rope_type, and the length at which it changes earlier keys."""
+    """Raises for what the model cannot be asked.
+
+    rope_limit: a rope_type, and the length at which it changes earlier keys.
+    """
     if not filled:
         raise CheckpointError(
             "the sampler holds no weights; call refill(engine.weights()) before sample()"

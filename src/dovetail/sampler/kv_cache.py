@@ -91,26 +91,25 @@ class PageBudget:
         return -(-length // self.page_size)
 
     def pages_for_sample(self, length: int) -> int:
-        """The last token gets no entry."""
-        return max(
-            self.pages_for_prompt(length), -(-(length + self.new_tokens - 1) // self.page_size)
-        )
+        """Returns the pages of a prompt and its completion, whose last token gets no entry."""
+        entries = length + max(0, self.new_tokens - 1)
+        return -(-entries // self.page_size)
 
     def pages_beyond_prompt(self, length: int, *, last: bool) -> int:
-        """The last sample takes over the prompt's partly filled page; others copy it."""
-        return self.pages_for_sample(length) - (
-            self.pages_for_prompt(length) if last else length // self.page_size
-        )
+        """Returns the pages that a sample needs for itself.
+
+        The last sample takes over the prompt's partly filled page; others copy it.
+        """
+        shared = self.pages_for_prompt(length) if last else length // self.page_size
+        return self.pages_for_sample(length) - shared
 
     def pages_for_first(self, length: int) -> int:
-        return self.pages_for_prompt(length) + self.pages_beyond_prompt(
-            length, last=self.samples == 1
-        )
+        beyond = self.pages_beyond_prompt(length, last=self.samples == 1)
+        return self.pages_for_prompt(length) + beyond
 
     def pages_for_all(self, length: int) -> int:
-        return self.pages_for_sample(length) + (self.samples - 1) * self.pages_beyond_prompt(
-            length, last=False
-        )
+        beyond = self.pages_beyond_prompt(length, last=False)
+        return self.pages_for_sample(length) + (self.samples - 1) * beyond
 
 
 @dataclass(frozen=True)

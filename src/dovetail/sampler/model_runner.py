@@ -1,4 +1,7 @@
-"""Prefill and decode of the running batch. Decode steps use fixed memory and may be captured as CUDA graphs."""
+"""Prefill and decode of the running batch.
+
+Decode steps use fixed memory, and may be captured as CUDA graphs.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -33,21 +36,24 @@ MAX_PROMPTS = 64  # of graphs: tokens, and prompts with the padding
 
 
 def pad_to_bucket(n: int, *, fine: bool = False) -> int:
-    """Rows of the graph for n; a capture costs ten to twenty steps. fine: multiples of NEXT_BUCKET, for graphs that are kept."""
+    """Returns the rows of the graph for n rows; a capture costs ten to twenty steps.
+
+    fine: multiples of NEXT_BUCKET, for graphs that are kept.
+    """
     if n <= SMALLEST_BUCKET:
         return SMALLEST_BUCKET
-    return (
-        -(-n // NEXT_BUCKET) * NEXT_BUCKET if fine else max(NEXT_BUCKET, 1 << (n - 1).bit_length())
-    )
+    if fine:
+        return -(-n // NEXT_BUCKET) * NEXT_BUCKET
+    return max(NEXT_BUCKET, 1 << (n - 1).bit_length())
 
 
 class ModelRunner:
-    """Runs the model's steps.
+    """Runs the model for the rows of a batch.
 
-    With `capture`, rows are padded to buckets, and each bucket's step is captured. decode_steps:
-    steps between host syncs.
-    joining: requests join what runs. Buckets are finer then, and with `capture_prefill` short prefills are captured too:
-    their many small kernels take longer to launch than to run. It wants attention that reads lengths on the device.
+    capture: rows are padded to buckets, and each bucket's step is captured. decode_steps: steps
+    between host syncs. joining: requests join what runs. Buckets are finer then, and with
+    `capture_prefill` short prefills are captured too: their many small kernels take longer to
+    launch than to run. It wants attention that reads lengths on the device.
     """
 
     def __init__(
@@ -85,7 +91,7 @@ class ModelRunner:
         self._prefills: dict[int, tuple[Tensor, Tensor, Step]] = {}  # inputs, cu_seqlens, step
 
     def set_params(self, params: SamplingParams) -> None:
-        """Graphs stay valid if only noise or stop ids differ."""
+        """Takes sampling parameters. Graphs stay valid if only noise or stop ids differ."""
         params = replace(params, samples=1, max_new_tokens=1, seed=0, step=0, stop_ids=())
         if params == self.params:
             return
@@ -93,78 +99,78 @@ class ModelRunner:
         self._steps = {}
         self.experts = None
         self.banned = banned_of(params, self.mesh.device)
-        self.banned_mask = (
-            None if not params.banned_ids else mask_of(self.banned, self.spec.vocab_size)
-        )
+        self.banned_mask = None
+        if params.banned_ids:
+            self.banned_mask = mask_of(self.banned, self.spec.vocab_size)
         moe = self.spec.moe if params.trace else None
         if moe is not None:
             shape = (self.decode_steps, self.rows, len(moe.numbers), moe.top_k)
             self.experts = torch.zeros(shape, dtype=torch.int32, device=self.mesh.device)
 
     def drop_graphs(self) -> None:
-        """Graphs and runner refer to each other; without this their memory stays."""
+        """Frees graphs: they and the runner refer to each other, so their memory would stay."""
         self._steps = {}
         self._prefills = {}
 
     def prefill(
         self, prompts: Sequence[tuple[Sequence[int], list[int]]]
     ) -> tuple[Tensor, Tensor | None]:
-        """Prompts (ids, pages) into the cache: last hidden states [n, D], and all tokens' experts [T, M, K]."""
+        """Writes prompts (ids, pages) into the cache.
+
+        Returns their last hidden states [n, D], and all tokens' experts [T, M, K].
+        """
         page_size = self.cache.page_size
         lengths = [len(ids) for ids, _ in prompts]
         bucket = self._prefill_bucket(lengths)
         tokens = sum(lengths)
         missing = bucket - tokens if bucket else -tokens % self.mesh.token_multiple
         packed = (*lengths, missing) if missing else tuple(lengths)
-        inputs = np.zeros(
-            (4, sum(packed)), np.int64
-        )  # tokens, positions, pages, offsets; padding goes to page 0
+        # tokens, positions, pages, offsets; padding goes to page 0
+        inputs = np.zeros((4, sum(packed)), np.int64)
         start = 0
         for ids, pages in prompts:
+            end = start + len(ids)
             positions = np.arange(len(ids))
-            entries = np.array(pages)[positions // page_size], positions % page_size
-            inputs[:, start : start + len(ids)] = ids, positions, *entries
-            start += len(ids)
+            inputs[0, start:end] = ids
+            inputs[1, start:end] = positions
+            inputs[2, start:end] = np.array(pages)[positions // page_size]
+            inputs[3, start:end] = positions % page_size
+            start = end
         ends = cumulative(packed)
         routes = Routes()
         if bucket:
             hidden = self._captured_prefill(bucket, torch.from_numpy(inputs), ends)
         else:
             device = self.mesh.device
-            hidden = self._prefill(
-                torch.from_numpy(inputs).to(device), Spans(ends.to(device), packed), routes
-            )
+            spans = Spans(ends.to(device), packed)
+            hidden = self._prefill(torch.from_numpy(inputs).to(device), spans, routes)
         last = ends[1 : len(lengths) + 1].to(hidden.device).long() - 1
-        return hidden[last], None if self.experts is None else self._experts(routes)
+        experts = None if self.experts is None else self._experts(routes)
+        return hidden[last], experts
 
     def _prefill_bucket(self, lengths: Sequence[int]) -> int:
-        """Tokens of a captured prefill; 0: none."""
+        """Returns the tokens of a captured prefill; 0: none is captured."""
         total = sum(lengths)
+        wanted = self.capture is not None and self.capture_prefill and self.joining
         fits = total <= LARGEST_PREFILL and len(lengths) < MAX_PROMPTS
-        if (
-            self.capture is None
-            or not (self.capture_prefill and self.joining and fits)
-            or self.experts is not None
-        ):
+        if not (wanted and fits) or self.experts is not None:
             return 0
         step = PREFILL_STEP if total <= 2 * PREFILL_STEP else 2 * PREFILL_STEP
         return -(-total // step) * step
 
     def _captured_prefill(self, bucket: int, inputs: Tensor, ends: Tensor) -> Tensor:
-        """Hidden states [bucket, D], until the next one. ends: as `cu_seqlens`."""
+        """Returns hidden states [bucket, D], until the next call. ends: as `cu_seqlens`."""
         if bucket not in self._prefills:
             assert self.capture is not None
             own = torch.zeros(4, bucket, dtype=torch.int64, device=self.mesh.device)
             cu_seqlens = torch.zeros(MAX_PROMPTS + 1, dtype=torch.int32, device=self.mesh.device)
             spans = Spans(cu_seqlens, (bucket, 0))  # the longest, and no form for equal lengths
-            self._prefills[bucket] = (
-                own,
-                cu_seqlens,
-                self.capture(partial(self._prefill, own, spans, Routes())),
-            )
+            step = self.capture(partial(self._prefill, own, spans, Routes()))
+            self._prefills[bucket] = (own, cu_seqlens, step)
         own, cu_seqlens, step = self._prefills[bucket]
         own.copy_(inputs)
-        cu_seqlens.copy_(F.pad(ends, (0, len(cu_seqlens) - len(ends)), value=bucket))
+        missing = len(cu_seqlens) - len(ends)
+        cu_seqlens.copy_(F.pad(ends, (0, missing), value=bucket))
         hidden: Tensor = step()
         return hidden
 
@@ -172,32 +178,41 @@ class ModelRunner:
         tokens, at, pages, offsets = inputs
         cos = self.cos[at]
         sin = self.sin[at]
-        return self._hidden(
-            tokens,
-            PrefillContext(cos, sin, self.kernels, self.cache, pages, offsets, routes, spans),
-        )
+        entries = (self.cache, pages, offsets)
+        context = PrefillContext(cos, sin, self.kernels, *entries, routes, spans)
+        return self._hidden(tokens, context)
 
     def sample_first(
         self, hidden: Tensor, owners: Sequence[int], noise: Numbers
     ) -> NDArray[np.float64]:
-        """Row i continues the hidden state of `owners[i]`: ids, log-probs [1, 2, rows]. noise [2, rows]: streams, positions."""
-        z = self.logits(hidden)[torch.tensor(owners, device=hidden.device)]
+        """Returns ids and log-probs [1, 2, rows]; row i continues the hidden state of `owners[i]`.
+
+        noise: streams and positions [2, rows].
+        """
+        of_rows = torch.tensor(owners, device=hidden.device)
+        z = self.logits(hidden)[of_rows]
         streams, positions = torch.from_numpy(noise).to(hidden.device)
-        outputs: NDArray[np.float64] = self._draw(z, streams, positions)[None].cpu().numpy()
+        drawn = self._draw(z, streams, positions)
+        outputs: NDArray[np.float64] = drawn[None].cpu().numpy()
         return outputs
 
     def set_rows(self, state: Numbers, page_table: Numbers) -> None:
-        """state [4, rows]: next token, length in the cache, tokens drawn, noise stream. page_table [rows, table_width]."""
+        """Sets the running rows.
+
+        state [4, rows]: next token, length in the cache, tokens drawn, noise stream.
+        page_table: [rows, table_width].
+        """
         n = state.shape[1]
         padded = self._padded(n)
         both = np.zeros((len(STATE), padded), np.int64)
-        both[:-1, :n], both[-1, :n] = state, 1
+        both[:-1, :n] = state
+        both[-1, :n] = 1
         self.state[:, :padded] = torch.from_numpy(both)
         self.page_table[:n] = torch.from_numpy(page_table)
         self.page_table[n:padded] = 0
 
     def decode(self, n: int, steps: int) -> NDArray[np.float64]:
-        """Ids and log-probs [steps, 2, n]."""
+        """Returns ids and log-probs [steps, 2, n]."""
         self.step_index.zero_()
         step = self._step(self._padded(n))
         for _ in range(steps):
@@ -206,14 +221,16 @@ class ModelRunner:
         return outputs
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[n, V] on every tp rank, without the vocabulary's padding."""
+        """Returns [n, V] on every tp rank, without the vocabulary's padding."""
         tp = self.mesh["tp"]
         head = self.model.lm_head
         z = head.logits(hidden)
         if tp.size == 1:
             return z
-        shard = F.pad(z, (0, head.weight.shape[0] - head.columns)).T
-        return all_gather(shard, tp)[: self.spec.vocab_size].T.contiguous()
+        missing = head.weight.shape[0] - head.columns
+        shard = F.pad(z, (0, missing)).T
+        whole = all_gather(shard, tp)[: self.spec.vocab_size]
+        return whole.T.contiguous()
 
     def _padded(self, n: int) -> int:
         return n if self.capture is None else pad_to_bucket(n, fine=self.joining)
@@ -222,7 +239,7 @@ class ModelRunner:
         return all_gather(self.model.model(tokens, context), self.mesh["tp"])
 
     def _experts(self, routes: Routes) -> Tensor:
-        """[T, M, K]."""
+        """Returns all tokens' experts [T, M, K]."""
         assert self.spec.moe is not None
         experts = torch.stack([routes.chosen[layer] for layer in self.spec.moe.numbers], dim=1)
         return stack_over(experts, self.mesh["tp"]).flatten(0, 1)
@@ -244,17 +261,19 @@ class ModelRunner:
         page_table = self.page_table[:n]
         pages = page_table.gather(1, (lengths // page_size)[:, None])[:, 0]
         missing = -n % self.mesh.token_multiple
-        positions, tokens = (F.pad(x, (0, missing)) if missing else x for x in (lengths, tokens))
+        positions = lengths
+        if missing:
+            positions = F.pad(lengths, (0, missing))
+            tokens = F.pad(tokens, (0, missing))
         cos = self.cos[positions]
         sin = self.sin[positions]
         entries = (pages, lengths % page_size, Routes(), page_table, lengths + 1)
         context = DecodeContext(cos, sin, self.kernels, self.cache, *entries)
         hidden = self._hidden(tokens, context)[:n]
         if self.experts is not None:
-            experts = self._experts(context.routes)[:n]
-            self.experts[:, :n].index_copy_(
-                0, self.step_index, experts[None].to(self.experts.dtype)
-            )
+            experts = self._experts(context.routes)[None, :n]
+            rows = self.experts[:, :n]
+            rows.index_copy_(0, self.step_index, experts.to(rows.dtype))
         return self.logits(hidden)
 
     def _decode_step(self, forward: Step, n: int) -> None:
@@ -268,12 +287,12 @@ class ModelRunner:
         self.step_index.add_(1)
 
     def _draw(self, z: Tensor, streams: Tensor, positions: Tensor) -> Tensor:
-        """Ids and log-probs [2, n], tp rank 0's on every rank: devices may round apart."""
+        """Returns ids and log-probs [2, n], tp rank 0's on every rank: devices may round apart."""
         assert self.params is not None
-        if self.kernels.draw is not None and not self.params.cuts and z.dtype != torch.float64:
-            drawn = self.kernels.draw(
-                z, streams, positions, self.params.temperature, self.banned_mask
-            )
+        fits_kernel = not self.params.cuts and z.dtype != torch.float64
+        if self.kernels.draw is not None and fits_kernel:
+            temperature = self.params.temperature
+            drawn = self.kernels.draw(z, streams, positions, temperature, self.banned_mask)
         else:
             uniforms = bits_at(streams, positions).to(torch.float64) * 2.0**-53
             ids, log_probs = draw(z, uniforms, self.params, self.banned)
@@ -290,7 +309,7 @@ class GraphPool:
         self._graphs: WeakSet[Any] = WeakSet()
 
     def acquire(self, graph: object) -> Any:
-        """The pool to capture `graph` into."""
+        """Returns the pool to capture `graph` into."""
         if not self._graphs:
             self._handle = self._new_handle()
         self._graphs.add(graph)
@@ -298,7 +317,10 @@ class GraphPool:
 
 
 class CapturedStep:
-    """Run once (which compiles kernels), then captured and replayed; results hold until a function of the pool runs again."""
+    """A function that is run once, which compiles kernels, then captured, and replayed from then on.
+
+    Results hold until a function of the pool runs again.
+    """
 
     def __init__(self, fn: Step, pool: GraphPool) -> None:
         self._fn = fn
@@ -313,16 +335,15 @@ class CapturedStep:
         if self._captured is None:
             graph = torch.cuda.CUDAGraph()
             # thread_local: a checkpoint's writer may use the device meanwhile
-            with torch.cuda.graph(
-                graph, pool=self._pool.acquire(self), capture_error_mode="thread_local"
-            ):
+            pool = self._pool.acquire(self)
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 result = self._fn()
-            self._captured = graph, result
+            self._captured = (graph, result)
         graph, result = self._captured
         graph.replay()
         return result
 
 
 def cuda_capture() -> Capture:
-    """All graphs share one pool: they never run at once."""
+    """Returns a capture whose graphs share one pool: they never run at once."""
     return partial(CapturedStep, pool=GraphPool(torch.cuda.graph_pool_handle))

@@ -1,6 +1,6 @@
-"""Sampling from logits: temperature, top-k and top-p (equally likely tokens stay or go together), inverse CDF in float64.
+"""Sampling from logits: temperature, top-k, top-p, min-p, and the inverse CDF in float64.
 
-Noise hashes (seed, step, row, sample, position), each by a round of SplitMix64.
+Equally likely tokens stay or go together. Noise hashes (seed, step, row, sample, position), each by a round of SplitMix64.
 """
 
 import numpy as np
@@ -22,38 +22,51 @@ BELOW_ONE = 1 - 2.0**-53
 def uniforms(
     seed: int, step: int, rows: NDArray[np.int64], samples: NDArray[np.int64], position: int
 ) -> NDArray[np.float64]:
-    """Noise [n] in [0, 1) for `rows` [n] and `samples` [n]."""
+    """Returns noise [n] in [0, 1) for `rows` [n] and `samples` [n]."""
     keys = streams(seed, step, rows, samples)
-    return bits_at(keys, np.full_like(keys, signed(position))).astype(np.float64) * 2.0**-53
+    positions = np.full_like(keys, signed(position))
+    bits = bits_at(keys, positions)
+    return bits.astype(np.float64) * 2.0**-53
 
 
 def streams(
     seed: int, step: int, rows: NDArray[np.int64], samples: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """All keys but the position."""
+    """Returns the hash [n] of all keys but the position."""
     state = np.zeros(rows.shape, np.int64)
-    for key in (signed(seed), signed(step), rows.astype(np.int64), samples.astype(np.int64)):
+    keys = (
+        signed(seed),
+        signed(step),
+        rows.astype(np.int64),
+        samples.astype(np.int64),
+    )
+    for key in keys:
         state = mixed((state ^ key) + signed(STEP))
     return state
 
 
 def bits_at(streams: Words, positions: Words) -> Words:
-    """The noise times 2^53."""
+    """Returns the noise times 2^53."""
     return shifted(mixed((streams ^ positions) + signed(STEP)), 11)
 
 
 def draw(
     z: Tensor, uniforms: Tensor, params: SamplingParams, banned: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Ids [n] of logits z [n, V] by noise [n], and log-probs before cuts and bans. With `banned`, top_p=1 never synchronizes."""
+    """Returns ids [n] of logits z [n, V] by noise [n], and log-probs before cuts and bans.
+
+    With `banned`, top_p=1 never synchronizes.
+    """
     if banned is None:
         banned = banned_of(params, z.device)
-    rows = max(1, (CPU_ELEMENTS if z.device.type == "cpu" else GPU_ELEMENTS) // z.shape[1])
-    drawn = [
-        _draw(*part, params, banned)
-        for part in zip(z.split(rows), uniforms.split(rows), strict=True)
-    ]
-    ids, log_probs = zip(*drawn, strict=True)
+    elements = CPU_ELEMENTS if z.device.type == "cpu" else GPU_ELEMENTS
+    rows = max(1, elements // z.shape[1])
+    ids = []
+    log_probs = []
+    for part, noise in zip(z.split(rows), uniforms.split(rows), strict=True):
+        part_ids, part_log_probs = _draw(part, noise, params, banned)
+        ids.append(part_ids)
+        log_probs.append(part_log_probs)
     return torch.cat(ids), torch.cat(log_probs)
 
 
@@ -62,30 +75,42 @@ def banned_of(params: SamplingParams, device: torch.device) -> Tensor:
 
 
 def mask_of(ids: Tensor, columns: int) -> Tensor:
-    return torch.zeros(columns, dtype=torch.uint8, device=ids.device).index_fill_(0, ids, 1)
+    """Returns uint8 [columns] with ones at `ids`."""
+    mask = torch.zeros(columns, dtype=torch.uint8, device=ids.device)
+    return mask.index_fill_(0, ids, 1)
 
 
 def inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """The first index [n] where the running sum of weights [n, V] exceeds `uniforms` [n] of the total."""
+    """Returns the first index [n] where the running sum of weights [n, V] exceeds a target.
+
+    uniforms: [n], the target's share of the total.
+    """
     blocks = _in_blocks(weights)
     running = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
     target = uniforms * running[:, -1]
     block = (running <= target[:, None]).sum(-1)
     before = F.pad(running, (1, 0)).gather(1, block[:, None])[:, 0]
-    inside = (
-        blocks[torch.arange(len(block), device=block.device), block].to(torch.float64).cumsum(-1)
-    )
+    rows = torch.arange(len(block), device=block.device)
+    inside = blocks[rows, block].to(torch.float64).cumsum(-1)
     # the block's sum and its running sum may round apart
-    rest = torch.minimum(target - before, inside[:, -1] * BELOW_ONE)
-    return block * BLOCK + (inside <= rest[:, None]).sum(-1)
+    last = inside[:, -1] * BELOW_ONE
+    rest = torch.minimum(target - before, last)
+    place = (inside <= rest[:, None]).sum(-1)
+    return block * BLOCK + place
 
 
 def cut(weights: Tensor, top_k: int, top_p: float, min_p: float = 0.0) -> Tensor:
-    """Zeros below `min_p` of the largest, outside the `top_k` likeliest, then outside the fewest that hold `top_p`."""
+    """Returns weights with zeros for tokens that are cut.
+
+    These are below `min_p` of the largest, not among the `top_k` likeliest, then not among the
+    fewest that hold `top_p`.
+    """
     if min_p > 0:
-        weights = _at_least(weights, min_p * weights.amax(-1, keepdim=True))
+        largest = weights.amax(-1, keepdim=True)
+        weights = _at_least(weights, min_p * largest)
     if 0 < top_k < weights.shape[1]:
-        weights = _at_least(weights, weights.topk(top_k, sorted=True).values[:, -1:])
+        likeliest = weights.topk(top_k, sorted=True).values
+        weights = _at_least(weights, likeliest[:, -1:])
     if top_p < 1:
         weights = _at_least(weights, _nucleus_floor(weights, top_p))
     return weights
@@ -94,27 +119,34 @@ def cut(weights: Tensor, top_k: int, top_p: float, min_p: float = 0.0) -> Tensor
 def _draw(
     z: Tensor, uniforms: Tensor, params: SamplingParams, banned: Tensor
 ) -> tuple[Tensor, Tensor]:
-    scaled = z / params.temperature if params.temperature not in (0, 1) else z
-    allowed = scaled.index_fill(-1, banned, -torch.inf) if params.banned_ids else scaled
+    scaled = z
+    if params.temperature not in (0, 1):
+        scaled = z / params.temperature
+    allowed = scaled
+    if params.banned_ids:
+        allowed = scaled.index_fill(-1, banned, -torch.inf)
     peak = allowed.amax(-1, keepdim=True)
     weights = (allowed - peak).exp_()
     if params.temperature == 0:
         ids = allowed.argmax(-1)
     else:
-        ids = inverse_cdf(cut(weights, params.top_k, params.top_p, params.min_p), uniforms)
-    picked = (scaled.gather(1, ids[:, None]) - peak)[:, 0].to(torch.float64)
-    log_total = _in_blocks(weights).sum(-1, dtype=torch.float64).sum(-1).log()
+        kept = cut(weights, params.top_k, params.top_p, params.min_p)
+        ids = inverse_cdf(kept, uniforms)
+    picked = scaled.gather(1, ids[:, None]) - peak
+    sums = _in_blocks(weights).sum(-1, dtype=torch.float64)
+    log_total = sums.sum(-1).log()
     if params.banned_ids:
-        log_total = torch.logaddexp(
-            log_total, (scaled[:, banned] - peak).to(torch.float64).logsumexp(-1)
-        )
-    return ids, picked - log_total
+        left_out = (scaled[:, banned] - peak).to(torch.float64)
+        log_total = torch.logaddexp(log_total, left_out.logsumexp(-1))
+    return ids, picked[:, 0].to(torch.float64) - log_total
 
 
 def _nucleus_floor(weights: Tensor, top_p: float) -> Tensor:
-    """The smallest weight [n, 1] of the nucleus. Synchronizes."""
+    """Returns the smallest weight [n, 1] of the nucleus. Synchronizes."""
     target = top_p * weights.sum(-1, keepdim=True, dtype=torch.float64)
-    for width in (*(n for n in NUCLEUS_GUESSES if n < weights.shape[1]), weights.shape[1]):
+    columns = weights.shape[1]
+    guesses = [width for width in NUCLEUS_GUESSES if width < columns]
+    for width in (*guesses, columns):
         largest = weights.topk(width, sorted=True).values
         running = largest.cumsum(-1, dtype=torch.float64)
         if bool((running[:, -1:] >= target).all()):
@@ -128,6 +160,8 @@ def _at_least(weights: Tensor, floor: Tensor) -> Tensor:
 
 
 def _in_blocks(weights: Tensor) -> Tensor:
-    """[n, V] -> [n, blocks, BLOCK], padded with zeros."""
+    """Returns weights [n, V] as [n, blocks, BLOCK], padded with zeros."""
     missing = -weights.shape[1] % BLOCK
-    return (F.pad(weights, (0, missing)) if missing else weights).unflatten(1, (-1, BLOCK))
+    if missing:
+        weights = F.pad(weights, (0, missing))
+    return weights.unflatten(1, (-1, BLOCK))

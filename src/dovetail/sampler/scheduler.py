@@ -1,4 +1,7 @@
-"""Continuous batching on the host, alike on every tp rank. Admission allocates all pages that a sample may need."""
+"""Continuous batching on the host, alike on every tp rank.
+
+Admission allocates all pages that a sample may need.
+"""
 
 import math
 from collections import deque
@@ -15,13 +18,18 @@ from dovetail.sampler.base import Numbers
 from dovetail.sampler.kv_cache import PageBudget, PagePool
 from dovetail.sampler.model_runner import ModelRunner
 
-ADMIT_BELOW = 0.75  # of the last batch is running: prompts wait until then, so that several are prefilled together
+# Prompts wait until this share of the last batch is running, so that several are prefilled together.
+ADMIT_BELOW = 0.75
 StoreOutputs = Callable[[Numbers, Numbers, Numbers, NDArray[np.float64], NDArray[np.bool_]], None]
 
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """Samples of one prompt. streams, slots: of each, its noise and its place in the output. drawn: tokens of `ids` it drew."""
+    """Samples of one prompt.
+
+    streams, slots: the noise of each, and its place in the output. drawn: how many of `ids` the
+    samples drew before.
+    """
 
     ids: Sequence[int]
     budget: PageBudget
@@ -239,35 +247,38 @@ class GenerationLoop:
             return False
         if prefilled:
             self._prefill(prefilled)
-        self.runner.cache.copy_pages(
-            [request.copy for request in requests if request.copy is not None]
-        )
+        copies = [request.copy for request in requests if request.copy is not None]
+        self.runner.cache.copy_pages(copies)
         groups = list(dict.fromkeys(request.group for request in requests))
         hidden = torch.stack([self._hidden[group] for group in groups])
         places = {group: place for place, group in enumerate(groups)}
         rows = _new_rows(requests, self.runner.table_width)
         owners = [places[request.group] for request in requests]
-        outputs = self.runner.sample_first(hidden, owners, rows[:, [STREAM, NUM_SAMPLED]].T)
-        self.rows = np.concatenate((self.rows, self._accept(rows, outputs)))
-        current = self.scheduler.current
-        self._hidden = {} if current is None else {current.group: self._hidden[current.group]}
+        noise = rows[:, [STREAM, NUM_SAMPLED]].T
+        outputs = self.runner.sample_first(hidden, owners, noise)
+        unfinished = self._accept(rows, outputs)
+        self.rows = np.concatenate((self.rows, unfinished))
+        kept = {}
+        if self.scheduler.current is not None:
+            group = self.scheduler.current.group
+            kept[group] = self._hidden[group]
+        self._hidden = kept
         return True
 
     def _prefill(self, prompts: Sequence[CachedPrompt]) -> None:
-        hidden, experts = self.runner.prefill(
-            [(prompt.group.ids, prompt.pages) for prompt in prompts]
-        )
-        self._hidden |= {prompt.group: state for prompt, state in zip(prompts, hidden, strict=True)}
+        asked = [(prompt.group.ids, prompt.pages) for prompt in prompts]
+        hidden, experts = self.runner.prefill(asked)
+        for prompt, state in zip(prompts, hidden, strict=True):
+            self._hidden[prompt.group] = state
         if experts is None or self.experts is None:
             return
         start = 0
         for group in (prompt.group for prompt in prompts):
             positions = torch.arange(group.length, device=experts.device)[None]
             slots = torch.from_numpy(group.slots).to(experts.device)[:, None]
-            self.experts[slots, positions] = experts[start : start + group.length].to(
-                self.experts.dtype
-            )
-            start += group.length
+            end = start + group.length
+            self.experts[slots, positions] = experts[start:end].to(self.experts.dtype)
+            start = end
 
     def _accept(
         self, rows: Numbers, outputs: NDArray[np.float64], experts: Tensor | None = None
@@ -290,9 +301,11 @@ class GenerationLoop:
         self.tokens = self.tokens + int(taken.sum())
         if experts is not None and self.experts is not None:
             step, row = np.nonzero(np.arange(steps)[:, None] < taken)
-            indices = (slots[row], rows[row, LENGTH] + step, step, row)
-            slot_of, position, *source = (torch.from_numpy(x).to(experts.device) for x in indices)
-            self.experts[slot_of, position] = experts[source[0], source[1]].to(self.experts.dtype)
+            target = (slots[row], rows[row, LENGTH] + step)
+            to, at, steps_of, rows_of = (
+                torch.from_numpy(indices).to(experts.device) for indices in (*target, step, row)
+            )
+            self.experts[to, at] = experts[steps_of, rows_of].to(self.experts.dtype)
         rows[:, TOKEN] = ids[-1]
         rows[:, LENGTH : NUM_SAMPLED + 1] += steps
         self._free(rows[finished])

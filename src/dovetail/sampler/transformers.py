@@ -42,7 +42,10 @@ StaticBatch = list[tuple[int, int]]  # (prompt, sample)
 def plan_static_batches(
     lengths: Mapping[int, int], samples: int, new: int, budget: int
 ) -> list[StaticBatch]:
-    """lengths: by prompt. At most `budget` tokens with padding, or one row."""
+    """Returns batches of at most `budget` tokens with padding, or of one row.
+
+    lengths: those of prompts, by place.
+    """
     batches: list[StaticBatch] = []
     longest = 0
     for prompt in sorted(lengths, key=lambda i: (-lengths[i], i)):
@@ -85,7 +88,9 @@ class TransformersSampler(Sampler):
             left.setdefault(id(whole), (name, whole.numel()))
         problems = []
         for listed, tensor in weights:
-            name = listed if listed in places else names.in_module(listed)
+            name = listed
+            if listed not in places:
+                name = names.in_module(listed)
             if name not in places:
                 problems.append(f"{listed}: not a tensor of {type(self.model).__name__}")
                 continue
@@ -100,9 +105,8 @@ class TransformersSampler(Sampler):
                 )
             first, missing = left[id(whole)]
             left[id(whole)] = (first, missing - place.numel())
-        check_weights(
-            problems + sorted(f"{name}: missing" for name, missing in left.values() if missing > 0)
-        )
+        lacking = [name for name, missing in left.values() if missing > 0]
+        check_weights(problems + sorted(f"{name}: missing" for name in lacking))
         self._filled = True
 
     def load(self, source: TensorSource) -> None:
@@ -117,9 +121,8 @@ class TransformersSampler(Sampler):
         buffer = SampleBuffer(prompts, params, self.mesh, self.mesh.device)
         lengths = buffer.local_prompts()
         done = 0
-        for batch in plan_static_batches(
-            lengths, params.samples, params.max_new_tokens, MAX_TOKENS
-        ):
+        new = params.max_new_tokens
+        for batch in plan_static_batches(lengths, params.samples, new, MAX_TOKENS):
             self._run(batch, buffer)
             done += len(batch)
             if self.watch is not None:
@@ -145,12 +148,9 @@ class TransformersSampler(Sampler):
         def draw_next(input_ids: Tensor, scores: Tensor) -> Tensor:
             """Stores drawn tokens and leaves no others."""
             position = input_ids.shape[1] - longest
-            noise = torch.from_numpy(
-                uniforms(params.seed, params.step, numbers, samples, position)
-            ).to(device)
-            drawn, log_probs = draw(
-                scores.to(torch.promote_types(scores.dtype, torch.float32)), noise, params
-            )
+            noise = uniforms(params.seed, params.step, numbers, samples, position)
+            wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
+            drawn, log_probs = draw(wide, torch.from_numpy(noise).to(device), params)
             buffer.ids[slots, position] = drawn
             buffer.log_probs[slots, position] = log_probs
             buffer.counts[slots] += alive.long()  # none after a stop
@@ -168,7 +168,7 @@ class TransformersSampler(Sampler):
         )
 
     def _media(self, rows: Sequence[TokenPrompt], ids: Tensor) -> dict[str, Tensor]:
-        """Arguments of the model with ids [n, longest]."""
+        """Returns arguments of the model for the media of rows with ids [n, longest]."""
         shown = [
             (row, prompt.media)
             for row, prompt in zip(ids, rows, strict=True)
@@ -182,29 +182,30 @@ class TransformersSampler(Sampler):
         if family_of(self.model.config).marks:
             media = [as_images(row, each, self.model.config) for row, each in shown]
             kinds = kinds.clamp(max=1)
-        names = dict.fromkeys(name for each in media for name in each)
-        inputs = {name: torch.cat([each[name] for each in media if name in each]) for name in names}
-        inputs = {
-            name: x.to(self.dtype) if name.startswith("pixel") else x for name, x in inputs.items()
-        }
+        inputs = {}
+        for name in dict.fromkeys(name for each in media for name in each):
+            joined = torch.cat([each[name] for each in media if name in each])
+            if name.startswith("pixel"):
+                joined = joined.to(self.dtype)
+            inputs[name] = joined.to(self.mesh.device)
         if hasattr(self.model.model, "get_rope_index"):
-            inputs["mm_token_type_ids"] = kinds
-        return {name: x.to(self.mesh.device) for name, x in inputs.items()}
+            inputs["mm_token_type_ids"] = kinds.to(self.mesh.device)
+        return inputs
 
     def _places(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """Names of checkpoints -> a tensor and the named part of it."""
+        """Returns a tensor and the named part of it, by the names that checkpoints use."""
         places: dict[str, tuple[Tensor, Tensor]] = {}
         for name, whole in self.model.state_dict(keep_vars=True).items():
             for alias, place in ((name, whole), *_experts(name, whole)):
-                older = (
-                    old + alias.removeprefix(new) for new, old in OLD_STEMS if alias.startswith(new)
-                )
-                places |= dict.fromkeys((alias, *older), (whole, place))
+                places[alias] = (whole, place)
+                for new, old in OLD_STEMS:
+                    if alias.startswith(new):
+                        places[old + alias.removeprefix(new)] = (whole, place)
         return places
 
 
 def _keep_in_float32(model: "transformers.PreTrainedModel") -> None:
-    """What transformers marks so, such as routers' correction biases."""
+    """Widens what transformers marks so, such as routers' correction biases."""
     for part in model.modules():
         if isinstance(part, transformers.PreTrainedModel):
             wide = [
@@ -217,7 +218,7 @@ def _keep_in_float32(model: "transformers.PreTrainedModel") -> None:
 
 
 def _experts(name: str, whole: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Fused experts by the names of unfused checkpoints."""
+    """Yields parts of fused experts by the names of unfused checkpoints."""
     for ending, parts in FUSED:
         if name.endswith(ending):
             stem = name.rpartition(".")[0]
