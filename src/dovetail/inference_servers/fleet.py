@@ -34,9 +34,7 @@ class Replica:
         self.client = client
         self.server = server
         self.version: int | None = None  # of the last push
-        self.problem: ServerError | None = ServerError(
-            client.url, "/", None, "no weights were pushed to it"
-        )
+        self.problem: ServerError | None = client.error("/", "no weights were pushed to it")
         self.busy = 0  # requests
         self.last_response = 0.0  # by time.monotonic()
         self.asleep = False
@@ -94,25 +92,24 @@ class Fleet:
         keyed = bool(serving) and all(replica.server.keyed for replica in serving)
         if not keyed or len(requests) > self.capacity - sum(replica.busy for replica in serving):
             return requests
-        prompts: dict[tuple[int, ...], list[int]] = {}  # row and ids -> numbers of requests
+        by_prompt: dict[tuple[int, ...], list[int]] = {}  # numbers of requests by row and ids
         for i, request in enumerate(requests):
-            prompts.setdefault((request.id.row, *request.prompt_ids), []).append(i)
-        costs = [
-            len(key) - 1 + sum(requests[i].params.max_new_tokens for i in own)
-            for key, own in prompts.items()
-        ]
-        members = list(prompts.values())
-        out = list(requests)
+            by_prompt.setdefault((request.id.row, *request.prompt_ids), []).append(i)
+        members = list(by_prompt.values())
+        costs = []
+        for numbers in members:
+            new_tokens = sum(requests[i].params.max_new_tokens for i in numbers)
+            costs.append(len(requests[numbers[0]].prompt_ids) + new_tokens)
+        batched = list(requests)
         self._pinned = dict([*self._pinned.items()][-BATCHES:])
-        for replica, dealt in zip(
-            serving, plan_microbatches(costs, len(serving), None), strict=True
-        ):
+        shares = plan_microbatches(costs, len(serving), None)
+        for replica, parts in zip(serving, shares, strict=True):
             name = uuid.uuid4().hex
-            numbers = sorted(i for part in dealt for prompt in part for i in members[prompt])
             self._pinned[name] = replica
+            numbers = sorted(i for part in parts for prompt in part for i in members[prompt])
             for i in numbers:
-                out[i] = replace(requests[i], batch=(name, len(numbers), i))
-        return out
+                batched[i] = replace(requests[i], batch=(name, len(numbers), i))
+        return batched
 
     def pushed(self, replica: Replica, version: int, problem: ServerError | None) -> None:
         """Notes the end of a push; with a problem the replica serves nothing until the next one."""
@@ -208,7 +205,7 @@ class Fleet:
             return turn, error
         if turn.finish is None or not turn.ids:
             problem = "the reply ended without a finish or a token"
-            return turn, ServerError(replica.client.url, "generate", None, problem)
+            return turn, replica.client.error("generate", problem)
         return turn, None
 
     def _finished(self, turn: Turn, request: ServerRequest) -> Turn:
@@ -225,16 +222,14 @@ class Fleet:
             alive = [replica for replica in self.replicas if replica.serves]
             if not alive:
                 problems = "; ".join(str(replica.problem) for replica in self.replicas)
-                raise ServerError(
-                    self.replicas[0].client.url, "generate", None, f"no engine is left: {problems}"
-                )
+                raise self.replicas[0].client.error("generate", f"no engine is left: {problems}")
             least = min(alive, key=lambda replica: replica.busy)
             preferred = self._pinned.get(request.batch[0]) if request.batch else None
             if preferred is None or not preferred.serves:
                 preferred = alive[(request.id.step + request.id.row) % len(alive)]
-            replica = (
-                preferred if request.batch or preferred.busy < least.busy + MAX_IMBALANCE else least
-            )
+            replica = least
+            if request.batch or preferred.busy < least.busy + MAX_IMBALANCE:
+                replica = preferred
             if not replica.busy:
                 replica.last_response = time.monotonic()
             replica.busy += 1
@@ -249,12 +244,8 @@ class Fleet:
                 replica.client.get("/health", timeout=HEALTH_SECONDS)
                 return
             except ServerError as unhealthy:
-                error = ServerError(
-                    error.url,
-                    error.path,
-                    error.status,
-                    f"{error.message} (then {unhealthy.message})",
-                )
+                message = f"{error.message} (then {unhealthy.message})"
+                error = replica.client.error(error.path, message, error.status)
         self._lose(replica, error)
 
     def _lose(self, replica: Replica, error: ServerError) -> None:

@@ -43,12 +43,8 @@ class Client:
 
     def __init__(self, url: str, *, key: str | None = None, timeout: float = 60.0) -> None:
         parts = urlsplit(url)
-        if (
-            parts.scheme not in ("http", "https")
-            or not parts.hostname
-            or parts.query
-            or parts.fragment
-        ):
+        is_http = parts.scheme in ("http", "https")
+        if not is_http or not parts.hostname or parts.query or parts.fragment:
             raise ConfigError(
                 f"engine {shortened(url)!r}: expected a URL such as http://127.0.0.1:8000"
             )
@@ -80,6 +76,12 @@ class Client:
     def __repr__(self) -> str:
         return f"Client({self.url!r})"
 
+    def error(self, path: str, message: str, status: int | None = None) -> ServerError:
+        """Returns an error of this server, in which the key does not show."""
+        if self._key:
+            message = message.replace(self._key, "***")
+        return ServerError(self.url, path, status, message)
+
     def get(self, path: str, *, timeout: float | None = None) -> dict[str, Any]:
         return self._whole("GET", path, None, timeout)
 
@@ -96,15 +98,16 @@ class Client:
         with self._answer("POST", path, body, deadline) as answer:
             for line in iter(answer.readline, b""):
                 field, _, value = line.strip().partition(b":")
-                if field == b"data" and value.strip() == DONE:
+                if field != b"data":
+                    continue
+                if value.strip() == DONE:
                     answer.read()  # nothing; then the connection can be kept
                     return
-                if field == b"data":
-                    event = self._object(path, value)
-                    if "error" in event:
-                        raise ServerError(self.url, path, None, self._without_key(_message(value)))
-                    yield event
-            raise ServerError(self.url, path, None, "the stream ended early")
+                event = self._object(path, value)
+                if "error" in event:
+                    raise self.error(path, _message(value))
+                yield event
+            raise self.error(path, "the stream ended early")
 
     def _whole(
         self, method: str, path: str, body: Mapping[str, Any] | None, timeout: float | None
@@ -115,11 +118,9 @@ class Client:
             kind = answer.headers.get_content_type()
         if not text.strip():
             return {}
-        return (
-            self._object(path, text)
-            if kind == "application/json"
-            else {"message": text.decode(errors="replace")}
-        )
+        if kind == "application/json":
+            return self._object(path, text)
+        return {"message": text.decode(errors="replace")}
 
     @contextmanager
     def _answer(
@@ -140,18 +141,14 @@ class Client:
             connection.request(method, self._prefix + path, data, headers)
             answer = connection.getresponse()
             if answer.status >= 400:
-                raise ServerError(
-                    self.url, path, answer.status, self._without_key(_message(answer.read()))
-                )
+                raise self.error(path, _message(answer.read()), answer.status)
             yield answer
             whole = answer.isclosed() and not answer.will_close
         except TimeoutError:
-            waited = f"no whole answer within {time.monotonic() - begun:.3g} s"
-            raise ServerError(self.url, path, None, waited) from None
+            seconds = time.monotonic() - begun
+            raise self.error(path, f"no whole answer within {seconds:.3g} s") from None
         except (OSError, http.client.HTTPException) as error:
-            raise ServerError(
-                self.url, path, None, self._without_key(f"{type(error).__name__}: {error}")
-            ) from None
+            raise self.error(path, f"{type(error).__name__}: {error}") from None
         finally:
             if whole:
                 self._kept.connection = connection
@@ -168,20 +165,17 @@ class Client:
                 kept.sock.deadline = deadline
                 return cast(http.client.HTTPConnection, kept)
             kept.close()
+        place = (self._host, self._port)
         left = _left(deadline)
         if self._context is None:
-            new = http.client.HTTPConnection(self._host, self._port, timeout=left)
+            new = http.client.HTTPConnection(*place, timeout=left)
         else:
-            new = http.client.HTTPSConnection(
-                self._host, self._port, timeout=left, context=self._context
-            )
+            new = http.client.HTTPSConnection(*place, timeout=left, context=self._context)
         new.connect()
-        sock = (
-            new.sock
-            if isinstance(new.sock, _TimedSocket)
-            else _TimedSocket(fileno=new.sock.detach())
-        )
-        new.sock = sock
+        sock: Any = new.sock
+        if self._context is None:
+            sock = _TimedSocket(fileno=new.sock.detach())
+            new.sock = sock
         sock.deadline = deadline
         return new
 
@@ -191,12 +185,8 @@ class Client:
         except ValueError:
             value = None
         if not isinstance(value, dict):
-            shown = self._without_key(shortened(repr(text)))
-            raise ServerError(self.url, path, None, f"the answer is not a JSON object: {shown}")
+            raise self.error(path, f"the answer is not a JSON object: {shortened(repr(text))}")
         return value
-
-    def _without_key(self, text: str) -> str:
-        return text.replace(self._key, "***") if self._key else text
 
 
 class _TimedSocket(socket.socket):

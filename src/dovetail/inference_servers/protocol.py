@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from dovetail.errors import ConfigError
-from dovetail.inference_servers.http import ServerError
+from dovetail.inference_servers.http import Client
 from dovetail.sampler.params import Finish, SamplingParams, VersionSpans
-from dovetail.sampler.turn import GenerationRequest
+from dovetail.sampler.turn import GenerationRequest, Turn
 
 if TYPE_CHECKING:
     from dovetail.batch.routing import RoutingTrace
@@ -97,6 +97,23 @@ class ServerInfo:
     keyed: bool = False
 
 
+def turn_part(
+    client: Client,
+    path: str,
+    request: ServerRequest,
+    ids: Sequence[int],
+    scored: Sequence[tuple[int, float]],
+    finish: str | None,
+) -> Turn:
+    """Returns a part of a turn, once its log-probs, (id, value), are seen to be of its ids."""
+    if [token for token, _ in scored] != ids:
+        raise client.error(path, f"log-probs of other tokens than {ids}")
+    if finish is not None and finish not in FINISHES:
+        raise client.error(path, f"the request ended with {finish!r}")
+    log_probs = tuple(value for _, value in scored)
+    return Turn(request.id, tuple(ids), log_probs, FINISHES.get(finish))
+
+
 def fitting_log_probs(params: SamplingParams) -> list[LogProbs]:
     """Returns the kinds that equal those at the temperature, before cuts and penalties."""
     plain = params.repetition_penalty == 1
@@ -136,7 +153,7 @@ def check_log_probs(
     )
 
 
-def pushed_spans(spans: Any, length: int, url: str) -> VersionSpans:
+def pushed_spans(spans: Any, length: int, client: Client) -> VersionSpans:
     """Returns the versions of a reply's tokens, all of them; () without pushed versions."""
     if not spans:
         return ()
@@ -146,7 +163,7 @@ def pushed_spans(spans: Any, length: int, url: str) -> VersionSpans:
         return ()
     ends = [0, *(end for _, _, end in made)]
     if [start for _, start, _ in made] != ends[:-1] or ends[-1] != length:
-        raise ServerError(
-            url, "generate", None, f"versions {spans} do not cover the {length} tokens of the reply"
+        raise client.error(
+            "generate", f"versions {spans} do not cover the {length} tokens of the reply"
         )
     return made

@@ -188,4 +188,4 @@ class Pusher:
                 self._fail(i, step, f"{type(error).__name__}: {error}")
 
     def _fail(self, i: int, path: str, message: str) -> None:
-        self._errors[i] = ServerError(self._targets[i].client.url, path, None, message)
+        self._errors[i] = self._targets[i].client.error(path, message)

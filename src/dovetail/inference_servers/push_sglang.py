@@ -58,7 +58,7 @@ class SglangPushTarget:
         found = self._version()
         if found != version:
             problem = f"its weights are version {found}, pushed was {version}"
-            raise ServerError(self.client.url, "/model_info", None, problem)
+            raise self.client.error("/model_info", problem)
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def digests(self) -> Mapping[str, str]:
@@ -87,5 +87,5 @@ class SglangPushTarget:
         """SGLang answers some failures with 200 and success: false."""
         answer = self.client.post(path, body, timeout=self.timeout)
         if answer.get("success") is False:
-            raise ServerError(self.client.url, path, None, str(answer.get("message", "no message")))
+            raise self.client.error(path, str(answer.get("message", "no message")))
         return answer

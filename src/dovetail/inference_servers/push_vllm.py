@@ -81,7 +81,7 @@ class VllmPushTarget:
         found = self._get("/weight_info")["weight_version"]
         if found != version:
             problem = f"its weights are version {found}, pushed was {version}"
-            raise ServerError(self.client.url, "/weight_info", None, problem)
+            raise self.client.error("/weight_info", problem)
 
     def digests(self) -> Mapping[str, str]:
         """Returns SHA-256 by "dp0:pp0:pcp0:tp0:PARAMETER"."""
@@ -154,12 +154,10 @@ class VllmPushTarget:
         if call.done():
             call.result()
         if collective.done() and (error := collective.exception()) is not None:
-            raise ServerError(self.client.url, "the broadcast to it", None, str(error)) from error
+            raise self.client.error("the broadcast to it", str(error)) from error
         if not (call.done() and collective.done()):
-            raise ServerError(
-                self.client.url,
+            raise self.client.error(
                 "a transfer to it",
-                None,
                 f"it did not end within {self.timeout:g} s",
             )
 

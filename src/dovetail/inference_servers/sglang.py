@@ -1,16 +1,17 @@
 """SGLang's server, by the message classes of 0.5.10.post1; never run against a real one."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from dovetail.errors import ConfigError
-from dovetail.inference_servers.http import Client, Deadline, ServerError
+from dovetail.inference_servers.http import Client, Deadline
 from dovetail.inference_servers.protocol import (
-    FINISHES,
     STREAMED,
     LogProbs,
     ServerInfo,
     ServerRequest,
+    turn_part,
 )
 from dovetail.sampler.params import SamplingParams
 from dovetail.sampler.turn import Turn
@@ -74,36 +75,27 @@ class Sglang:
             fresh = int(meta["completion_tokens"]) - drawn
             entries = meta["output_token_logprobs"][-fresh:] if fresh else []
             ids = event["output_ids"][-fresh:] if fresh else []
-            if len(ids) != fresh or [entry[1] for entry in entries] != ids:
-                raise ServerError(
-                    client.url, GENERATE, None, f"log-probs of other tokens than {ids}"
+            scored = [(entry[1], entry[0]) for entry in entries]
+            if len(ids) != fresh:
+                raise client.error(GENERATE, f"{len(ids)} ids of {fresh} new tokens")
+            reason = meta["finish_reason"] or {}
+            if "message" in reason:  # of a request that was aborted
+                raise client.error(
+                    GENERATE, f"the request ended with {reason['type']!r}: {reason['message']}"
                 )
-            finish = (meta["finish_reason"] or {}).get("type")
-            if finish is not None and finish not in FINISHES:
-                message = meta["finish_reason"].get("message", "")
-                raise ServerError(
-                    client.url, GENERATE, None, f"the request ended with {finish!r}: {message}"
-                )
+            part = turn_part(client, GENERATE, request, ids, scored, reason.get("type"))
             if str(meta.get("weight_version", "")).isdigit() and fresh:
                 spans.append((int(meta["weight_version"]), drawn, drawn + fresh))
             drawn += fresh
-            versions = (
-                tuple(spans)
-                if finish and sum(end - start for _, start, end in spans) == drawn
-                else ()
-            )
-            routing = None
-            if finish:
+            if part.finish is not None:
+                named = sum(end - start for _, start, end in spans)
                 tokens = len(body["input_ids"]) + drawn
-                routing = request.routing(meta.get("routed_experts") or "", tokens)
-            yield Turn(
-                request.id,
-                tuple(ids),
-                tuple(entry[0] for entry in entries),
-                FINISHES.get(finish),
-                routing,
-                versions,
-            )
+                part = replace(
+                    part,
+                    versions=tuple(spans) if named == drawn else (),
+                    routing=request.routing(meta.get("routed_experts") or "", tokens),
+                )
+            yield part
 
     def continues(self, params: SamplingParams) -> bool:
         """Whether a part can be continued, as for `Vllm`; a repetition penalty may count only new ids."""

@@ -7,12 +7,12 @@ from typing import Any, ClassVar
 from dovetail.errors import ConfigError, MachineError
 from dovetail.inference_servers.http import Client, Deadline, ServerError
 from dovetail.inference_servers.protocol import (
-    FINISHES,
     STREAMED,
     LogProbs,
     ServerInfo,
     ServerRequest,
     pushed_spans,
+    turn_part,
 )
 from dovetail.sampler.params import SamplingParams
 from dovetail.sampler.turn import Turn
@@ -116,31 +116,17 @@ class Vllm:
             for choice in event["choices"]:
                 ids = choice["token_ids"] or []
                 content = (choice["logprobs"] or {}).get("content") or []
-                if [each["token_id"] for each in content] != ids:
-                    raise ServerError(
-                        client.url, GENERATE, None, f"log-probs of other tokens than {ids}"
-                    )
-                finish = choice["finish_reason"]
-                drawn = drawn + len(ids)
-                if finish is not None and finish not in FINISHES:
-                    raise ServerError(
-                        client.url, GENERATE, None, f"the request ended with {finish!r}"
-                    )
-                versions = (
-                    pushed_spans(choice.get("weight_versions"), drawn, client.url) if finish else ()
-                )
-                routing = None
-                if finish:
+                scored = [(each["token_id"], each["logprob"]) for each in content]
+                part = turn_part(client, GENERATE, request, ids, scored, choice["finish_reason"])
+                drawn += len(ids)
+                if part.finish is not None:
                     tokens = len(body["token_ids"]) + drawn
-                    routing = request.routing(choice.get("routed_experts") or "", tokens)
-                yield Turn(
-                    request.id,
-                    tuple(ids),
-                    tuple(each["logprob"] for each in content),
-                    FINISHES.get(finish),
-                    routing,
-                    versions,
-                )
+                    part = replace(
+                        part,
+                        versions=pushed_spans(choice.get("weight_versions"), drawn, client),
+                        routing=request.routing(choice.get("routed_experts") or "", tokens),
+                    )
+                yield part
 
     def continues(self, params: SamplingParams) -> bool:
         """Whether a part of a turn can be continued: not if a stop string may have begun in it, nor
