@@ -19,8 +19,8 @@ from dovetail.inference_servers.http import ServerError
 from tests.helpers.fake_engine import FakeEngine
 from tests.helpers.parity_configs import moe_configs, save_tiny
 from tests.helpers.program import VOCAB, here, read_rows, write_recipe, write_rows
+from tests.helpers.tokenizers import make_tokenizer
 from tests.helpers.tolerances import SAME_POLICY_FP32
-from tests.unit.test_data import make_tokenizer
 
 
 @pytest.fixture

@@ -24,8 +24,8 @@ from tests.helpers.program import (
     write_recipe,
     write_rows,
 )
+from tests.helpers.tokenizers import make_tokenizer
 from tests.helpers.tolerances import MODEL_FP32, assert_sum_close
-from tests.unit.test_data import make_tokenizer
 
 USER = {"role": "user", "content": "hi"}
 ROWS = [{"prompt": "ab", "answer": "c"}, {"prompt": [USER], "answer": "h", "id": "hi"}]

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from tests.helpers.parity_configs import tiny_configs, tiny_model
 from tests.helpers.program import here, on_ranks, read_rows, refusal, write_rows
+from tests.helpers.tokenizers import make_tokenizer
 from tests.helpers.tolerances import MODEL_FP32
-from tests.unit.test_data import make_tokenizer
 
 ROWS: list[dict[str, Any]] = [
     {"input_ids": [5, 6, 7, 8], "id": "first"},

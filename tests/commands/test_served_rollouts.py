@@ -9,7 +9,7 @@ import torch
 from dovetail.factory.serving import make_server
 from dovetail.serving.http_server import listen
 from tests.helpers.program import here, program, read_rows, write_recipe, write_rows
-from tests.unit.test_server import running
+from tests.helpers.served import running
 
 CLOCKS = ("seconds", "per_second", "time", "memory", "mfu", "lag", "idle", "pool")
 

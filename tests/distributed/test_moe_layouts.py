@@ -15,7 +15,6 @@ from dovetail.engine.expert_routing import BalanceSettings
 from dovetail.factory.engine import EngineOptions, from_pretrained
 from dovetail.parallel.layout import Layout
 from dovetail.rl.losses import SFTLoss, weight_fields
-from tests.distributed.test_matrix import check
 from tests.helpers.harness import run
 from tests.helpers.matrix import (
     LOSSES,
@@ -29,6 +28,7 @@ from tests.helpers.matrix import (
     random_batch,
     write_models,
 )
+from tests.helpers.matrix_checks import check
 from tests.helpers.probe import PROBE
 from tests.helpers.tolerances import GRADCHECK, SUM_ORDER
 

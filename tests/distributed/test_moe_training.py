@@ -20,11 +20,11 @@ from transformers import (
 )
 
 from examples.quickstart.scratch import character_tokenizer
-from tests.distributed.test_training_layouts import assert_same_rl, assert_same_sft, played_on
 from tests.golden.job import MODEL, rl, sft, write_inputs
 from tests.helpers.checkpoints import assert_same_tensors, read_routes, tensors_of
 from tests.helpers.program import here, on_ranks, refused_on
 from tests.helpers.tolerances import MODEL_FP32
+from tests.helpers.training_layouts import assert_same_rl, assert_same_sft, played_on
 
 WHOLE = "tp=2,pp=2,dp=2"  # with ep=2: eight ranks
 LATENT: Mapping[str, Any] = {

@@ -29,13 +29,13 @@ from dovetail.optim.adamw import MOMENTS, CPUOffloadAdamW, SkippableAdamW
 from dovetail.optim.replicas import hash_bits
 from dovetail.parallel.layout import Layout
 from dovetail.weights.hf_directory import EngineName
-from tests.distributed.test_reshard import ROLE, save
 from tests.helpers.checkpoints import assert_same_tensors, digests
 from tests.helpers.harness import run
 from tests.helpers.layout_bodies import ADAMW, ragged, tokenwise
 from tests.helpers.parity_configs import moe_configs, save_tiny, tiny_configs
 from tests.helpers.parity_reference import make_batch, objective
 from tests.helpers.program import here, make_model, read_rows, write_recipe, write_rows
+from tests.helpers.resharding import ROLE, save
 
 BUCKET = 1 << 13  # bytes, so that a tiny model has many, and parameters that are larger than one
 SMALL = 1 << 13  # bytes: counts of steps, learning rates and the like

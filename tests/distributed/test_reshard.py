@@ -14,23 +14,22 @@ import torch
 from torch import Tensor
 
 from dovetail.checkpoint.reader import ShardedReader
-from dovetail.checkpoint.writer import write_sharded
 from dovetail.engine.native import Engine
 from dovetail.factory.engine import EngineOptions, from_pretrained
 from dovetail.parallel.layout import Layout
 from dovetail.weights.hf_directory import EngineName
 from dovetail.weights.shards import kept_buffers
 from dovetail.weights.stream import gather_whole
-from tests.distributed.test_resume import cut_back, done, inputs, numbers, recipe_of
 from tests.helpers.harness import run
 from tests.helpers.matrix import DEPTH, expert_models, models
 from tests.helpers.parity_configs import tiny_model
+from tests.helpers.resharding import ROLE, save
+from tests.helpers.resumed_runs import cut_back, done, inputs as inputs, numbers, recipe_of
 from tests.helpers.tolerances import RESHARDED_FP32
 
 __all__ = ["inputs"]  # a fixture
 
 UPDATES = 7
-ROLE = "policy"
 KINDS = ("param", "exp_avg", "exp_avg_sq")
 OUTSIDE = 50  # where a tensor belongs to no layer
 NATIVE: EngineName = "native"
@@ -100,17 +99,6 @@ def engine_of(source: Path, cut: Cut, head: Any) -> Engine:
     options = EngineOptions(engine=cut[0], fresh_head_seed=0)
     return from_pretrained(
         source, layout=layout_of(cut[1]), head=head, device="cpu", options=options
-    )
-
-
-def save(engine: Engine, path: Path) -> None:
-    exports = engine.export_training(ROLE, with_model=True)
-    specs = [spec for export in exports for spec in export.specs.values()]
-    mine = {name: piece for export in exports for name, piece in export.local.items()}
-    mesh = engine.mesh
-    state = {"updates": engine.updates}
-    write_sharded(
-        path, mesh, specs, {mesh["world"].rank: mine}, mesh.layout, auxiliary={}, state=state
     )
 
 

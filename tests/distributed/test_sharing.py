@@ -18,8 +18,8 @@ from dovetail.parallel.layout import Layout
 from dovetail.parallel.mesh import Axis, Mesh
 from tests.helpers.harness import run
 from tests.helpers.nccl_rules import kept
+from tests.helpers.poisoned import poisoned
 from tests.helpers.tolerances import SUM_ORDER, assert_close
-from tests.unit.test_sharing import poisoned
 
 HEADS, GROUPS, CHANNELS = 4, 2, 8
 TOKENS = 48  # divides by twice any number of ranks here

@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from dovetail.engine.native import Engine
 from dovetail.rl.tasks import SupervisedTask
 from dovetail.weights.shards import local_tensor
-from tests.distributed.test_training_layouts import assert_same_rl, assert_same_sft, rl_recipe
 from tests.golden.job import MODEL, Played, play, sampled_ids, sft, write_inputs
 from tests.helpers.checkpoints import tensors_of
 from tests.helpers.harness import run
 from tests.helpers.program import Ended, _as_rank as as_rank, program
+from tests.helpers.training_layouts import assert_same_rl, assert_same_sft, rl_recipe
 
 
 @pytest.fixture(scope="module")

@@ -9,16 +9,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.distributed.test_training_layouts import (
-    RECIPES,
-    assert_same_rl,
-    assert_same_sft,
-    played_on,
-)
 from tests.golden.job import Played, rl, sft, write_inputs
 from tests.helpers.checkpoints import tensors_of
 from tests.helpers.program import here
 from tests.helpers.tolerances import CURVE_FP32, worst_error
+from tests.helpers.training_layouts import RECIPES, assert_same_rl, assert_same_sft, played_on
 
 DEPTH = 5
 STEPS = 3

@@ -15,7 +15,6 @@ from dovetail.nn import moe
 from dovetail.nn.layers import WgradQueue
 from dovetail.parallel.layout import Layout
 from dovetail.parallel.overlap import AsyncCollective
-from tests.distributed.test_matrix import check
 from tests.helpers.harness import run
 from tests.helpers.matrix import (
     LOSSES,
@@ -27,6 +26,7 @@ from tests.helpers.matrix import (
     random_batch,
     write_models,
 )
+from tests.helpers.matrix_checks import check
 from tests.helpers.probe import PROBE
 
 DENSE = (

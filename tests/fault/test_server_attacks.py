@@ -14,8 +14,8 @@ import pytest
 from dovetail.inference_servers.http import Client, ServerError
 from dovetail.serving import connection, guard
 from dovetail.serving.http_server import HttpServer
+from tests.helpers.served import serving, wait_for
 from tests.helpers.server_attacks import CLOSED, GENERATE, KEY, Attack, attacks, fuzzed, post
-from tests.unit.test_server import serving, wait_for
 
 SECONDS = 30.0  # that no answer takes
 SHORT = 0.4  # instead of the server's own limits of a part of a request

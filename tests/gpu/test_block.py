@@ -10,7 +10,8 @@ from torch import Tensor
 
 from dovetail.kernels import reference
 from dovetail.kernels.registry import KernelSet, kernels_for
-from tests.gpu.test_head import no_waiting
+from tests.helpers.gpu_blocks import poison
+from tests.helpers.gpu_waits import no_waiting
 from tests.helpers.tolerances import OP_BF16, assert_close
 
 pytestmark = [
@@ -69,11 +70,6 @@ def both_ways(kernels: KernelSet, op: Op, given: list[Tensor]) -> tuple[list[Ten
     up = [torch.randn(y.shape, device="cuda", generator=draw).to(y.dtype) for y in outputs]
     grads = torch.autograd.grad(outputs, given, up, allow_unused=True)
     return [y.detach() for y in outputs], [g for g in grads if g is not None]
-
-
-def poison() -> None:
-    """What memory holds that nobody wrote."""
-    torch.empty(1 << 28, device="cuda").fill_(float("nan"))
 
 
 def test_small_and_odd_ones_equal_the_reference() -> None:

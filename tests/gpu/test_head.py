@@ -2,8 +2,6 @@
 
 import hashlib
 import importlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +16,7 @@ from dovetail.kernels.registry import kernels_for
 from dovetail.nn.heads import VocabShard, combine, fused_loss, fused_token_stats
 from dovetail.nn.products import Products
 from dovetail.parallel.mesh import Axis
+from tests.helpers.gpu_waits import no_waiting
 from tests.helpers.head_memory import Policy
 from tests.helpers.tolerances import HEAD_LOGPROB, OP_BF16, OP_FP32, assert_close, max_abs
 
@@ -300,16 +299,6 @@ def test_more_than_two_to_the_31_logits() -> None:
     assert_close(
         kernels.vocab_grad_(z, targets, normalizer, g, h, dtype=torch.bfloat16)[last], want, OP_BF16
     )
-
-
-@contextmanager
-def no_waiting() -> Iterator[None]:
-    """Raises where the host waits for the device."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("loss", [Policy(), BySequence()], ids=["three products", "four products"])

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from dovetail.kernels import cuda, reference_experts
+from tests.helpers.expert_rows import GROUPS, experts
 from tests.helpers.tolerances import OP_BF16, assert_close
-from tests.unit.test_kernels import GROUPS, experts
 
 pytestmark = [
     pytest.mark.gpu,

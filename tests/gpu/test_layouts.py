@@ -21,10 +21,10 @@ from dovetail.parallel.layout import Layout
 from dovetail.parallel.mesh import Mesh
 from dovetail.parallel.process_group import pick_device
 from dovetail.weights.hf_directory import Pretrained
-from tests.distributed.test_executor import check_all, every_schedule, random_plans
 from tests.helpers.harness import needs_gpus, run
 from tests.helpers.matrix import LOSSES, STEP, random_batch
 from tests.helpers.parity_configs import VOCAB
+from tests.helpers.plans import check_all, every_schedule, random_plans
 from tests.helpers.tolerances import CURVE_FP32, HALF_SHARE, MODEL_FP32, STEP_BF16
 
 pytestmark = [

@@ -12,8 +12,8 @@ from dovetail.kernels import reference_experts
 from dovetail.kernels.registry import KernelSet, kernels_for
 from dovetail.nn.moe import MoE
 from dovetail.parallel.mesh import Mesh
-from tests.gpu.test_block import poison
-from tests.gpu.test_head import no_waiting
+from tests.helpers.gpu_blocks import poison
+from tests.helpers.gpu_waits import no_waiting
 from tests.helpers.tolerances import HALF_SHARE, OP_BF16, OP_FP32, assert_close
 
 pytestmark = [

@@ -22,7 +22,7 @@ from dovetail.engine.stage import TrainingRunner
 from dovetail.factory.engine import EngineOptions, from_pretrained
 from dovetail.optim.optimizer import OptimSettings
 from dovetail.rl.losses import PolicyLoss, SFTLoss, ValueLoss, weight_fields
-from tests.gpu.test_head import no_waiting
+from tests.helpers.gpu_waits import no_waiting
 from tests.helpers.parity_configs import tiny_model
 
 pytestmark = [

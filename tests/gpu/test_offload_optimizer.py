@@ -17,7 +17,7 @@ from dovetail.optim.adamw import CPUOffloadAdamW
 from dovetail.optim.optimizer import OptimSettings
 from dovetail.optim.replicas import hash_bits
 from dovetail.rl.losses import SFTLoss
-from tests.gpu.test_head import no_waiting
+from tests.helpers.gpu_waits import no_waiting
 from tests.helpers.parity_configs import tiny_model
 
 pytestmark = [

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from dovetail.inference_servers.checksums import checksums_of
+from tests.helpers.push_sums import DTYPES, SIZES, tensor
 from tests.helpers.sum_words import pairs
-from tests.unit.test_push_sums import DTYPES, SIZES, tensor
 
 pytestmark = [
     pytest.mark.gpu,

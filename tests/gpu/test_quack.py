@@ -19,8 +19,8 @@ from dovetail.nn.layers import GradAccumulator, Linear, WgradQueue
 from dovetail.nn.mlp import GatedMLP
 from dovetail.nn.products import Products
 from dovetail.parallel.mesh import Mesh
-from tests.gpu.test_block import poison
-from tests.gpu.test_head import no_waiting
+from tests.helpers.gpu_blocks import poison
+from tests.helpers.gpu_waits import no_waiting
 from tests.helpers.held import Held
 from tests.helpers.parity_configs import tiny_configs
 from tests.helpers.tolerances import EXACT, HALF_SHARE, OP_BF16, OP_FP32, assert_close

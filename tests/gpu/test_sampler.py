@@ -22,8 +22,8 @@ from dovetail.sampler.native import NativeSampler, SamplerOptions
 from dovetail.sampler.turn import Turn
 from tests.helpers.caches import fill, held
 from tests.helpers.parity_configs import VOCAB, moe_configs, tiny_configs, tiny_model
+from tests.helpers.prompts import some_prompts
 from tests.helpers.tolerances import HALF_SHARE, MODEL_FP32, OP_BF16, OP_FP32, assert_close
-from tests.unit.test_sampler import some_prompts
 
 pytestmark = [
     pytest.mark.gpu,

@@ -31,8 +31,8 @@ from dovetail.recipe.rollout import PushSection
 from dovetail.sampler.base import SamplingParams, TokenPrompt
 from dovetail.sampler.turn import Turn
 from tests.helpers.tolerances import ENGINE_LOGPROB_BF16
+from tests.helpers.vllm_runs import PYTHON, VersionPusher, free_port
 from tests.helpers.vllm_stand_in import PLUGIN, install_plugin
-from tests.remote.test_vllm import PYTHON, VersionPusher, free_port
 
 pytestmark = [
     pytest.mark.gpu,

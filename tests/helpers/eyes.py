@@ -25,7 +25,7 @@ from transformers import (
 
 from tests.helpers.families import VISION
 from tests.helpers.sights import GLM, logits_of
-from tests.unit.test_data import SEEING, make_tokenizer
+from tests.helpers.tokenizers import SEEING, make_tokenizer
 
 MARKS = (
     "<|image_pad|>",

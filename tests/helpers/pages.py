@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 from tests.helpers.parity_configs import moe_configs, save_tiny
 from tests.helpers.program import VOCAB, make_model, write_rows
 from tests.helpers.report_runs import make_run, sample
-from tests.unit.test_data import make_tokenizer
+from tests.helpers.tokenizers import make_tokenizer
 
 ROOT = Path(__file__).parents[2]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))

@@ -20,7 +20,7 @@ from dovetail.cli.main import run_command
 from tests.helpers.forked import can_fork, popen
 from tests.helpers.harness import run, template
 from tests.helpers.parity_configs import save_tiny, tiny_configs
-from tests.unit.test_data import make_tokenizer
+from tests.helpers.tokenizers import make_tokenizer
 
 VOCAB = 260  # of the byte-level tokenizer
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")

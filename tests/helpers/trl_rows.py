@@ -11,7 +11,7 @@ from trl.data_utils import extract_prompt, maybe_apply_chat_template
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from tests.helpers.row_shapes import SHAPES, TEMPLATE
-from tests.unit.test_data import make_tokenizer
+from tests.helpers.tokenizers import make_tokenizer
 
 TOKENIZER = make_tokenizer(template=TEMPLATE)
 IGNORED = -100

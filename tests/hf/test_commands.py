@@ -20,8 +20,8 @@ from tests.helpers.program import (
     write_recipe,
     write_rows,
 )
+from tests.helpers.tokenizers import make_tokenizer
 from tests.helpers.tolerances import CURVE_FP32, MODEL_FP32, RL_LOSS_FP32
-from tests.unit.test_data import make_tokenizer
 
 ROWS: list[dict[str, Any]] = [
     {"input_ids": [5, 6, 7, 8], "id": "first"},

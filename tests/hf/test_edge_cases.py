@@ -36,6 +36,7 @@ from dovetail.parallel.layout import Layout
 from dovetail.parallel.mesh import Mesh
 from tests.helpers.families import IMAGE, TEXT, WORDS, _make
 from tests.helpers.harness import run
+from tests.helpers.hf_parity import check, figures
 from tests.helpers.parity_configs import VOCAB, tiny_model
 from tests.helpers.parity_reference import objective, write_outputs
 from tests.helpers.probe import PROBE, gradients
@@ -53,7 +54,6 @@ from tests.helpers.sights import (
     tiny_sighted,
 )
 from tests.helpers.tolerances import MODEL_FP32, OP_FP32, max_abs, worst_error
-from tests.hf.test_parity import check, figures
 
 
 @pytest.fixture(scope="module")

@@ -26,6 +26,8 @@ from tests.helpers.checkpoints import digests
 from tests.helpers.eyes import IMAGE_ID, SEEN, VOCAB, encoded, picture, said, seeing_tokenizer, user
 from tests.helpers.families import MLA, VISION
 from tests.helpers.harness import run
+from tests.helpers.hf_parity import check, figures
+from tests.helpers.media_training import rl_rows, trained
 from tests.helpers.parity_bodies import compare
 from tests.helpers.parity_configs import moe_configs, tiny
 from tests.helpers.parity_reference import GRAD, objective, outputs_of, write_reference
@@ -36,8 +38,6 @@ from tests.helpers.tolerances import MODEL_FP32, max_abs, worst_error
 from tests.hf.kimi_vl.configuration_kimi_vl import KimiVLConfig
 from tests.hf.kimi_vl.image_processing_kimi_vl import KimiVLImageProcessor
 from tests.hf.kimi_vl.modeling_kimi_vl import KimiVLForConditionalGeneration
-from tests.hf.test_media_training import rl_rows, trained
-from tests.hf.test_parity import check, figures
 
 # What transformers 5 lacks of the names that the published file imports, behind a line that says whether it ran.
 CODE = """

@@ -13,19 +13,12 @@ from dovetail.batch.packed import PackedBatch
 from dovetail.factory.engine import EngineOptions, from_pretrained
 from dovetail.hf.transformers_model import make_model
 from dovetail.parallel.layout import Layout
-from tests.distributed.test_weights_memory import (
-    LARGE,
-    M_MMAP_THRESHOLD,
-    MIB,
-    PEAKS,
-    resident,
-    write_large,
-)
 from tests.helpers.families import TEXT, _make
 from tests.helpers.harness import run
 from tests.helpers.parity_configs import tiny_model
 from tests.helpers.parity_reference import objective
 from tests.helpers.probe import PROBE
+from tests.helpers.weights_memory import LARGE, M_MMAP_THRESHOLD, MIB, PEAKS, resident, write_large
 
 FOREIGN = EngineOptions(engine="transformers")
 SHARE = 1.02  # of an even split, which the few statistics of a token are not part of

@@ -32,8 +32,8 @@ from tests.helpers.sights import (
     stored_name,
     tiny_sighted,
 )
+from tests.helpers.small_models import small
 from tests.helpers.tolerances import MODEL_FP32
-from tests.hf.test_other_families import small
 
 PROMPTS = [
     TokenPrompt(0, (3, 4, 5, 6)),

@@ -20,6 +20,7 @@ from dovetail.parallel.layout import Layout
 from tests.helpers.checkpoints import assert_same_tensors, tensors_of
 from tests.helpers.families import VISION
 from tests.helpers.harness import run
+from tests.helpers.hf_parity import check, figures
 from tests.helpers.parity_reference import objective, read_reference
 from tests.helpers.probe import PROBE, gradients
 from tests.helpers.program import here, on_ranks
@@ -36,7 +37,6 @@ from tests.helpers.sights import (
     write_sights,
 )
 from tests.helpers.tolerances import HALF_SHARE, MODEL_FP32, max_abs
-from tests.hf.test_parity import check, figures
 
 BUDGET = 80
 TIGHT = 16  # of tokens: a sequence of LONELY each

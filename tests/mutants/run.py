@@ -26,8 +26,8 @@ from importlib.metadata import version
 from pathlib import Path
 from platform import python_version
 
-from tests.distributed.test_matrix import QUICK
 from tests.helpers.matrix import name_of
+from tests.helpers.matrix_checks import QUICK
 from tests.helpers.tolerances import EXACT, GRAD_RATIO_FP32, SUM_ORDER
 
 HERE = Path(__file__).parent

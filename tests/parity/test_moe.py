@@ -8,8 +8,8 @@ from itertools import product
 
 import pytest
 
+from tests.helpers.parity_checks import VALUES, References, check
 from tests.helpers.parity_configs import moe_configs
-from tests.parity.test_transformers import VALUES, References, check
 
 QUICK = {
     "tp=1,dp=1": (*moe_configs(), VALUES + "qwen3_moe"),

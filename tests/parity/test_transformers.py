@@ -6,21 +6,15 @@ heads, padded vocabulary, ties, biases), and plants defects in some of them;
 `make soak` runs the whole product, and plants them in all.
 """
 
-from collections.abc import Collection
 from itertools import product
-from pathlib import Path
 
 import pytest
 
-from dovetail.parallel.layout import Layout
-from tests.helpers.harness import run
-from tests.helpers.parity_bodies import Figures, compare
+from tests.helpers.parity_checks import VALUES, References, check
 from tests.helpers.parity_configs import PADS, tiny_configs
-from tests.helpers.parity_reference import make_batch, write_reference
-from tests.helpers.tolerances import EXACT, GRAD_RATIO_FP32, MODEL_FP32
+from tests.helpers.parity_reference import make_batch
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "apertus")
-VALUES = "values of "
 CRITICS = tuple(VALUES + name for name in FAMILIES)
 HARMED = ("apertus", "llama", "llama_biases", "llama_one_kv_head", "qwen2_tied", CRITICS[2])
 
@@ -93,25 +87,9 @@ PRODUCT = tuple(
     for tp, pp, cp, dp in product((1, 2, 4, 8), (1, 2), (1, 2, 4, 8), (1, 2, 4))
     if tp * pp * cp * dp <= 8 or (pp, cp, dp) == (1, 1, 2)
 )
-PATIENCE = 600.0  # seconds for one layout and all models of it, on a busy machine
 
 
 ALL = tuple(title + name for title in ("", VALUES) for name in tiny_configs())
-
-
-class References(dict[str, Path]):
-    """Every model, its outputs and gradients, written when it is first asked for; critics under "values of NAME"."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__()
-        self.folder = folder
-
-    def __missing__(self, name: str) -> Path:
-        where = self.folder / name.replace(" ", "_")
-        self[name] = write_reference(
-            name.removeprefix(VALUES), where, values=name.startswith(VALUES)
-        )
-        return self[name]
 
 
 @pytest.fixture(scope="module")
@@ -146,30 +124,3 @@ def test_every_variant_meets_pp_or_cp() -> None:
     layouts = [layout for layout in QUICK if "pp" in layout or "cp" in layout]
     met = {name for layout in layouts for name in QUICK[layout]}
     assert met == {*tiny_configs(), *CRITICS}
-
-
-def check(folders: dict[str, Path], layout: str, unharmed: Collection[str] = ()) -> None:
-    """Every rank's figures hold, and would not if a weight, a sum or a copy were wrong."""
-    parsed = Layout.parse(layout)
-    for rank, figures in enumerate(
-        run(parsed.num_ranks, compare, folders, parsed, unharmed, timeout=PATIENCE)
-    ):
-        for name, found in figures.items():
-            for what, figure, limit in limits(found):
-                assert figure <= limit, f"{name}, rank {rank}: {what} {figure:.2e} > {limit:.0e}"
-            for defect, figure in found.mutants.items():
-                assert figure > MODEL_FP32, (
-                    f"{name}, rank {rank}: nobody notices that {defect} ({figure:.2e})"
-                )
-
-
-def limits(found: Figures) -> list[tuple[str, float, float]]:
-    return [
-        ("outputs", found.output, MODEL_FP32),
-        ("loss", found.loss, MODEL_FP32),
-        ("gradient norm", found.norm, MODEL_FP32),
-        ("gradients", found.grad, MODEL_FP32),
-        ("a gradient's factor", found.ratio, GRAD_RATIO_FP32),
-        ("ranks with the same piece", found.stray, EXACT),
-        ("names and bytes of the streamed weights", found.streamed, EXACT),
-    ]

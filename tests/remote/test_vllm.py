@@ -5,12 +5,10 @@ Its weights are those that it loads: pushes have tests of their own.
 
 import os
 import signal
-import socket
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from datetime import timedelta
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +19,23 @@ from dovetail.batch.packed import PackedBatch, Sequence as Row
 from dovetail.factory.engine import from_pretrained
 from dovetail.inference_servers.fleet import Fleet, Replica
 from dovetail.inference_servers.http import Client, ServerError
-from dovetail.inference_servers.push import Pusher
 from dovetail.inference_servers.remote_sampler import RemoteSampler
 from dovetail.inference_servers.vllm import Vllm
 from dovetail.launch.inference_servers import URLS, ServerStart, running
 from dovetail.parallel.mesh import Mesh
-from dovetail.parallel.process_group import temporary_process_group
 from dovetail.sampler.base import SamplingParams, TokenPrompt
 from dovetail.sampler.turn import Turn
 from dovetail.system import children_of
 from tests.helpers.tolerances import ENGINE_LOGPROB
-
-PYTHON, MODEL = (
-    os.environ.get("DOVETAIL_VLLM_PYTHON"),
-    Path.home() / ".cache/dovetail/smollm2-135m-instruct",
+from tests.helpers.vllm_runs import (
+    CPU,
+    MODEL,
+    PYTHON,
+    VersionPusher,
+    free_port,
+    process_group as process_group,
 )
+
 MISSING = PYTHON is None or not MODEL.is_dir()
 pytestmark = [
     pytest.mark.soak,
@@ -48,35 +48,7 @@ FLAGS = (
     "--logprobs-mode", "processed_logprobs", "--weight-transfer-config", '{"backend": "nccl"}', "--served-model-name", "policy",
     "--dtype", "float32",
 )  # fmt: skip
-CPU = {
-    "VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1",
-    "TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
-}  # fmt: skip
 PROMPTS = ("The capital of France is", "2 + 2 =", "Once upon a time", "def add(a, b):\n    return")
-
-
-class VersionPusher(Pusher):
-    """The servers have the weights already."""
-
-    def __init__(self, clients: Sequence[Client]) -> None:
-        self.clients = clients
-
-    def push(
-        self, weights: Iterable[tuple[str, torch.Tensor]], version: int
-    ) -> list[ServerError | None]:
-        assert len(list(weights))
-        for client in self.clients:
-            client.post("/update_weight_version", {"new_version": str(version)})
-        return [None] * len(self.clients)
-
-    def close(self) -> None:
-        pass
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 @pytest.fixture(scope="module")
@@ -119,12 +91,6 @@ def prompts() -> list[TokenPrompt]:
 
     tokenizer: Any = AutoTokenizer.from_pretrained(MODEL)
     return [TokenPrompt(i, tokenizer(text)["input_ids"]) for i, text in enumerate(PROMPTS)]
-
-
-@pytest.fixture
-def process_group() -> Iterator[None]:
-    with temporary_process_group(torch.device("cpu"), timedelta(hours=1)):
-        yield
 
 
 @pytest.mark.usefixtures("process_group")

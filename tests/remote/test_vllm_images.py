@@ -23,8 +23,8 @@ from dovetail.sampler.turn import Turn
 from tests.helpers.families import END, IMAGE, START
 from tests.helpers.sights import SMALL, TALL, WIDE, layout_of, media_of
 from tests.helpers.tolerances import ENGINE_LOGPROB
-from tests.hf.test_media_torchvision import save_watching, torchvision_works
-from tests.remote.test_vllm import (
+from tests.helpers.torchvision_rows import save_watching, torchvision_works
+from tests.helpers.vllm_runs import (
     CPU,
     PYTHON,
     VersionPusher,

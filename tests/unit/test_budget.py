@@ -4,7 +4,7 @@ import pytest
 
 from dovetail.run import budget, trainer
 from dovetail.run.outcome import Row
-from tests.unit.test_trainer import LOOP, Clock, PretendedRun, PretendedTask, loop, train
+from tests.helpers.loops import LOOP, Clock, PretendedRun, PretendedTask, loop, train
 
 
 @pytest.fixture

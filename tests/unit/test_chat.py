@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from dovetail.data.chat import render
 from dovetail.data.examples import load_prompts, load_score, load_sft
 from dovetail.errors import DataError
-from tests.unit.test_data import (
+from tests.helpers.tokenizers import (
     ASSISTANT,
     CHATML,
     FORGETFUL,

@@ -21,8 +21,7 @@ from dovetail.rl.experience import pack_samples
 from dovetail.rl.losses import Aggregation, PolicyLoss, weight_fields
 from dovetail.rl.samples import sample_row
 from dovetail.rl.tasks import RLTask
-from tests.helpers.tolerances import OP_FP32, SUM_ORDER, assert_close, assert_sum_close
-from tests.unit.test_losses import (
+from tests.helpers.loss_batches import (
     F64,
     LENGTHS,
     MASKS,
@@ -31,7 +30,8 @@ from tests.unit.test_losses import (
     full_batch,
     random_stats,
 )
-from tests.unit.test_tasks import SAMPLES, dynamic, pretended_ppo, recipe_of
+from tests.helpers.task_batches import SAMPLES, dynamic, pretended_ppo, recipe_of
+from tests.helpers.tolerances import OP_FP32, SUM_ORDER, assert_close, assert_sum_close
 
 Ratio = Literal["token", "sequence", "geometric"]
 Outside = Literal["clamp", "mask", "drop"]

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from dovetail.batch.packed import PackedBatch
@@ -16,66 +16,22 @@ from dovetail.data.examples import Limits
 from dovetail.data.files import needs_text, read_rows
 from dovetail.errors import DataError
 from dovetail.factory.tokenizer import banned_ids
-
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+from tests.helpers.tokenizers import (
+    ASSISTANT,
+    CHATML,
+    FORGETFUL,
+    LIMITS,
+    PLAIN,
+    STRICT,
+    USER,
+    make_tokenizer,
+    spelled,
+    write,
 )
-SEEING = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['content'] is string %}{{ m['content'] }}{% else %}"
-    "{% for part in m['content'] %}{% if part['type'] == 'text' %}{{ part['text'] }}{% else %}<|vision_start|>"
-    "{{ '<|image_pad|>' if part['type'] == 'image' else '<|video_pad|>' }}<|vision_end|>{% endif %}{% endfor %}{% endif %}"
-    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-# Says more about the last turn than about the others, as reasoning models do.
-FORGETFUL = CHATML.replace(
-    "{{ m['content'] }}",
-    "{% if loop.last and m['role'] == 'assistant' %}<think></think>{% endif %}{{ m['content'] }}",
-)
-STRICT = (
-    "{% if messages[0]['role'] != 'user' %}{{ raise_exception('user first') }}{% endif %}" + CHATML
-)
-SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
-USER, ASSISTANT = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "It is 4"}
 
-
-def make_tokenizer(
-    *, bos: bool = False, template: str | None = CHATML, eos: str | None = "<|im_end|>"
-) -> Any:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    inner = Tokenizer(
-        models.BPE(vocab={c: i for i, c in enumerate([*SPECIAL, *alphabet])}, merges=[])
-    )
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = decoders.ByteLevel()
-    inner.add_special_tokens(SPECIAL)
-    if bos:
-        inner.post_processor = processors.TemplateProcessing(
-            single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
-        )
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=inner, bos_token="<s>" if bos else None, eos_token=eos
-    )
-    tokenizer.chat_template = template
-    return tokenizer
-
-
-PLAIN = make_tokenizer()
-LIMITS = Limits(vocab_size=260)
 load_prompts = examples.load_prompts
 load_sft = examples.load_sft
 load_score = examples.load_score
-
-
-def write(tmp_path: Path, *rows: object) -> Path:
-    path = tmp_path / "rows.jsonl"
-    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
-    return path
-
-
-def spelled(ids: Any, mask: Any = None) -> str:
-    """The text of ids, or of those that the mask trains."""
-    return str(PLAIN.decode([i for i, m in zip(ids, mask or [True] * len(ids), strict=True) if m]))
 
 
 def test_a_string_prompt_is_tokenized_as_it_is(tmp_path: Path) -> None:

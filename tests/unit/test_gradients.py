@@ -26,8 +26,8 @@ from dovetail.nn.layers import (
 from dovetail.nn.products import Products
 from dovetail.nn.tiling import Tiled
 from dovetail.parallel.mesh import Axis, Mesh
+from tests.helpers.tiled import make, tokens
 from tests.helpers.tolerances import OP_BF16, OP_FP32, SUM_ORDER, assert_close, tensor_error
-from tests.unit.test_tiling import make, tokens
 
 MICROS = 3
 KINDS: dict[str, Callable[[Mesh], Linear]] = {

@@ -17,8 +17,8 @@ from dovetail.sampler.base import SamplingParams
 from dovetail.sampler.kv_cache import PagedCache, numbers_per_token
 from dovetail.sampler.native import NativeSampler, SamplerOptions
 from tests.helpers.parity_configs import VOCAB
+from tests.helpers.prompts import some_prompts
 from tests.helpers.tolerances import SUM_ORDER, assert_close
-from tests.unit.test_sampler import some_prompts
 
 GROUPED = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=8, qk_norm=True, window=5)
 LATENT = AttentionSpec(

@@ -15,8 +15,8 @@ from dovetail.inference_servers.http import Client
 from dovetail.serving.http_server import HttpServer, listen
 from dovetail.serving.text import Detokenizer, StopStrings
 from examples.tutorials.tiny import language_model
+from tests.helpers.served import running
 from tests.helpers.tolerances import MODEL_FP32, assert_close
-from tests.unit.test_server import running
 
 TEMPLATE = (
     "{% for message in messages %}{{ message.content }}"

@@ -27,11 +27,11 @@ from dovetail.rl.advantages import whiten
 from dovetail.rl.correction import importance_weights
 from dovetail.rl.experience import own_advantages, with_advantages
 from dovetail.rl.losses import PolicyLoss, weight_fields
+from tests.helpers.loss_batches import counted, full_batch, random_stats
 from tests.helpers.loss_numbers import LENGTHS, LONGEST, TRL_LOSSES, random_numbers
 from tests.helpers.of_trl import of_trl
+from tests.helpers.task_batches import SAMPLES, batch_of
 from tests.helpers.tolerances import SUM_ORDER, assert_close, assert_sum_close
-from tests.unit.test_losses import counted, full_batch, random_stats
-from tests.unit.test_tasks import SAMPLES, batch_of
 
 F64 = torch.float64
 FIELDS = ("advantage", "old_logprob", "reference_logprob", "rollout_logprob")

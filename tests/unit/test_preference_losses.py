@@ -24,6 +24,7 @@ from dovetail.rl.preference_losses import (
     last_tokens,
     nll_fields,
 )
+from tests.helpers.loss_batches import counted
 from tests.helpers.of_trl import of_trl
 from tests.helpers.preference_numbers import (
     CHOSEN,
@@ -35,7 +36,6 @@ from tests.helpers.preference_numbers import (
     random_logits,
 )
 from tests.helpers.tolerances import OP_FP32, SUM_ORDER, assert_close, assert_sum_close
-from tests.unit.test_losses import counted
 
 F64 = torch.float64
 PAIRS = [row for pair in zip(CHOSEN, REJECTED, strict=True) for row in pair]

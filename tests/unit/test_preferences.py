@@ -18,8 +18,8 @@ from dovetail.recipe.schema import make_recipe
 from dovetail.rl.preference_task import mismatched
 from examples import dpo
 from tests.golden.job import MODEL, play, sft, write_inputs
+from tests.helpers.tokenizers import make_tokenizer
 from tests.helpers.tolerances import OP_FP32
-from tests.unit.test_data import make_tokenizer
 
 ROOT = Path(__file__).parents[2]
 STEPS = 6

@@ -22,7 +22,7 @@ from dovetail.recipe.rollout import PushSection
 from tests.helpers import vllm_stand_in as stand_in
 from tests.helpers.forked import popen
 from tests.helpers.harness import template
-from tests.unit.test_push_plugin import WEIGHTS
+from tests.helpers.plugin_weights import WEIGHTS
 
 SHAPES = {name: tuple(tensor.shape) for name, tensor in WEIGHTS.items()}
 STEPS = (

@@ -11,10 +11,8 @@ from dovetail.inference_servers.checksums import add_words, checksums_of
 from dovetail.kernels.splitmix import FIRST, MASK, SECOND, STEP
 from tests.helpers.forked import output_of
 from tests.helpers.harness import template
+from tests.helpers.push_sums import DTYPES, SIZES, tensor
 from tests.helpers.vllm_stand_in import PLUGIN
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8, torch.int64, torch.bool)
-SIZES = (0, 1, 7, 8, 9, 1023, 70_001)
 
 
 def spelled_out(data: bytes) -> str:
@@ -26,17 +24,6 @@ def spelled_out(data: bytes) -> str:
         x = (x ^ x >> 27) * SECOND & MASK
         total += x ^ x >> 31
     return f"{total & MASK:016x}"
-
-
-def tensor(size: int, dtype: torch.dtype) -> torch.Tensor:
-    raw = torch.randint(
-        0,
-        256,
-        (size * dtype.itemsize,),
-        dtype=torch.uint8,
-        generator=torch.Generator().manual_seed(size),
-    )
-    return raw.bool() if dtype is torch.bool else raw.view(dtype)
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:

@@ -26,6 +26,7 @@ from dovetail.run.resume import Resumed, find
 from dovetail.run.state import RunState, random_state
 from dovetail.weights.safe_paths import MANIFEST
 from tests.golden.job import _merged as merged
+from tests.helpers.forged import forge
 from tests.helpers.program import (
     here,
     make_model,
@@ -36,7 +37,6 @@ from tests.helpers.program import (
     write_rows,
 )
 from tests.helpers.training_checkpoint import state_of
-from tests.unit.test_sharded import _forge as forge
 
 BASE: dict[str, Any] = {
     "model": {"path": "m"},

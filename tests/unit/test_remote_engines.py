@@ -4,8 +4,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,53 +14,16 @@ import torch
 
 from dovetail.errors import ConfigError
 from dovetail.factory.inference_servers import connect
-from dovetail.inference_servers.fleet import Fleet, Replica, ServerClient
 from dovetail.inference_servers.http import Client, ServerError
-from dovetail.inference_servers.protocol import ServerRequest, check_log_probs
+from dovetail.inference_servers.protocol import check_log_probs
 from dovetail.inference_servers.remote_sampler import RemoteSampler
-from dovetail.inference_servers.sglang import Sglang
-from dovetail.inference_servers.vllm import Vllm
 from dovetail.parallel.mesh import Mesh
 from dovetail.recipe.schema import make_recipe
 from dovetail.sampler.base import SamplingParams, TokenPrompt
-from dovetail.sampler.turn import RolloutId, Turn
+from dovetail.sampler.turn import Turn
 from tests.helpers.fake_engine import VOCABULARY, FakeEngine, hashed_logits, log_softmax
+from tests.helpers.fleets import KINDS, PROMPT, SERVER_CLIENTS, fleet, probe, request
 from tests.helpers.tolerances import OP_FP64
-
-SERVER_CLIENTS: dict[str, ServerClient] = {"vllm": Vllm(), "sglang": Sglang()}
-PROMPT = [3, 1, 4, 1, 5]
-KINDS = pytest.mark.parametrize("kind", ["vllm", "sglang"])
-
-
-def probe(fake: FakeEngine, vocab_size: int | None = VOCABULARY) -> Any:
-    return SERVER_CLIENTS[fake.kind].probe(Client(fake.url, key=fake.key, timeout=5.0), vocab_size)
-
-
-@contextmanager
-def fleet(*fakes: FakeEngine, timeout: float = 5.0) -> Iterator[tuple[Fleet, list[ServerError]]]:
-    """Of running stand-ins that have weights of version 7."""
-    losses: list[ServerError] = []
-    with ExitStack() as stack:
-        for fake in fakes:
-            stack.enter_context(fake)
-        replicas = [
-            Replica(Client(fake.url, key=fake.key, timeout=5.0), probe(fake)) for fake in fakes
-        ]
-        made = Fleet(
-            replicas, SERVER_CLIENTS[fakes[0].kind], timeout=timeout, on_server_lost=losses.append
-        )
-        for fake, replica in zip(fakes, replicas, strict=True):
-            fake.version = "7"
-            fake.requests.clear()
-            made.pushed(replica, 7, None)
-        yield made, losses
-        made.close()
-
-
-def request(params: SamplingParams, row: int = 0, sample: int = 0) -> ServerRequest:
-    return ServerRequest(
-        id=RolloutId(params.step, row, sample), prompt_ids=PROMPT, params=params, salt="run-7"
-    )
 
 
 def expected_log_probs(reply: Turn, temperature: float = 1.0) -> list[float]:

@@ -17,7 +17,7 @@ from dovetail.inference_servers.remote_sampler import RemoteSampler
 from dovetail.parallel.mesh import Mesh
 from dovetail.sampler.base import SamplingParams, TokenPrompt
 from tests.helpers.fake_engine import VOCABULARY, FakeEngine
-from tests.unit.test_remote_engines import fleet
+from tests.helpers.fleets import fleet
 
 RECORDED = json.loads((Path(__file__).parents[1] / "helpers" / "vllm_replies.json").read_text())
 IMAGE = 20

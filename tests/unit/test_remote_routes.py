@@ -19,7 +19,7 @@ from dovetail.inference_servers.routes import read_experts, read_trace
 from dovetail.sampler.base import SamplingParams
 from dovetail.sampler.turn import Turn
 from tests.helpers.fake_engine import FakeEngine, as_int32, as_npy, hashed_experts
-from tests.unit.test_remote_engines import KINDS, PROMPT, fleet, probe, request
+from tests.helpers.fleets import KINDS, PROMPT, fleet, probe, request
 
 RECORDED = json.loads((Path(__file__).parents[1] / "helpers" / "vllm_replies.json").read_text())
 MOE = MoeSpec(layers=(False, True, True), num_experts=8, top_k=2, ffn_width=16)

@@ -17,7 +17,7 @@ from torch import Tensor
 from dovetail.parallel.mesh import Axis, P2PChannel, P2PChannels
 from dovetail.pipeline import executor
 from dovetail.pipeline.schedule import Action, Costs, Plan, make_plan, num_stages
-from tests.distributed.test_executor import any_plan, in_the_receivers_order
+from tests.helpers.plans import any_plan, in_the_receivers_order
 
 NOTHING = torch.zeros(0)
 Model = Literal["streams", "device"]

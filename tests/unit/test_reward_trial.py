@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dovetail.cli.main import run_command
-from tests.unit.test_first_rows import GOOD, USER, started, write
+from tests.helpers.first_rows import GOOD, USER, started as started, write
 
 __all__ = ["started"]
 MODULE = """

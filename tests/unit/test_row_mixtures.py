@@ -17,7 +17,7 @@ from dovetail.recipe.data import DataSection
 from dovetail.recipe.reward import RewardSection
 from dovetail.recipe.schema import make_recipe
 from dovetail.rl.collect import step_rows
-from tests.unit.test_data import PLAIN
+from tests.helpers.tokenizers import PLAIN
 
 PARTS = ((7, 3.0), (5, 1.0))  # rows and weight
 

@@ -20,7 +20,7 @@ from dovetail.recipe.data import DataSection
 from dovetail.recipe.types import RowFormat
 from tests.helpers.of_trl import of_trl
 from tests.helpers.row_shapes import SHAPES, TEMPLATE, Shape, said
-from tests.unit.test_data import ASSISTANT, USER, make_tokenizer, spelled, write
+from tests.helpers.tokenizers import ASSISTANT, USER, make_tokenizer, spelled, write
 
 TOKENIZER = make_tokenizer(template=TEMPLATE)
 LIMITS = Limits(vocab_size=260)

@@ -29,9 +29,8 @@ from dovetail.sampler.transformers import plan_static_batches
 from dovetail.sampler.turn import Turn
 from dovetail.weights.hf_directory import Pretrained
 from tests.helpers.parity_configs import MAX_POSITIONS, VOCAB, moe_configs, tiny_configs, tiny_model
+from tests.helpers.prompts import LENGTHS, some_prompts
 from tests.helpers.tolerances import MODEL_FP32, SUM_ORDER, assert_close
-
-LENGTHS = (9, 3, 17, 9, 1, 12)
 
 
 def sampler_of(
@@ -42,14 +41,6 @@ def sampler_of(
     )
     sampler.refill(tiny_model(config).state_dict().items())
     return sampler
-
-
-def some_prompts(lengths=LENGTHS, seed: int = 3) -> list[TokenPrompt]:
-    generator = torch.Generator().manual_seed(seed)
-    return [
-        TokenPrompt(10 + i, torch.randint(0, VOCAB, (n,), generator=generator).tolist())
-        for i, n in enumerate(lengths)
-    ]
 
 
 @torch.no_grad()

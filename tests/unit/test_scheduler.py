@@ -5,7 +5,6 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,35 +21,14 @@ from dovetail.parallel.mesh import Mesh
 from dovetail.sampler.base import SamplingParams
 from dovetail.sampler.kv_cache import PageBudget, PagedCache, PagePool
 from dovetail.sampler.model_runner import GraphPool, ModelRunner, pad_to_bucket
-from dovetail.sampler.native import NativeSampler, SamplerOptions
+from dovetail.sampler.native import NativeSampler
 from dovetail.sampler.scheduler import Group, Request, Scheduler
 from dovetail.sampler.turn import Turn
 from tests.helpers.caches import fill, held
-from tests.helpers.parity_configs import VOCAB, moe_configs, tiny_configs, tiny_model
+from tests.helpers.parity_configs import VOCAB, tiny_configs, tiny_model
+from tests.helpers.prompts import some_prompts
+from tests.helpers.schedulers import PARAMS, sampler_of
 from tests.helpers.tolerances import SUM_ORDER, assert_close
-from tests.unit.test_sampler import some_prompts
-
-PARAMS = SamplingParams(
-    samples=4, max_new_tokens=13, temperature=1.3, stop_ids=tuple(range(0, VOCAB, 9)), seed=2
-)
-
-
-def sampler_of(
-    name: str, max_tokens: int | None = None, capture=None, **options: Any
-) -> NativeSampler:
-    config = (tiny_configs() | moe_configs())[name]
-    spec, chosen = spec_from_config(config.to_dict()), SamplerOptions(**options)
-    sampler = NativeSampler(
-        spec,
-        Mesh.solo(),
-        KernelSet(),
-        torch.float64,
-        max_tokens=max_tokens,
-        options=chosen,
-        capture=capture,
-    )
-    sampler.refill(tiny_model(config).state_dict().items())
-    return sampler
 
 
 def assert_same(actual: list[Turn], expected: list[Turn]) -> None:

@@ -2,10 +2,8 @@
 
 import socket
 import struct
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -14,16 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from dovetail.cli import serve
 from dovetail.cli.main import run_command
 from dovetail.errors import ConfigError, MachineError
 from dovetail.factory import serving as serving_parts
-from dovetail.inference_servers import push, transports
-from dovetail.inference_servers.fleet import Fleet, Replica
 from dovetail.inference_servers.http import Client, ServerError
-from dovetail.inference_servers.protocol import ServerRequest
 from dovetail.inference_servers.push import Pusher
 from dovetail.inference_servers.remote_sampler import RemoteSampler
 from dovetail.inference_servers.sglang import Sglang
@@ -32,59 +26,24 @@ from dovetail.parallel.mesh import Mesh
 from dovetail.recipe.rollout import PushSection
 from dovetail.sampler.base import SamplingParams, TokenPrompt
 from dovetail.sampler.native import NativeSampler, cache_bytes
-from dovetail.sampler.turn import RolloutId, Turn
-from dovetail.serving.app import Settings
-from dovetail.serving.http_server import HttpServer, listen
+from dovetail.sampler.turn import Turn
+from dovetail.serving.http_server import HttpServer
 from dovetail.serving.sampler_server import SamplerServer
-from dovetail.serving.text import Text
 from tests.helpers.fake_engine import FakeEngine
-from tests.helpers.parity_configs import VOCAB, tiny_configs, tiny_model
+from tests.helpers.parity_configs import VOCAB
+from tests.helpers.prompts import some_prompts
+from tests.helpers.schedulers import PARAMS, sampler_of
+from tests.helpers.served import (
+    GREEDY,
+    MODEL,
+    fleet_of,
+    pusher,
+    request,
+    serving,
+    wait_for,
+    weights,
+)
 from tests.helpers.tolerances import MODEL_FP32, SUM_ORDER, assert_close
-from tests.unit.test_sampler import some_prompts
-from tests.unit.test_scheduler import PARAMS, sampler_of
-
-MODEL = "qwen2_window"
-GREEDY = SamplingParams(max_new_tokens=1, temperature=0)
-
-
-def weights(factor: float = 1.0) -> dict[str, Tensor]:
-    return {name: factor * w for name, w in tiny_model(tiny_configs()[MODEL]).state_dict().items()}
-
-
-@contextmanager
-def serving(
-    key: str | None = None,
-    *,
-    text: Text | None = None,
-    **options: Any,
-) -> Iterator[HttpServer]:
-    sampler = sampler_of(MODEL, options.pop("max_tokens", 4096), lambda step: step, **options)
-    engine = SamplerServer(sampler, push_directory=Path("/"))
-    settings = Settings(model="tiny", text=text, key=key)
-    with running(HttpServer(engine, listen("127.0.0.1", 0), settings)) as server:
-        yield server
-
-
-@contextmanager
-def running(server: HttpServer) -> Iterator[HttpServer]:
-    server.start()
-    owner = threading.Thread(target=server.run)
-    owner.start()
-    try:
-        yield server
-    finally:
-        server.stop()
-        owner.join()
-
-
-def fleet_of(*servers: HttpServer) -> Fleet:
-    replicas = [
-        Replica(client, Native().probe(client, VOCAB))
-        for client in (Client(each.url) for each in servers)
-    ]
-    for replica in replicas:
-        replica.problem = None
-    return Fleet(replicas, Native(), timeout=20.0, on_server_lost=lambda _: None)
 
 
 def remote(folder: Path, transport: Any, *servers: HttpServer) -> RemoteSampler:
@@ -93,24 +52,6 @@ def remote(folder: Path, transport: Any, *servers: HttpServer) -> RemoteSampler:
     section = PushSection(transport=transport, directory=str(folder), timeout=10.0)
     return RemoteSampler(
         Mesh.solo(), torch.float64, VOCAB, fleet, Pusher(clients, section, kind="vllm")
-    )
-
-
-def pusher(
-    server: HttpServer, folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any
-) -> Pusher:
-    """By buckets of kilobytes."""
-    fill = transports.fill
-    monkeypatch.setattr(
-        push, "fill", lambda pairs, transport, _, **given: fill(pairs, transport, 16384, **given)
-    )
-    section = PushSection(transport="file", directory=str(folder), timeout=10.0, **options)
-    return Pusher([Client(server.url)], section, kind="vllm")
-
-
-def request(ids: Sequence[int], params: SamplingParams, row: int = 0) -> ServerRequest:
-    return ServerRequest(
-        id=RolloutId(params.step, row, 0), prompt_ids=list(ids), params=params, salt="s"
     )
 
 
@@ -250,13 +191,6 @@ def check_parts(prompt: TokenPrompt, reply: Turn, params: SamplingParams, kv: st
         assert abs(reply.log_probs[cut] - after.log_probs[0]) > MODEL_FP32, (
             "keys and values are the old weights'"
         )
-
-
-def wait_for(condition: Any) -> None:
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.001)
 
 
 def test_a_push_that_is_not_whole_leaves_the_server_alive_and_silent(

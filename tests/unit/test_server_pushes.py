@@ -16,7 +16,7 @@ from dovetail.inference_servers.protocol import ServerRequest
 from dovetail.inference_servers.transports import map_memory
 from dovetail.serving import receive
 from dovetail.serving.receive import Receiver
-from tests.unit.test_server import GREEDY, fleet_of, pusher, request, serving, weights
+from tests.helpers.served import GREEDY, fleet_of, pusher, request, serving, weights
 
 BUCKET = {"bucket": 0, "num_bytes": 8, "tensors": [["a", "float32", [2], 0, "0"]]}
 

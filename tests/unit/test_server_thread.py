@@ -13,7 +13,7 @@ from dovetail.serving import sampler_server as server_module
 from dovetail.serving.sampler_server import SamplerServer
 from dovetail.serving.served_request import ServedRequest, ServedTokens
 from tests.helpers.parity_configs import VOCAB
-from tests.unit.test_scheduler import sampler_of
+from tests.helpers.schedulers import sampler_of
 
 MODEL = "qwen2_window"
 LONG = SamplingParams(max_new_tokens=12, temperature=0.8, seed=3)

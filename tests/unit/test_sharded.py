@@ -14,7 +14,6 @@ from safetensors.torch import save_file
 from torch import nn
 
 from dovetail.checkpoint.conversion import convert_to_hf, convert_to_sharded
-from dovetail.checkpoint.manifest_body import checksum
 from dovetail.checkpoint.reader import ShardedReader
 from dovetail.checkpoint.writer import save_sharded
 from dovetail.errors import CheckpointError
@@ -22,7 +21,7 @@ from dovetail.parallel.layout import Layout
 from dovetail.parallel.mesh import Mesh
 from dovetail.weights.hf_reader import HFReader
 from dovetail.weights.load import load
-from dovetail.weights.safe_paths import MANIFEST, auxiliary_files
+from dovetail.weights.safe_paths import auxiliary_files
 from dovetail.weights.save import save
 from dovetail.weights.stream import stream
 from tests.helpers.checkpoints import (
@@ -32,6 +31,7 @@ from tests.helpers.checkpoints import (
     tensors_of,
     write_tiny,
 )
+from tests.helpers.forged import forge
 
 LAYOUT = Layout(tp=2, dp=2)
 
@@ -127,14 +127,6 @@ def test_even_the_blanks_of_a_header_are_covered(cut: Path) -> None:
         ShardedReader(cut)
 
 
-def _forge(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Change the manifest and make its checksum right again, as an attacker would."""
-    body = json.loads((path / MANIFEST).read_text())
-    del body["crc32"]
-    change(body)
-    (path / MANIFEST).write_text(json.dumps({**body, "crc32": checksum(body)}))
-
-
 NORM = "model.norm.weight"
 
 
@@ -185,7 +177,7 @@ def _leave(body: dict[str, Any]) -> None:
 def test_a_forged_manifest_is_refused(
     cut: Path, change: Callable[[dict[str, Any]], None], message: str
 ) -> None:
-    _forge(cut, change)
+    forge(cut, change)
     with pytest.raises(CheckpointError, match=message):
         ShardedReader(cut)
 

@@ -1,7 +1,6 @@
 """Gradients of stretches of keys laid down where they leave from: against autograd's own of slices, on poisoned memory."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from random import Random
 
 import pytest
@@ -10,19 +9,9 @@ from torch import Tensor
 
 from dovetail.kernels.reference import sum_deterministic
 from dovetail.nn.context_parallel import scatter_kv_grads
+from tests.helpers.poisoned import poisoned
 
 SIZE, GROUPS, CHANNELS = 6, 2, 3  # tokens of a chunk, KV heads and their channels
-
-
-@contextmanager
-def poisoned() -> Iterator[None]:
-    """Memory that nobody wrote holds NaN."""
-    torch.use_deterministic_algorithms(True)  # which fills it, unless told otherwise
-    try:
-        assert torch.zeros(1).new_empty(3).isnan().all()
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 def plain(grads: list[Tensor], stretches: list[slice], lines: int) -> Tensor:

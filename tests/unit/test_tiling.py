@@ -10,36 +10,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from dovetail.arch.registry import spec_from_config
 from dovetail.errors import ModelError
-from dovetail.kernels.registry import KernelSet
-from dovetail.nn.mlp import make_mlp
 from dovetail.nn.tiling import Tiled, tile_mlps
-from dovetail.parallel.mesh import Mesh
 from tests.helpers.head_memory import Storages
-from tests.helpers.parity_configs import tiny_configs
+from tests.helpers.tiled import make, tokens
 from tests.helpers.tolerances import EXACT, SUM_ORDER, assert_close
 
 FAMILIES = ("llama_biases", "apertus")  # gated, plain
-
-
-def make(family: str, dtype: torch.dtype = torch.float64) -> nn.Module:
-    mlp = make_mlp(spec_from_config(tiny_configs()[family].to_dict()), Mesh.solo(), KernelSet()).to(
-        dtype
-    )
-    draw = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for tensor in (*mlp.parameters(), *mlp.buffers()):
-            tensor.copy_(torch.randn(tensor.shape, generator=draw, dtype=torch.float64) / 8)
-    return mlp
-
-
-def tokens(n: int, mlp: nn.Module) -> tuple[Tensor, Tensor]:
-    like = next(mlp.parameters())
-    x, up = torch.randn(
-        2, n, 64, generator=torch.Generator().manual_seed(1), dtype=torch.float64
-    ).to(like.dtype)
-    return x.requires_grad_(), up
 
 
 def gradients(run: nn.Module, mlp: nn.Module, x: Tensor, up: Tensor) -> dict[str, Tensor]:
