@@ -4,11 +4,10 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -24,7 +23,7 @@ from dovetail.weights.peft import from_stacked, read_options, stacked_name
 from tests.helpers.harness import run
 from tests.helpers.parity_configs import moe_configs, tiny_configs, tiny_model
 from tests.helpers.parity_reference import make_batch, objective
-from tests.helpers.peft_reference import PEFT_PREFIX, TARGETS, write_peft
+from tests.helpers.peft_reference import PEFT_PREFIX, TARGETS, lora_config, write_peft
 from tests.helpers.probe import PROBE, gradients, parameters
 from tests.helpers.tolerances import worst_error
 
@@ -44,16 +43,6 @@ LAYOUTS = (
     Layout(tp=4),  # ranks that share key and value heads
     Layout(tp=2, pp=2),
 )
-
-
-def lora_config(**changes: object) -> LoraConfig:
-    options: dict[str, Any] = {
-        "r": 4,
-        "lora_alpha": 16,
-        "target_modules": [*TARGETS],
-        "init_lora_weights": False,
-    }
-    return LoraConfig(**{**options, **changes})
 
 
 EXPERT_LAYOUTS = (Layout(tp=2), Layout(dp=2, ep=2), Layout(dp=2, tp=2, ep=2))

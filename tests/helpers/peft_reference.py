@@ -1,6 +1,7 @@
 """Losses and gradients that PEFT computes on transformers for the tiny models."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
@@ -11,6 +12,16 @@ from tests.helpers.parity_reference import GRAD, make_batch, outputs_of, rows_of
 
 PEFT_PREFIX = "base_model.model."
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def lora_config(**changes: object) -> LoraConfig:
+    options: dict[str, Any] = {
+        "r": 4,
+        "lora_alpha": 16,
+        "target_modules": [*TARGETS],
+        "init_lora_weights": False,
+    }
+    return LoraConfig(**{**options, **changes})
 
 
 def write_peft(

@@ -19,6 +19,7 @@ from dovetail.weights.config_file import CONFIG
 from dovetail.weights.hf_directory import saved_config
 from dovetail.weights.hf_reader import TensorSource
 from dovetail.weights.load import FLOATS, NameRules, compare, tolerated
+from dovetail.weights.merged import MergedSource
 from dovetail.weights.safe_paths import AuxiliaryFiles, auxiliary_files
 from dovetail.weights.safetensors import TensorSpec, dump_json
 from dovetail.weights.save import SHARD_BYTES, write_hf
@@ -74,11 +75,18 @@ def convert_to_hf(
     *,
     dtype: torch.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
+    adapter: Path | None = None,
     watch: Callable[[TensorSource], object] = id,
 ) -> None:
-    """Write a sharded checkpoint or HF directory as an HF directory. Collective."""
+    """Write a sharded checkpoint or HF directory as an HF directory. Collective.
+
+    adapter: PEFT's directory, whose products are added.
+    """
     reader = open_checkpoint(source, mesh)
     watch(reader)
+    if adapter is not None:
+        with agreed(mesh):
+            reader = MergedSource(reader, adapter)
     reader.verify_checksums(mesh)
     specs = _specs(reader, dtype)
 

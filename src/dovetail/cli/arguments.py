@@ -218,8 +218,14 @@ def _add_compute(
     )
 
 
-def _add_rows(parser: ArgumentParser, data: str) -> None:
+def _add_model(parser: ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help=MODEL)
+    added = "PEFT's directory of an adapter, added to the weights of MODEL"
+    parser.add_argument("--adapter", metavar="DIR", help=added)
+
+
+def _add_rows(parser: ArgumentParser, data: str) -> None:
+    _add_model(parser)
     parser.add_argument(
         "--data", required=True, metavar=data, help="JSONL, parquet, CSV, a directory, or a glob"
     )
@@ -270,7 +276,7 @@ def _generate(parser: ArgumentParser) -> None:
 
 
 def _eval(parser: ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help=MODEL)
+    _add_model(parser)
     parser.add_argument(
         "--data", required=True, metavar="PROMPTS.jsonl", help="rows as train takes them"
     )
@@ -334,6 +340,17 @@ def _convert(parser: ArgumentParser) -> None:
     )
 
 
+def _merge(parser: ArgumentParser) -> None:
+    parser.add_argument("base", metavar="BASE", help="HF directory or sharded checkpoint")
+    parser.add_argument("adapter", metavar="ADAPTER", help="PEFT's directory")
+    parser.add_argument("destination", metavar="OUT", help="a directory that does not exist yet")
+    parser.set_defaults(layout=None)
+    add_device(parser, default="cpu")
+    parser.add_argument(
+        "--dtype", choices=["float32", "bfloat16", "float16"], help="default: as in BASE"
+    )
+
+
 def _inspect(parser: ArgumentParser) -> None:
     parser.add_argument(
         "checkpoint", metavar="PATH", help="HF directory, sharded checkpoint, or run_dir"
@@ -360,7 +377,7 @@ def _rollouts(parser: ArgumentParser) -> None:
 
 
 def _serve(parser: ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help=MODEL)
+    _add_model(parser)
     parser.add_argument(
         "--host", default="127.0.0.1", metavar="H", help="address to listen at; 0.0.0.0: all"
     )
@@ -385,7 +402,7 @@ def _resume(text: str) -> str:
 MODEL = "a directory, or name@revision on the hub"
 OF_A_MODEL = ("score", "generate", "eval", "convert", "inspect", "serve")
 PUSH_DIRECTORY = "/dev/shm/dovetail"  # as rollout.push.directory
-ON_RANKS = ("train", "score", "generate", "eval", "convert")
+ON_RANKS = ("train", "score", "generate", "eval", "convert", "merge")
 TOOLS = ("report", "plan", "docs", "import-config", "doctor")  # of the package dovetail_tools
 COMMANDS: Mapping[str, Command] = {
     "train": Command("train a model by RL or SFT, from an HF checkpoint to an HF checkpoint", _train,
@@ -398,6 +415,7 @@ COMMANDS: Mapping[str, Command] = {
         "Qwen2.5-0.5B --data prompts.jsonl --samples 8 --temperature 1"),
     "convert": Command("turn an HF checkpoint into a sharded one, or back, bit for bit", _convert,
         "Qwen2.5-0.5B cut --to sharded --layout tp=2"),
+    "merge": Command("add an adapter to its base model, as a new HF checkpoint", _merge, "Qwen2.5-0.5B runs/lora/hf merged"),
     "inspect": Command("show what a model, a checkpoint or a run holds, and whether it is whole", _inspect, "runs/first"),
     "rollouts": Command("show samples of a run with their rewards", _rollouts, "runs/first --sort worst"),
     "serve": Command("serve a model over HTTP: OpenAI's endpoints, and those by which trainers sample and push weights", _serve,

@@ -46,7 +46,7 @@ def open_inputs(
     """decodes: the output needs a tokenizer, if there is one."""
     if args.out is not None and mesh["world"].rank == 0:
         check_out(args.out, args.data)
-    source = Pretrained.open(args.model, args.engine)
+    source = Pretrained.open(args.model, args.engine, args.adapter)
     trust = args.trust_remote_code
     reads_text = needs_text(args.data) or (decodes and source.has_tokenizer)
     tokenizer = load_tokenizer(source, trust_remote_code=trust) if reads_text else None

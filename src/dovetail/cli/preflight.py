@@ -54,6 +54,7 @@ from dovetail.weights.safe_paths import (
     auxiliary_files,
     refuse_occupied,
     refuse_unwritable,
+    refuse_without_adapter,
     refuse_without_safetensors,
     refuse_without_tokenizer,
 )
@@ -114,6 +115,12 @@ def preflight(args: argparse.Namespace, layout: Layout) -> bool:
         elif (model := mistakes.of(read_model, args.source)) is not None:
             mistakes.of(check_layout, model.spec, layout)
         needed = 0
+    elif args.command == "merge":
+        mistakes.of(refuse_occupied, Path(args.destination))
+        mistakes.of(refuse_unwritable, Path(args.destination), "the directory")
+        mistakes.of(read_model, args.base)
+        mistakes.of(refuse_without_adapter, Path(args.adapter))
+        needed = 0
     else:
         needed = _rows(args, layout, mistakes)
     mistakes.of(_check_memory, needed, layout, device)
@@ -155,6 +162,8 @@ def _rows(args: argparse.Namespace, layout: Layout, mistakes: Mistakes) -> int:
     if args.out is not None:
         mistakes.of(check_out, args.out, args.data)
     model = mistakes.of(read_model, args.model, args.engine)
+    if args.adapter is not None:
+        mistakes.of(refuse_without_adapter, Path(args.adapter))
     check = RowCheck(_columns(args), Template.unknown())
     if model is not None:
         check = replace(check, template=Template.of(model.path, None))

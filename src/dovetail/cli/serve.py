@@ -10,11 +10,14 @@ from dovetail.errors import ConfigError
 from dovetail.launch.inference_servers import KEY, server_key
 from dovetail.launch.process import complain, tell
 from dovetail.serving.extra import require_serve
+from dovetail.weights.safe_paths import refuse_without_adapter
 
 
 def run(args: argparse.Namespace) -> None:
     require_serve("dovetail serve")
     read_model(args.model)
+    if args.adapter is not None:
+        refuse_without_adapter(Path(args.adapter))
     key = server_key()
     system.raise_open_files_limit()
     listen = importlib.import_module("dovetail.serving.http_server").listen
@@ -35,6 +38,7 @@ def run(args: argparse.Namespace) -> None:
         key=key,
         utilization=args.gpu_memory_utilization,
         push_directory=Path(args.push_dir),
+        adapter=args.adapter,
     )
     server.start()
     longest = f"up to {server.engine.max_length} tokens of prompt and completion"

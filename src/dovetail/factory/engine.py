@@ -59,6 +59,7 @@ from dovetail.weights.hf_directory import (
 )
 from dovetail.weights.hf_reader import TensorSource
 from dovetail.weights.load import load
+from dovetail.weights.merged import MergedSource
 from dovetail.weights.peft import load_adapter
 from dovetail.weights.shards import form_of
 
@@ -284,7 +285,10 @@ def open_weights(source: Pretrained, mesh: Mesh) -> TensorSource:
         sizes = f"a model of {asked:.3g} weights or more, but the checkpoint has {held:.3g}"
         hint = "does its config.json belong to its weights?"
         raise CheckpointError(f"{source.path}: config.json describes {sizes}; {hint}")
-    return reader
+    if source.adapter is None:
+        return reader
+    with agreed(mesh):
+        return MergedSource(reader, source.adapter)
 
 
 def _spare_memory(model: StagedModel, mesh: Mesh, options: EngineOptions) -> None:

@@ -14,7 +14,7 @@ from dovetail.factory.sampler import backend_layout, make_sampler
 from dovetail.factory.tokenizer import banned_ids, load_tokenizer, stop_ids
 from dovetail.parallel.layout import Layout
 from dovetail.parallel.mesh import Mesh
-from dovetail.sampler.native import NativeSampler, SamplerOptions
+from dovetail.sampler.native import NativeSampler
 from dovetail.serving.app import Settings
 from dovetail.serving.http_server import HttpServer
 from dovetail.serving.sampler_server import SamplerServer
@@ -30,17 +30,19 @@ def make_server(
     *,
     key: str | None = None,
     utilization: float = 0.8,
-    options: SamplerOptions | None = None,
     push_directory: Path | None = None,
+    adapter: str | None = None,
 ) -> HttpServer:
     """key: that clients must send. utilization: share of a GPU's memory.
 
+    adapter: PEFT's directory, whose products are added to the model's weights.
+
     push_directory: the only one whose files may be pushed; None: no file may.
     """
-    source = Pretrained.open(model)
+    source = Pretrained.open(model, adapter=adapter)
     mesh = Mesh.solo(device)
     backend_layout(source, Layout(), "native")  # refuses what it does not run
-    sampler = make_sampler(source, mesh, dtype, options=options)
+    sampler = make_sampler(source, mesh, dtype)
     assert isinstance(sampler, NativeSampler)
     sampler.load(open_weights(source, mesh))
     rope = sampler.spec.rope

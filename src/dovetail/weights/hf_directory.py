@@ -44,12 +44,16 @@ class Pretrained:
     config: Config
     spec: AnySpec
     auxiliary: Mapping[str, Path]
+    adapter: Path | None = None  # PEFT's directory, whose products are added to the weights
 
     @classmethod
-    def open(cls, name: str | Path, engine: EngineName = "auto") -> "Pretrained":
+    def open(
+        cls, name: str | Path, engine: EngineName = "auto", adapter: str | None = None
+    ) -> "Pretrained":
         path = locate(name)
         config = read_config(path)
-        return cls(path, config, choose_spec(config, engine), auxiliary_files(path))
+        added = None if adapter is None else Path(adapter)
+        return cls(path, config, choose_spec(config, engine), auxiliary_files(path), added)
 
     @property
     def notes(self) -> list[str]:

@@ -18,11 +18,10 @@ from dovetail.parallel.placement import as_index, checkpoint_shapes, whole
 from dovetail.weights.adapters import DOWN, whole_adapters
 from dovetail.weights.atomic import staged, write_file
 from dovetail.weights.hf_reader import StoredRegion, StoredTensor, TensorSource
-from dovetail.weights.safe_paths import contained
+from dovetail.weights.safe_paths import ADAPTER_CONFIG as CONFIG, contained, refuse_without_adapter
 from dovetail.weights.safetensors import TensorFile, TensorFileWriter, TensorSpec, dump_json
 from dovetail.weights.shards import LocalParam, adapter_params
 
-CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 METADATA = (("format", "pt"),)
@@ -154,9 +153,8 @@ def peft_config(options: AdapterOptions, leaves: Collection[str], base: str) -> 
 
 def read_options(path: Path) -> AdapterOptions:
     """Return the options of PEFT's directory. CheckpointError for what is not read."""
+    refuse_without_adapter(path)
     file = path / CONFIG
-    if not file.is_file():
-        raise CheckpointError(f"{path} has no {CONFIG}: expected a directory that PEFT saved")
     config = parse_json(contained(path, CONFIG).read_bytes(), str(file))
     for key, value in ONLY.items():
         if config.get(key, value) not in (value, None, []):
@@ -181,7 +179,7 @@ def load_adapter(model: StagedModel, path: Path, mesh: Mesh) -> None:
     """Fill the adapters from PEFT's directory. CheckpointError on every rank. Collective."""
     assert model.adapter is not None
     with agreed(mesh):
-        source = _open(path)
+        source = open_adapter(path)
     used: set[str] = set()
     problems = []
     for param in adapter_params(model, mesh):
@@ -228,7 +226,7 @@ def _read(param: LocalParam, names: Sequence[str], source: TensorSource) -> Tens
     return from_stacked(param.name, stored[0], count)
 
 
-def _open(path: Path) -> TensorSource:
+def open_adapter(path: Path) -> TensorSource:
     file = TensorFile(contained(path, WEIGHTS))
     tensors = {}
     for name, entry in file.entries.items():

@@ -15,6 +15,7 @@ from typing import NoReturn
 
 from dovetail.errors import CheckpointError, ConfigError, ModelError, quoted, raise_disk_problem
 
+ADAPTER_CONFIG = "adapter_config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MANIFEST = "MANIFEST.json"
@@ -87,6 +88,14 @@ def refuse_without_safetensors(directory: Path) -> NoReturn:
     raise CheckpointError(
         f"{directory} has no weights: expected {SINGLE} or {INDEX} with the files it names"
     )
+
+
+def refuse_without_adapter(directory: Path) -> None:
+    if not (directory / ADAPTER_CONFIG).is_file():
+        raise CheckpointError(
+            f"{directory} has no {ADAPTER_CONFIG}; give the directory of an adapter, as PEFT "
+            "saves it"
+        )
 
 
 def refuse_without_tokenizer(directory: Path, auxiliary: AuxiliaryFiles) -> None:
