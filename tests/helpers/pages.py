@@ -12,7 +12,8 @@ import pyarrow as arrow
 import pyarrow.parquet as parquet
 import torch
 import yaml
-from transformers import LlamaConfig, LlamaForSequenceClassification
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForSequenceClassification
 
 from tests.helpers.parity_configs import moe_configs, save_tiny
 from tests.helpers.program import VOCAB, make_model, write_rows
@@ -139,6 +140,7 @@ def make_folder(folder: Path) -> Path:
         (folder / name).symlink_to(model)
     save_tiny(moe_configs()["qwen3_moe"], folder / "MIXTURE")
     _make_reward_model(folder / "path" / "to" / "reward-model")
+    _make_adapter(model, folder / "adapter")
     for name in (*PLAIN, *QUICKSTART):
         write_rows(folder / f"{name}.jsonl", [ASKED, {"prompt": "2+2=", "answer": "4"}] * 8)
     for name, row in OTHERS.items():
@@ -168,6 +170,13 @@ def make_runs(folder: Path) -> None:
         shown = {**sample(17, 0, 3), "id": "17", "prompt": "13 + 4"}
         with (run / "rollouts" / "step_000003.jsonl").open("a") as file:
             file.write(json.dumps(shown) + "\n")
+
+
+def _make_adapter(model: Path, path: Path) -> None:
+    adapter = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(model), LoraConfig(target_modules=["q_proj"])
+    )
+    adapter.save_pretrained(str(path))
 
 
 def _make_reward_model(path: Path) -> None:

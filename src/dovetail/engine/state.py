@@ -80,7 +80,7 @@ class EngineState:
         if model.adapter is None:
             save(model, path, self.mesh, **self._saved())
         else:
-            save_adapter(model, Path(path), self.mesh, self.origin.name)
+            save_adapter(model, Path(path), self.mesh, self.origin.name, self.origin.auxiliary)
 
     def save_sharded(self, path: Path | str) -> Path:
         """Shards and their manifest, atomically -> their directory."""

@@ -17,14 +17,14 @@ from dovetail.weights.shards import (
     ExportRules,
     LocalParam,
     adapter_params,
+    base_params,
     in_checkpoint_form,
-    local_params,
 )
 from dovetail.weights.stream import export_params, gather_whole
 
 DOWN = ".lora_A"
 UP = ".lora_B"
-MERGED_AT_ONCE = 1 / 16  # of a rank's parameters
+CHUNKS = 16  # of the parameters; those of one are copied at a time
 # The tensor of all experts that holds the rows of a matrix, after those of how many others.
 ROWS_IN: Mapping[str, tuple[str, int]] = {
     "gate_proj": ("gate_up_proj", 0),
@@ -44,17 +44,21 @@ class WholeAdapter:
     def add_to(self, weight: Tensor, region: Region) -> None:
         """Add the product to the rows and columns of `weight` that `region` describes."""
         *experts, rows, columns = region.checkpoint_slice
-        first = max(rows[0], self.first_row)
-        last = min(rows[1], self.first_row + self.up.shape[-2])
+        start, stop = rows
+        first = max(start, self.first_row)
+        last = min(stop, self.first_row + self.up.shape[-2])
         if first >= last:
             return
         index = as_index(tuple(experts))
-        up = self.up[(*index, slice(first - self.first_row, last - self.first_row))]
-        down = self.down[(*index, slice(None), slice(*columns))]
-        target = weight[as_index(region.local_slice)][..., first - rows[0] : last - rows[0], :]
+        up_rows = slice(first - self.first_row, last - self.first_row)
+        up = self.up[index][..., up_rows, :]
+        down = self.down[index][..., slice(*columns)]
+        local = weight[as_index(region.local_slice)]
+        target = local[..., first - start : last - start, :]
         dtype = torch.promote_types(wide(weight.dtype), up.dtype)
         delta = up.to(dtype) @ down.to(dtype)
-        target.copy_(target.to(dtype) + self.scale * delta)
+        merged = target.to(dtype) + self.scale * delta
+        target.copy_(merged)
 
 
 def init_adapters(model: StagedModel, mesh: Mesh) -> None:
@@ -65,14 +69,17 @@ def init_adapters(model: StagedModel, mesh: Mesh) -> None:
             param.local.zero_()
             if not param.name.endswith(DOWN):
                 continue
-            seed = zlib.crc32(f"{model.adapter.seed}/{param.name}".encode())
-            generator = torch.Generator().manual_seed(seed)
+            key = f"{model.adapter.seed}/{param.name}"
+            generator = torch.Generator()
+            generator.manual_seed(zlib.crc32(key.encode()))
             for region in param.regions:
                 shape = region.checkpoint_shape
-                drawn = torch.rand(shape, generator=generator, dtype=torch.float64)
-                values = (2 * drawn - 1) / sqrt(shape[-1])
+                bound = 1 / sqrt(shape[-1])
+                values = torch.empty(shape, dtype=torch.float64)
+                values.uniform_(-bound, bound, generator=generator)
                 part = values[as_index(region.checkpoint_slice)]
-                param.local[as_index(region.local_slice)] = part.to(param.local)
+                target = param.local[as_index(region.local_slice)]
+                target.copy_(part)
 
 
 def whole_adapters(
@@ -91,11 +98,11 @@ def merged_weights(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield HF names and whole tensors of the base with its adapters added. Collective."""
     adapters = _by_weight(model, dict(whole_adapters(model, mesh)))
-    own = {id(param.parameter) for param in adapter_params(model, mesh)}
-    params = [param for param in local_params(model, mesh) if id(param.parameter) not in own]
-    chunk = max(1, -int(-len(params) * MERGED_AT_ONCE // 1))
-    for number in range(round(1 / MERGED_AT_ONCE)):  # as often on every pipeline rank
-        some = params[number * chunk : (number + 1) * chunk]
+    params = base_params(model, mesh)
+    chunk = -(-len(params) // CHUNKS)
+    for number in range(CHUNKS):  # as many on every pipeline rank
+        first = number * chunk
+        some = params[first : first + chunk]
         merged = [_merged(param, adapters) for param in some]
         exported = export_params(in_checkpoint_form(model, merged), mesh, **rules)
         yield from gather_whole(exported, mesh, [*exported.specs])

@@ -16,14 +16,20 @@ from dovetail.parallel.consensus import agreed, of_all
 from dovetail.parallel.mesh import Mesh
 from dovetail.parallel.placement import as_index, checkpoint_shapes, whole
 from dovetail.weights.adapters import DOWN, whole_adapters
-from dovetail.weights.atomic import staged, write_file
+from dovetail.weights.atomic import staged, write_auxiliary, write_file
 from dovetail.weights.hf_reader import StoredRegion, StoredTensor, TensorSource
-from dovetail.weights.safe_paths import ADAPTER_CONFIG as CONFIG, contained, refuse_without_adapter
+from dovetail.weights.safe_paths import (
+    ADAPTER_CONFIG,
+    AuxiliaryFiles,
+    contained,
+    refuse_without_adapter,
+)
 from dovetail.weights.safetensors import TensorFile, TensorFileWriter, TensorSpec, dump_json
 from dovetail.weights.shards import LocalParam, adapter_params
 
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
+OF_THE_MODEL = ("config.json", "generation_config.json")
 METADATA = (("format", "pt"),)
 # Keys of PEFT's config that change what an adapter computes, and the only value that is read.
 ONLY: Mapping[str, Any] = {
@@ -96,17 +102,17 @@ def from_stacked(name: str, stored: Tensor, experts: int) -> Tensor:
 
 
 def save_adapter(
-    model: StagedModel, path: Path, mesh: Mesh, base: str, dtype: torch.dtype | None = None
+    model: StagedModel, path: Path, mesh: Mesh, base: str, auxiliary: AuxiliaryFiles
 ) -> None:
     """Write PEFT's directory of the adapter, atomically. Collective.
 
-    base: the name of the base model. dtype: of the tensors; default: as they are trained.
+    base: the name of the base model. auxiliary: its files; those of its tokenizer are written too.
     """
     assert model.adapter is not None
     stacked = model.adapter.experts == "stacked"
     tensors = {}
     leaves = set()
-    for name, whole_tensor in whole_adapters(model, mesh, dtype):
+    for name, whole_tensor in whole_adapters(model, mesh):
         *_, parent, leaf, _ = name.split(".")
         leaves.add(f"experts.{leaf}" if parent == "experts" and stacked else leaf)
         for stored, tensor in as_stored(name, whole_tensor, stacked=stacked):
@@ -115,7 +121,9 @@ def save_adapter(
     with staged(path, mesh) as stage, stage.verdict.catch():
         if not stage.lead:
             return
-        write_file(stage.path / CONFIG, dump_json(config))
+        kept = {name: file for name, file in auxiliary.items() if name not in OF_THE_MODEL}
+        write_auxiliary(kept, stage.path)
+        write_file(stage.path / ADAPTER_CONFIG, dump_json(config))
         specs = [TensorSpec(name, x.dtype, tuple(x.shape)) for name, x in tensors.items()]
         writer = TensorFileWriter(stage.path / WEIGHTS, specs, dict(METADATA))
         for name, tensor in tensors.items():
@@ -154,8 +162,8 @@ def peft_config(options: AdapterOptions, leaves: Collection[str], base: str) -> 
 def read_options(path: Path) -> AdapterOptions:
     """Return the options of PEFT's directory. CheckpointError for what is not read."""
     refuse_without_adapter(path)
-    file = path / CONFIG
-    config = parse_json(contained(path, CONFIG).read_bytes(), str(file))
+    file = path / ADAPTER_CONFIG
+    config = parse_json(contained(path, ADAPTER_CONFIG).read_bytes(), str(file))
     for key, value in ONLY.items():
         if config.get(key, value) not in (value, None, []):
             found = json.dumps(config[key])
@@ -196,7 +204,8 @@ def load_adapter(model: StagedModel, path: Path, mesh: Mesh) -> None:
                 problems.append(f"mis-shaped: {names[0]}: {param.name} is {expected} here")
                 break
             values = stored[as_index(region.checkpoint_slice)]
-            param.local[as_index(region.local_slice)] = values.to(param.local)
+            target = param.local[as_index(region.local_slice)]
+            target.copy_(values)
     merged: dict[str, None] = {}
     for their_problems, their_used in of_all([problems, sorted(used)], mesh):
         merged |= dict.fromkeys(their_problems)

@@ -203,9 +203,13 @@ def checkpoint_params(
     model: nn.Module, mesh: Mesh, *, as_wrapped: bool = False
 ) -> list[LocalParam]:
     """Return the model's own parameters, with experts in the form of the checkpoint."""
+    return in_checkpoint_form(model, base_params(model, mesh, as_wrapped=as_wrapped))
+
+
+def base_params(model: nn.Module, mesh: Mesh, *, as_wrapped: bool = False) -> list[LocalParam]:
+    """Return `local_params` without those of adapters."""
     params = local_params(model, mesh, as_wrapped=as_wrapped)
-    own = [param for param in params if not param.name.endswith(ADAPTER)]
-    return in_checkpoint_form(model, own)
+    return [param for param in params if not param.name.endswith(ADAPTER)]
 
 
 def adapter_params(model: nn.Module, mesh: Mesh) -> list[LocalParam]:
