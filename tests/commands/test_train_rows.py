@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from tests.helpers.program import here, read_rows, write_recipe, write_rows
+from tests.helpers.program import here, on_ranks, read_rows, write_recipe, write_rows
 
 
 def test_rows_of_others_are_trained_by_epochs_from_a_mixture(model: Path, tmp_path: Path) -> None:
@@ -45,3 +45,14 @@ def test_rows_of_others_are_trained_by_epochs_from_a_mixture(model: Path, tmp_pa
     rows = write_rows(tmp_path / "shared.jsonl", [shared])
     scored = here("score", "--model", model, "--data", rows, "--out", tmp_path / "out.jsonl")
     assert (scored.code, scored.err) == (0, line.format(rows, "ShareGPT"))
+
+
+def test_odd_rows_are_noted_under_torchrun(model: Path, tmp_path: Path) -> None:
+    """Its ranks run when the command begins; the first of them tells what is odd."""
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": turns, "answer": "c"}])
+    recipe = write_recipe(tmp_path / "r.yaml", model, rows, algorithm={"name": "grpo"})
+    first, second = on_ranks(2, "train", recipe, "--layout", "dp=2", "trainer.steps=1")
+    assert (first.code, second.code) == (0, 0)
+    noted = f"dovetail: note: {rows}:1: the prompt ends with a turn of the assistant"
+    assert first.err.count(noted) == 1 and noted not in second.err

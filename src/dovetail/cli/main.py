@@ -91,12 +91,10 @@ def _dispatch(argv: Sequence[str], rank: RankProcess, *, watched: bool) -> int:
     if given is None:  # a module that needs pydantic
         if not importlib.import_module("dovetail.cli.preflight").preflight(args, layout):
             return 0
-    if (
-        args.command == "train"
-        and rank.files is None
-        and os.environ.get("RANK", "0") == "0"
-        and not args.dry_run
-    ):
+    is_first = rank.files is None and os.environ.get("RANK", "0") == "0"
+    if args.command == "train" and is_first and not args.dry_run:
+        if given is not None:  # torchrun has started the ranks, which find mistakes themselves
+            importlib.import_module("dovetail.cli.preflight").tell_notes_on_rows(recipe_of(args))
         tell(for_terminal(header(recipe_of(args), layout, args.device), sys.stdout))
     if given is None and (layout.num_ranks > 1 or supervision.restarts or supervision.servers):
         return run_ranks([*python_module("dovetail"), *argv], layout.num_ranks, supervision)

@@ -89,6 +89,10 @@ class Mistakes:
             self.errors.setdefault(str(error), error)
             return None
 
+    def tell_notes(self) -> None:
+        for note in self.notes:
+            complain(f"dovetail: note: {note}\n")
+
     def raise_all(self) -> None:
         if len(self.errors) > 1:
             raise ConfigError(f"{len(self.errors)} mistakes:\n{listing(list(self.errors))}")
@@ -129,9 +133,16 @@ def preflight(args: argparse.Namespace, layout: Layout) -> bool:
     ranks = layout.num_ranks
     if ranks > cores and device == "cpu":
         mistakes.notes.append(f"{ranks} ranks share {cores} CPU cores; fewer ranks may be faster")
-    for note in mistakes.notes:
-        complain(f"dovetail: note: {note}\n")
+    mistakes.tell_notes()
     return True
+
+
+def tell_notes_on_rows(recipe: Recipe) -> None:
+    """Tells what is odd in the first rows, and leaves what is wrong to the ranks."""
+    mistakes = Mistakes()
+    policy = mistakes.of(read_model, recipe.model.path, recipe.model.engine)
+    _check_rows(recipe, policy, mistakes)
+    mistakes.tell_notes()
 
 
 def read_model(name: str, engine: str = "auto") -> Model | None:
