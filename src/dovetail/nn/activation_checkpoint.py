@@ -148,7 +148,13 @@ def _written_storages(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
 
 
 class SavedTensor:
-    """A handle to what `save_for_backward_early` saved, read once in a backward pass."""
+    """A handle to what `save_for_backward_early` saved, read once in a backward pass.
+
+    A checkpoint repeats a forward pass until all that it saved is there again. What a function of
+    autograd saves is there once its forward has run, so a function that saves its input runs again.
+    Here `_SaveEarly` saves the input, where that is made, and the expensive function saves nothing:
+    it takes this handle and reads the `saved_tensors` of `_SaveEarly`'s context, `node`.
+    """
 
     node: FunctionCtx
 

@@ -31,7 +31,9 @@ def share_keys(
 ) -> Iterable[tuple[Tensor, Tensor]]:
     """k and v [t, G, C] -> keys and values [n, G, C] of each stretch of all lines' tokens, read-only."""
     out = _SharedKeys.apply(k, v, tuple(stretches), axis, add)
-    return zip(out[::2], out[1::2], strict=True)
+    keys = out[::2]
+    values = out[1::2]
+    return zip(keys, values, strict=True)
 
 
 class _SharedKeys(torch.autograd.Function):
@@ -50,8 +52,12 @@ class _SharedKeys(torch.autograd.Function):
         ctx.axis = axis
         ctx.add = add
         ctx.own = len(k)
-        gathered = gather_mirrored(torch.cat((k, v), dim=1), axis)
-        return tuple(x for stretch in stretches for x in gathered[stretch].chunk(2, dim=1))
+        both = torch.cat((k, v), dim=1)
+        gathered = gather_mirrored(both, axis)
+        out: list[Tensor] = []
+        for stretch in stretches:
+            out += gathered[stretch].chunk(2, dim=1)
+        return tuple(out)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
@@ -65,18 +71,29 @@ def scatter_kv_grads(
 ) -> Tensor:
     """Gradients of stretches [n, G, C] -> sums [lines, 2, own, G, C]."""
     size = own // 2
-    out = grads[0].new_empty((lines, 2, own, *grads[0].shape[1:]))
-    ends = {end for stretch in stretches for end in (stretch.start, stretch.stop)}
-    for start, stop in pairwise(sorted({*range(0, lines * own + 1, size), *ends})):
+    first = grads[0]
+    out = first.new_empty((lines, 2, own, *first.shape[1:]))
+    ends = {*range(0, lines * own + 1, size)}
+    for stretch in stretches:
+        ends |= {stretch.start, stretch.stop}
+    for start, stop in pairwise(sorted(ends)):
         chunk, at = divmod(start, size)
-        line, at = (chunk, at) if chunk < lines else (2 * lines - 1 - chunk, at + size)
-        for kind, total in enumerate(out[line, :, at : at + stop - start]):
-            parts = [
-                grad[start - stretch.start : stop - stretch.start]
-                for grad, stretch in zip(grads[kind::2], stretches, strict=True)
-                if stretch.start <= start and stop <= stretch.stop
-            ]
-            total.copy_(parts[0]) if parts else total.zero_()
+        line = chunk
+        if chunk >= lines:  # the mirrored half
+            line = 2 * lines - 1 - chunk
+            at += size
+        end = at + stop - start
+        for kind, total in enumerate(out[line, :, at:end]):
+            parts = []
+            for grad, stretch in zip(grads[kind::2], stretches, strict=True):
+                if stretch.start <= start and stop <= stretch.stop:
+                    low = start - stretch.start
+                    high = stop - stretch.start
+                    parts.append(grad[low:high])
+            if not parts:
+                total.zero_()
+                continue
+            total.copy_(parts[0])
             for part in parts[1:]:
                 total.add_(part)
     return out
@@ -103,16 +120,21 @@ class SharedAttention:
         q, k, v = self._all_tokens(q, k, v)
         queries: Sequence[Tensor] = (q,)
         keys: Iterable[tuple[Tensor, Tensor]] = ((k, v),)
-        if self.axes.gather.size > 1:
-            queries = q.split([chunk.queries.stop - chunk.queries.start for chunk in self.chunks])
+        kernels = self.kernels
+        gather = self.axes.gather
+        if gather.size > 1:
+            lengths = [chunk.queries.stop - chunk.queries.start for chunk in self.chunks]
+            queries = q.split(lengths)
             stretches = [chunk.keys for chunk in self.chunks]
-            keys = share_keys(k, v, stretches, self.axes.gather, self.kernels.sum_deterministic)
+            keys = share_keys(k, v, stretches, gather, kernels.sum_deterministic)
         parts = []
         for rows, (key, value), chunk in zip(queries, keys, self.chunks, strict=True):
             spans = (chunk.q_spans, chunk.k_spans)
-            parts.append(self.kernels.attention(rows, key, value, *spans, window))
+            part = kernels.attention(rows, key, value, *spans, window)
+            parts.append(part)
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return heads_to_tokens(out, self.axes.ulysses)[..., :v_dim]
+        out = heads_to_tokens(out, self.axes.ulysses)
+        return out[..., :v_dim]
 
     def _all_tokens(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         """Some heads of the Ulysses group's tokens; too few KV heads are repeated."""
@@ -125,31 +147,44 @@ class SharedAttention:
             v = v.repeat_interleave(repeats, dim=1)
         parts = [x.unflatten(1, (size, -1)) for x in (q, k, v)]
         heads = [part.shape[2] for part in parts]
-        qkv = torch.cat(parts, dim=2).flatten(1, 2)
-        return tokens_to_heads(qkv, self.axes.ulysses).split(heads, dim=1)
+        qkv = torch.cat(parts, dim=2)
+        qkv = tokens_to_heads(qkv.flatten(1, 2), self.axes.ulysses)
+        return qkv.split(heads, dim=1)
 
 
 def cut_chunks(
     lengths: Sequence[int], share: ContextShard, device: torch.device
 ) -> tuple[Chunk, ...]:
     ends = cumulative(lengths).tolist()
+    total = ends[-1]
     if share.groups == 1:
-        spans = Spans(to_device(cumulative(lengths), device), tuple(lengths))
-        return (Chunk(slice(0, ends[-1]), slice(0, ends[-1]), spans, spans),)
-    size = ends[-1] // (2 * share.groups)
+        spans = _spans(lengths, device)
+        every = slice(0, total)
+        return (Chunk(every, every, spans, spans),)
+    size = total // (2 * share.groups)
     chunks = []
     for at, chunk in enumerate(share.chunks):
         start = chunk * size
-        stop = (chunk + 1) * size
-        inside = [(a, b) for a, b in pairwise(ends) if a < stop and b > start]
-        queries = tuple(min(b, stop) - max(a, start) for a, b in inside)
-        keys = tuple(min(b, stop) - a for a, b in inside)
-        q_spans = Spans(to_device(cumulative(queries), device), queries)
-        k_spans = Spans(to_device(cumulative(keys), device), keys)
-        mine = slice(at * size, (at + 1) * size)
-        seen = slice(inside[0][0], stop)
-        chunks.append(Chunk(mine, seen, q_spans, k_spans))
+        stop = start + size
+        first: int | None = None  # of the keys
+        queries = []
+        keys = []
+        for begin, end in pairwise(ends):
+            if begin < stop and end > start:
+                first = begin if first is None else first
+                last = min(end, stop)
+                queries.append(last - max(begin, start))
+                keys.append(last - begin)
+        low = at * size
+        mine = slice(low, low + size)
+        seen = slice(first, stop)
+        chunks.append(Chunk(mine, seen, _spans(queries, device), _spans(keys, device)))
     return tuple(chunks)
+
+
+def _spans(lengths: Sequence[int], device: torch.device) -> Spans:
+    cu_seqlens = cumulative(lengths)
+    return Spans(to_device(cu_seqlens, device), tuple(lengths))
 
 
 @dataclass(frozen=True)
@@ -175,4 +210,5 @@ class SequenceGather:
 
     def _gather(self, x: Tensor) -> Tensor:
         whole = x.new_zeros(len(self.micro.all_counted))
-        return all_reduce(whole.index_copy(0, self.micro.local, x), self.axis)
+        whole = whole.index_copy(0, self.micro.local, x)
+        return all_reduce(whole, self.axis)

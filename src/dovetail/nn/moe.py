@@ -66,9 +66,11 @@ class Router(nn.Module):
         indices = routes.choose(self.layer, partial(self.best, scores.detach()))
         weights = scores.gather(1, indices)
         cost = routes.cost(self.layer, logits, scores)
-        weights = weights if cost is None else _AddRouterLoss.apply(weights, cost)
+        if cost is not None:
+            weights = _AddRouterLoss.apply(weights, cost)
         if self.moe.normalize:
-            weights = weights / (weights.sum(-1, keepdim=True) + TINY)
+            total = weights.sum(-1, keepdim=True)
+            weights = weights / (total + TINY)
         return indices, weights * self.moe.scale
 
     def best(self, scores: Tensor) -> Tensor:
@@ -78,10 +80,13 @@ class Router(nn.Module):
             scores = scores + self.e_score_correction_bias
         if moe.groups > 1:
             grouped = scores.unflatten(1, (moe.groups, -1))
-            group_scores = grouped.topk(1 if moe.group_score == "max" else 2).values.sum(-1)
+            counted = 1 if moe.group_score == "max" else 2
+            group_scores = grouped.topk(counted).values.sum(-1)
             best = group_scores.topk(moe.kept_groups).indices
-            kept = torch.zeros_like(group_scores, dtype=torch.bool).scatter(1, best, True)
-            scores = grouped.masked_fill(~kept[:, :, None], float("-inf")).flatten(1)
+            kept = torch.zeros_like(group_scores, dtype=torch.bool)
+            kept = kept.scatter(1, best, True)
+            dropped = ~kept[:, :, None]
+            scores = grouped.masked_fill(dropped, float("-inf")).flatten(1)
         return self.kernels.top_k(scores, moe.top_k)
 
 
@@ -95,68 +100,77 @@ class Experts(GradAccumulator):
         self.ep = mesh["ep"]
         self.kernels = kernels
         self.products = Products(kernels)
-        half = Part.padded("", moe.ffn_width, mesh["tp"].size)
+        tp = mesh["tp"].size
+        half = Part.padded("", moe.ffn_width, tp)
         count = moe.num_experts // self.ep.size
-        width = half.local_length(mesh["tp"].size)
-        self.gate_up_proj = nn.Parameter(torch.empty(count, 2 * width, spec.width))
-        self.down_proj = nn.Parameter(torch.empty(count, spec.width, width))
+        width = half.local_length(tp)
+        gate_up = torch.empty(count, 2 * width, spec.width)
+        down = torch.empty(count, spec.width, width)
+        self.gate_up_proj = nn.Parameter(gate_up)
+        self.down_proj = nn.Parameter(down)
         by_expert = Split(0, "ep", (Part("", moe.num_experts),))
+        gate_up_splits = (by_expert, Split(1, "tp", (half, half)))
+        down_splits = (by_expert, Split(2, "tp", (half,)))
         self.placements = {
-            "gate_up_proj": Placement(
-                (by_expert, Split(1, "tp", (half, half))), sharded_over="expert_fsdp"
-            ),
-            "down_proj": Placement(
-                (by_expert, Split(2, "tp", (half,))), sharded_over="expert_fsdp"
-            ),
+            "gate_up_proj": Placement(gate_up_splits, sharded_over="expert_fsdp"),
+            "down_proj": Placement(down_splits, sharded_over="expert_fsdp"),
         }
 
     def forward(self, run: Callable[..., T], *arguments: Any) -> T:
-        """FSDP2 gathers the parameters once for both halves of a batch."""
+        """Runs a whole block, with this module's parameters gathered.
+
+        FSDP2 gathers the parameters of a group before its module's forward and frees them after
+        it. Experts are a group of their own, and both halves of a batch use them at several times
+        of a block. So `decoder.Block.forward` calls this with the block as `run`, and the experts
+        compute in `forward_async`, which has no hooks: one gather a block.
+        """
         return run(*arguments)
 
     def forward_async(self, x: Tensor, chosen: Tensor, weights: Tensor) -> AsyncForward[Tensor]:
         ep = self.ep
         kernels = self.kernels
+        mixture = self.products.mixture_of_experts
         defer = None if self.wgrad_queue is None else self.defer_wgrad
         if ep.size == 1:
-            return self.products.mixture_of_experts(x, chosen, weights, self._matrices(), add=defer)
+            matrices = self._matrices()
+            return mixture(x, chosen, weights, matrices, add=defer)
         here = len(self.gate_up_proj)
         ranks, counts = destinations(chosen // here, ep.size)
         received = begin_exchange(counts, ep).wait()
-        numbers = AsyncHostCopy(torch.stack((counts[:, 0], received[:, 0], received[:, 1])))
+        rows_sent = counts[:, 0]
+        rows_received, copies_received = received.unbind(1)
+        numbers = AsyncHostCopy(torch.stack((rows_sent, rows_received, copies_received)))
         capacity = ranks.numel()  # before the host knows the rows
         rows, places, _ = kernels.permute(x, ranks, ep.size, capacity)
-        choices = kernels.permute_tokens(
-            pack_choices(chosen, weights), places, ranks.shape[1], capacity
-        )
-        to_experts = [AsyncCollective(None, None), AsyncCollective(None, None)]
-        sent = [
-            start(part, collective)
-            for part, collective in zip((rows, choices), to_experts, strict=True)
-        ]
+        choices = pack_choices(chosen, weights)
+        choices = kernels.permute_tokens(choices, places, ranks.shape[1], capacity)
+        send_rows = AsyncCollective(None, None)
+        send_choices = AsyncCollective(None, None)
+        sent_rows = start(rows, send_rows)
+        sent_choices = start(choices, send_choices)
         matrices = self._matrices()  # after `start`: their gradients come before the wait
         yield
         to, by, copies = numbers.wait()  # the host's one wait
         num_rows = sum(by)
-        capacity = round_rows(sum(by))
-        for part, collective in zip((rows, choices), to_experts, strict=True):
-            collective.collective = partial(begin_all_to_all, to=to, by=by, axis=ep, room=capacity)
-            collective.inverse = partial(begin_all_to_all, to=by, by=to, axis=ep, room=len(part))
+        exchange = partial(begin_all_to_all, axis=ep)
+        for part, collective in ((rows, send_rows), (choices, send_choices)):
+            room = round_rows(num_rows)
+            collective.collective = partial(exchange, to=to, by=by, room=room)
+            collective.inverse = partial(exchange, to=by, by=to, room=len(part))
             collective.start(part)
-        rows, choices = (
-            finish(part, collective) for part, collective in zip(sent, to_experts, strict=True)
-        )
+        rows = finish(sent_rows, send_rows)
+        choices = finish(sent_choices, send_choices)
         chosen, weights = unpack_choices(choices)
         chosen = (chosen - ep.rank * here) % (ep.size * here)
         chosen[num_rows:] = here
-        y = self.products.mixture_of_experts(rows, chosen, weights, matrices, sum(copies), defer)
-        home = AsyncCollective(
-            partial(begin_all_to_all, to=by, by=to, axis=ep),
-            partial(begin_all_to_all, to=to, by=by, axis=ep, room=len(y)),
-        )
+        y = mixture(rows, chosen, weights, matrices, sum(copies), defer)
+        send_back = partial(exchange, to=by, by=to)
+        inverse = partial(exchange, to=to, by=by, room=len(y))
+        home = AsyncCollective(send_back, inverse)
         returned = start(y, home)
         yield
-        return kernels.unpermute(finish(returned, home), places.view(ranks.shape), None)
+        returned = finish(returned, home)
+        return kernels.unpermute(returned, places.view(ranks.shape), None)
 
     def _matrices(self) -> tuple[Tensor, Tensor]:
         return self.accumulated("gate_up_proj"), self.accumulated("down_proj")
@@ -170,14 +184,18 @@ def destinations(owners: Tensor, size: int) -> tuple[Tensor, Tensor]:
     ranks = torch.where(goes, every, size)
     most = owners.shape[1]
     if most < size:
-        ranks = ranks.sort(1).values[:, :most].contiguous()
-    return ranks, torch.stack((goes.sum(0), to.sum((0, 1))), 1)
+        ordered = ranks.sort(1).values
+        ranks = ordered[:, :most].contiguous()
+    rows = goes.sum(0)
+    copies = to.sum((0, 1))
+    return ranks, torch.stack((rows, copies), 1)
 
 
 def pack_choices(chosen: Tensor, weights: Tensor) -> Tensor:
     """Experts, as integers' bits, and weights [T, K] -> [T, 2 K]."""
     integer = torch.int32 if weights.element_size() == 4 else torch.int64
-    return torch.cat((weights, chosen.to(integer).view(weights.dtype)), 1)
+    bits = chosen.to(integer)
+    return torch.cat((weights, bits.view(weights.dtype)), 1)
 
 
 def unpack_choices(packed: Tensor) -> tuple[Tensor, Tensor]:
@@ -209,23 +227,24 @@ class MoE(nn.Module):
 
     def forward_async(self, x: Tensor, routes: Routes) -> AsyncForward[Tensor]:
         """Call it within `Experts.forward`."""
-        y = yield from self._routed(x, *self.gate(x, routes))
+        indices, weights = self.gate(x, routes)
+        y = yield from self._routed(x, indices, weights)
         if not self.shared_name:
             return y
         mlp = self.get_submodule(self.shared_name)
         assert isinstance(mlp, GatedMLP)
         shared = yield from mlp.forward_async(x)
-        return y + (
-            shared
-            if self.shared_expert_gate is None
-            else self.shared_expert_gate(x).sigmoid() * shared
-        )
+        if self.shared_expert_gate is not None:
+            share = self.shared_expert_gate(x).sigmoid()
+            shared = share * shared
+        return y + shared
 
     def _routed(self, x: Tensor, indices: Tensor, weights: Tensor) -> AsyncForward[Tensor]:
         sent, gather = yield from start_all_gather(x, self.tp)
         x = finish(sent, gather)
         weights = all_gather(weights, self.tp)
-        chosen = stack_over(indices, self.tp).flatten(0, 1)
+        chosen = stack_over(indices, self.tp)
+        chosen = chosen.flatten(0, 1)
         y = yield from self.experts.forward_async(x, chosen, weights)
         return (yield from reduce_scatter_async(y, self.tp))
 

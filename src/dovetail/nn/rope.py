@@ -21,31 +21,36 @@ def inverse_frequencies(spec: RopeSpec, dtype: torch.dtype, length: int = 0) -> 
         case "dynamic":
             if length <= spec.max_positions:
                 return plain
-            return 1.0 / _dynamic_base(spec, dtype, length) ** channels
+            base = _dynamic_base(spec, dtype, length)
+            return 1.0 / base**channels
         case "llama3":
             return _llama3(spec, plain)
         case "yarn":
             return _yarn(spec, spec.theta**channels)
         case "longrope":
             factors = spec.long_factor if length > spec.max_positions else spec.short_factor
-            return 1.0 / (torch.tensor(factors, dtype=dtype) * spec.theta**channels)
+            scaled = torch.tensor(factors, dtype=dtype) * spec.theta**channels
+            return 1.0 / scaled
     raise ModelError(f"rotary embedding of kind {spec.kind!r} is not computed")
 
 
 def _dynamic_base(spec: RopeSpec, dtype: torch.dtype, length: int) -> Tensor:
     scaled = spec.factor * torch.tensor(length, dtype=dtype) / spec.max_positions
     stretch = scaled - (spec.factor - 1)
-    return spec.theta * stretch ** (spec.rotary_dim / (spec.rotary_dim - 2))
+    exponent = spec.rotary_dim / (spec.rotary_dim - 2)
+    return spec.theta * stretch**exponent
 
 
 def _llama3(spec: RopeSpec, plain: Tensor) -> Tensor:
     """Long wavelengths are scaled, short ones kept, others interpolated."""
     wavelength = 2 * math.pi / plain
     turns = spec.max_positions / wavelength  # over the original length
-    share = (turns - spec.low_freq_factor) / (spec.high_freq_factor - spec.low_freq_factor)
+    low = spec.low_freq_factor
+    high = spec.high_freq_factor
+    share = (turns - low) / (high - low)
     between = (1 - share) * plain / spec.factor + share * plain
-    is_long = wavelength > spec.max_positions / spec.low_freq_factor
-    is_short = wavelength < spec.max_positions / spec.high_freq_factor
+    is_long = wavelength > spec.max_positions / low
+    is_short = wavelength < spec.max_positions / high
     slowed = torch.where(is_long, plain / spec.factor, between)
     return torch.where(is_short, plain, slowed)
 
@@ -65,6 +70,9 @@ def _yarn(spec: RopeSpec, periods: Tensor) -> Tensor:
     low = max(low, 0)
     high = min(high, spec.rotary_dim - 1)
     span = high - low if high != low else 0.001
-    ramp = ((torch.arange(len(periods)).to(periods.dtype) - low) / span).clamp(0, 1)
+    numbers = torch.arange(len(periods)).to(periods.dtype)
+    ramp = ((numbers - low) / span).clamp(0, 1)
     kept = 1 - ramp
-    return 1.0 / (spec.factor * periods) * (1 - kept) + 1.0 / periods * kept
+    scaled = 1.0 / (spec.factor * periods)
+    plain = 1.0 / periods
+    return scaled * (1 - kept) + plain * kept

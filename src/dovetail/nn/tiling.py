@@ -14,11 +14,17 @@ from dovetail.parallel.overlap import AsyncForward
 
 
 class Tiled(GradAccumulator):
-    """Its children are the MLP's, under their names."""
+    """An MLP that computes a tile of tokens at a time. Its children are the MLP's.
+
+    The MLP itself is no child: a module under another name would rename the parameters, which
+    checkpoints, FSDP2 and the optimizer know by name, or list them twice. `nn.Module` makes a child
+    of every module that is an attribute, so the MLP lies in a tuple, and its parts are added here
+    under the names that they had.
+    """
 
     def __init__(self, mlp: nn.Module, tokens: int) -> None:
         super().__init__()
-        self.mlp = (mlp,)  # a tuple hides it from `children`
+        self.mlp = (mlp,)
         self.tokens = tokens
         for name, part in mlp.named_children():
             self.add_module(name, part)
@@ -43,7 +49,8 @@ class Tiled(GradAccumulator):
         return [weight for weight in self.parameters() if id(weight) not in queued]
 
     def tile(self, x: Tensor) -> Tensor:
-        y: Tensor = self.mlp[0](x)
+        (mlp,) = self.mlp
+        y: Tensor = mlp(x)
         return y
 
 
@@ -55,7 +62,9 @@ class _Tiles(torch.autograd.Function):
         ctx.tiled = tiled
         ctx.saved = saved
         y = torch.empty_like(x)
-        for out, tile in zip(y.split(tiled.tokens, -2), x.split(tiled.tokens, -2), strict=True):
+        tokens = tiled.tokens
+        tiles = zip(y.split(tokens, -2), x.split(tokens, -2), strict=True)
+        for out, tile in tiles:
             out.copy_(tiled.tile(tile))
         return y
 
@@ -65,13 +74,14 @@ class _Tiles(torch.autograd.Function):
         x = ctx.saved.get()
         tiled = ctx.tiled
         _, _, _, *needed = ctx.needs_input_grad
-        weights = [
-            weight for weight, need in zip(tiled.tile_weights(), needed, strict=True) if need
-        ]
+        pairs = list(zip(tiled.tile_weights(), needed, strict=True))
+        weights = [weight for weight, need in pairs if need]
         dx = torch.empty_like(x)
         dw = [torch.zeros_like(weight, dtype=wide(weight.dtype)) for weight in weights]
-        with nullcontext() if tiled.wgrad_queue is None else tiled.wgrad_queue.immediate():
-            for first in range(0, max(x.shape[-2], 1), tiled.tokens):
+        queue = tiled.wgrad_queue
+        tokens = max(x.shape[-2], 1)
+        with nullcontext() if queue is None else queue.immediate():
+            for first in range(0, tokens, tiled.tokens):
                 rows = (..., slice(first, first + tiled.tokens), slice(None))
                 with torch.enable_grad():
                     tile = x[rows].detach().requires_grad_()
@@ -79,15 +89,19 @@ class _Tiles(torch.autograd.Function):
                 dx[rows], *parts = torch.autograd.grad(y, (tile, *weights), dy[rows])
                 for total, part in zip(dw, parts, strict=True):
                     total += part
-        totals = (total.to(weight.dtype) for total, weight in zip(dw, weights, strict=True))
-        return dx, None, None, *(next(totals) if need else None for need in needed)
+        totals = iter(dw)
+        grads_of_weights = []
+        for weight, need in pairs:
+            grads_of_weights.append(next(totals).to(weight.dtype) if need else None)
+        return dx, None, None, *grads_of_weights
 
 
 def tile_mlps(model: nn.Module, tokens: int, *, elsewhere: bool = False) -> None:
     """ModelError if there is no dense MLP, here or `elsewhere`."""
     blocks = [block for block in model.modules() if _is_dense(block._modules.get("mlp"))]
     for block in blocks:
-        block.add_module("mlp", Tiled(block.get_submodule("mlp"), tokens))
+        mlp = block.get_submodule("mlp")
+        block.add_module("mlp", Tiled(mlp, tokens))
     if not blocks and not elsewhere:
         raise ModelError(
             f"mlp_tile_tokens={tokens}, but the model has no MLP of up_proj and down_proj alone; "
@@ -98,7 +112,8 @@ def tile_mlps(model: nn.Module, tokens: int, *, elsewhere: bool = False) -> None
 def _is_dense(mlp: nn.Module | None) -> bool:
     if mlp is None:
         return False
-    layers = (mlp._modules.get(name) for name in ("up_proj", "gate_up_proj", "down_proj"))
-    return (
-        not mlp._parameters and sum(isinstance(layer, (nn.Linear, Linear)) for layer in layers) == 2
-    )
+    count = 0
+    for name in ("up_proj", "gate_up_proj", "down_proj"):
+        layer = mlp._modules.get(name)
+        count += isinstance(layer, (nn.Linear, Linear))
+    return count == 2 and not mlp._parameters

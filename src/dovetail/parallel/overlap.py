@@ -41,7 +41,12 @@ class AsyncCollective:
         return out
 
     def start_backward(self, grad: Tensor, shape: torch.Size) -> Tensor:
-        """Start the inverse. Return a placeholder for autograd, which `_Start.backward` replaces."""
+        """Starts the inverse, and returns a placeholder of the gradient's shape.
+
+        Autograd wants a gradient of `_Finish` at once, but the collective has just begun. What
+        lies between is the view that `_Start` returned, so nobody reads the placeholder, one
+        number expanded: `_Start.backward` waits and returns the real gradient in its place.
+        """
         assert self.inverse is not None
         self._backward = self.inverse(grad)
         return grad.new_empty(()).expand(shape)
