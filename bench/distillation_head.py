@@ -31,7 +31,7 @@ from dovetail.kernels.registry import KernelSet, kernels_for
 from dovetail.nn.distillation import ROW, TeacherStates
 from dovetail.nn.heads import VocabShard, fused_loss
 from dovetail.nn.products import Products
-from dovetail.parallel.mesh import Axis
+from dovetail.parallel.axes import Axis
 from dovetail.rl.distillation import DistillationLoss
 
 GIB = 2**30

@@ -25,7 +25,7 @@ from dovetail.kernels import reference
 from dovetail.kernels.registry import kernels_for
 from dovetail.nn.heads import VocabShard, fused_loss, fused_token_stats
 from dovetail.nn.products import Products
-from dovetail.parallel.mesh import Axis
+from dovetail.parallel.axes import Axis
 from dovetail.parallel.process_group import pick_device
 
 GIB = 2**30

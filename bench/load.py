@@ -26,8 +26,9 @@ from bench.given import run_main
 from dovetail.checkpoint.reader import open_checkpoint
 from dovetail.engine.fsdp import shard_over_data
 from dovetail.factory.engine import make_decoder, make_mesh, make_model
+from dovetail.parallel.axes import Axis
 from dovetail.parallel.collectives import gather_objects
-from dovetail.parallel.mesh import Axis, Mesh
+from dovetail.parallel.mesh import Mesh
 from dovetail.weights.hf_directory import Pretrained
 from dovetail.weights.load import load
 from dovetail.weights.safetensors import TensorFileWriter, TensorSpec, memory_of

@@ -34,6 +34,7 @@ TOKENS_PER_LINE: Mapping[str, float] = {
 }
 PROCESS_GROUP_FILES = (
     "parallel/process_group.py",
+    "parallel/axes.py",
     "parallel/mesh.py",
     "parallel/collectives.py",
     "parallel/private_group.py",

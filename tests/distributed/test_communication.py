@@ -21,9 +21,10 @@ from dovetail.factory.engine import make_decoder
 from dovetail.nn import context_parallel
 from dovetail.nn.activation_checkpoint import Recompute
 from dovetail.nn.decoder import Head
+from dovetail.parallel.axes import Axis
 from dovetail.parallel.collectives import gather_mirrored
 from dovetail.parallel.layout import Layout
-from dovetail.parallel.mesh import Axis, Mesh
+from dovetail.parallel.mesh import Mesh
 from dovetail.rl.losses import PolicyLoss, SFTLoss, ValueLoss, weight_fields
 from dovetail.weights.hf_directory import CheckpointSource
 from tests.helpers.harness import run

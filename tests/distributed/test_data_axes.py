@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from dovetail.factory.engine import EngineOptions, make_engine
+from dovetail.parallel.axes import Axis
 from dovetail.parallel.layout import Layout
-from dovetail.parallel.mesh import Axis, Mesh
+from dovetail.parallel.mesh import Mesh
 from dovetail.weights.hf_directory import Pretrained
 from tests.helpers.harness import run
 from tests.helpers.matrix import (

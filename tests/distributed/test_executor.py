@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dovetail.parallel.axes import P2PChannel
 from dovetail.parallel.layout import Layout
-from dovetail.parallel.mesh import Mesh, P2PChannel
+from dovetail.parallel.mesh import Mesh
 from dovetail.pipeline import executor
 from dovetail.pipeline.schedule import Action, Costs, Kind, Plan, make_plan, num_stages, simulate
 from tests.helpers.harness import RankFailed, distributed, run

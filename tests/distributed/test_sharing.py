@@ -13,9 +13,10 @@ from dovetail.kernels.reference import sum_deterministic
 from dovetail.kernels.registry import KernelSet
 from dovetail.nn.attention import PackedAttention
 from dovetail.nn.context_parallel import SharedAttention, cut_chunks, share_keys
+from dovetail.parallel.axes import Axis
 from dovetail.parallel.collectives import gather_in_order, gather_mirrored
 from dovetail.parallel.layout import Layout
-from dovetail.parallel.mesh import Axis, Mesh
+from dovetail.parallel.mesh import Mesh
 from tests.helpers.harness import run
 from tests.helpers.nccl_rules import kept
 from tests.helpers.poisoned import poisoned

@@ -15,7 +15,7 @@ from dovetail.kernels import logprob_triton, quack_head, reference
 from dovetail.kernels.registry import kernels_for
 from dovetail.nn.heads import VocabShard, combine, fused_loss, fused_token_stats
 from dovetail.nn.products import Products
-from dovetail.parallel.mesh import Axis
+from dovetail.parallel.axes import Axis
 from tests.helpers.gpu_waits import no_waiting
 from tests.helpers.head_memory import Policy
 from tests.helpers.tolerances import HEAD_LOGPROB, OP_BF16, OP_FP32, assert_close, max_abs

@@ -19,7 +19,7 @@ from dovetail.batch.packed import PackedBatch
 from dovetail.kernels.registry import KernelSet
 from dovetail.nn.heads import VocabShard, fused_loss
 from dovetail.nn.products import Products
-from dovetail.parallel.mesh import Axis
+from dovetail.parallel.axes import Axis
 
 WIDTH = 16
 

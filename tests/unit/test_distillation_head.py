@@ -16,7 +16,7 @@ from dovetail.kernels.registry import KernelSet
 from dovetail.nn.distillation import ROW, DistillStats, TeacherStates
 from dovetail.nn.heads import VocabShard
 from dovetail.nn.products import Products
-from dovetail.parallel.mesh import Axis
+from dovetail.parallel.axes import Axis
 from dovetail.rl.distillation import DistillationLoss, SampledReverseKL
 from tests.helpers.distillation_numbers import GKD_CASES, gkd_labels, gkd_logits
 from tests.helpers.divergence_terms import terms_of

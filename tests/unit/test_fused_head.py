@@ -13,7 +13,7 @@ from dovetail.batch.packed import PackedBatch
 from dovetail.kernels.registry import KernelSet
 from dovetail.nn.heads import VocabShard, fused_loss, fused_token_stats
 from dovetail.nn.products import Products
-from dovetail.parallel.mesh import Axis
+from dovetail.parallel.axes import Axis
 from tests.helpers.tolerances import (
     OP_BF16,
     SUM_ORDER,

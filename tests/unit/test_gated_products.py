@@ -19,8 +19,9 @@ from dovetail.nn.activation_checkpoint import Recompute
 from dovetail.nn.layers import GradAccumulator, WgradQueue
 from dovetail.nn.mlp import GatedMLP
 from dovetail.nn.tiling import Tiled
+from dovetail.parallel.axes import Axis
 from dovetail.parallel.layout import Layout
-from dovetail.parallel.mesh import Axis, Mesh
+from dovetail.parallel.mesh import Mesh
 from dovetail.sampler.native import NativeSampler
 from tests.helpers.blocks import Blocks
 from tests.helpers.parity_configs import tiny_configs

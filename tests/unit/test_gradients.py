@@ -25,7 +25,8 @@ from dovetail.nn.layers import (
 )
 from dovetail.nn.products import Products
 from dovetail.nn.tiling import Tiled
-from dovetail.parallel.mesh import Axis, Mesh
+from dovetail.parallel.axes import Axis
+from dovetail.parallel.mesh import Mesh
 from tests.helpers.tiled import make, tokens
 from tests.helpers.tolerances import OP_BF16, OP_FP32, SUM_ORDER, assert_close, tensor_error
 

@@ -18,7 +18,8 @@ from dovetail.engine import validation
 from dovetail.engine.expert_routing import BalanceSettings
 from dovetail.errors import ConfigError, DataError, LayoutError, ModelError
 from dovetail.optim.optimizer import shards_of
-from dovetail.parallel.mesh import Axis, Mesh
+from dovetail.parallel.axes import Axis
+from dovetail.parallel.mesh import Mesh
 from examples import grpo_loss
 from tests.helpers.parity_configs import VOCAB, moe_configs, save_tiny, tiny_configs
 from tests.helpers.tolerances import MODEL_FP32

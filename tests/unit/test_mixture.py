@@ -21,7 +21,8 @@ from dovetail.kernels.registry import KernelSet
 from dovetail.nn.layers import WgradQueue
 from dovetail.nn.moe import Experts
 from dovetail.nn.products import Products
-from dovetail.parallel.mesh import Axis, Mesh
+from dovetail.parallel.axes import Axis
+from dovetail.parallel.mesh import Mesh
 from dovetail.parallel.overlap import interleave, run_sync
 from tests.helpers.held import HandingOver
 from tests.helpers.parity_configs import moe_configs

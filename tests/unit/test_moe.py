@@ -15,7 +15,8 @@ from dovetail.engine.expert_routing import BalanceSettings, Routing
 from dovetail.kernels.reference_experts import inverse_of, permute_tokens
 from dovetail.kernels.registry import KernelSet
 from dovetail.nn.moe import MoE, Router
-from dovetail.parallel.mesh import Axis, Mesh
+from dovetail.parallel.axes import Axis
+from dovetail.parallel.mesh import Mesh
 from dovetail.run.metrics import write_routes
 from tests.helpers.checkpoints import read_routes
 from tests.helpers.parity_configs import moe_configs

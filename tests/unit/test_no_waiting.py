@@ -33,7 +33,8 @@ from dovetail.nn.decoder import Decoder, Head
 from dovetail.nn.layers import GradAccumulator, WgradQueue
 from dovetail.nn.tiling import tile_mlps
 from dovetail.parallel import collectives
-from dovetail.parallel.mesh import Axis, ContextAxes, Mesh
+from dovetail.parallel.axes import Axis, ContextAxes
+from dovetail.parallel.mesh import Mesh
 from dovetail.rl.losses import PolicyLoss, SFTLoss, ValueLoss, weight_fields
 from tests.helpers.parity_configs import VOCAB, moe_configs, tiny_configs
 

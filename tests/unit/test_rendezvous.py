@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dovetail.parallel.mesh import Axis, P2PChannel, P2PChannels
+from dovetail.parallel.axes import Axis, P2PChannel, P2PChannels
 from dovetail.pipeline import executor
 from dovetail.pipeline.schedule import Action, Costs, Plan, make_plan, num_stages
 from tests.helpers.plans import any_plan, in_the_receivers_order

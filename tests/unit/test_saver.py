@@ -22,7 +22,8 @@ from dovetail.checkpoint.retention import (
 )
 from dovetail.checkpoint.writer import Saver
 from dovetail.errors import DataError, MachineError
-from dovetail.parallel.mesh import Axis, Mesh
+from dovetail.parallel.axes import Axis
+from dovetail.parallel.mesh import Mesh
 from dovetail.rl.step_metrics import Row
 from dovetail.rl.tasks import SupervisedTask
 from dovetail.weights.safetensors import TensorFileWriter

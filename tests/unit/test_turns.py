@@ -13,8 +13,9 @@ from dovetail.batch.balancing import balanced_split
 from dovetail.batch.micro import MIN_HALF_TOKENS, ContextShard, DualBatch, MicroBatch
 from dovetail.batch.packed import PackedBatch
 from dovetail.factory.engine import make_decoder
+from dovetail.parallel.axes import Axis
 from dovetail.parallel.collectives import Handle
-from dovetail.parallel.mesh import Axis, Mesh
+from dovetail.parallel.mesh import Mesh
 from dovetail.parallel.overlap import AsyncCollective, AsyncForward, interleave, run_sync
 
 LENGTHS = (5, 3, 9, 2, 7)

@@ -11,7 +11,8 @@ from torch import Tensor
 from dovetail.batch.balancing import balanced_split
 from dovetail.batch.packed import PackedBatch, to_device
 from dovetail.batch.routing import Routes
-from dovetail.parallel.mesh import Axis, Mesh
+from dovetail.parallel.axes import Axis
+from dovetail.parallel.mesh import Mesh
 
 Item = TypeVar("Item")
 

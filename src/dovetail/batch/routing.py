@@ -9,8 +9,8 @@ from torch import Tensor
 
 from dovetail.errors import DataError
 from dovetail.kernels.reference import count_rows
+from dovetail.parallel.axes import Axis
 from dovetail.parallel.collectives import sum_over
-from dovetail.parallel.mesh import Axis
 
 
 def narrow_dtype(experts: int) -> torch.dtype:

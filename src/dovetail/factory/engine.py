@@ -34,9 +34,10 @@ from dovetail.nn.model import StagedModel, StageRange
 from dovetail.nn.tiling import tile_mlps
 from dovetail.optim.optimizer import OptimSettings, shards_of
 from dovetail.optim.rules import check_rule
+from dovetail.parallel.axes import TIMEOUT
 from dovetail.parallel.consensus import agreed
 from dovetail.parallel.layout import Layout
-from dovetail.parallel.mesh import TIMEOUT, Mesh
+from dovetail.parallel.mesh import Mesh
 from dovetail.parallel.placement import as_index
 from dovetail.parallel.process_group import (
     ensure_process_group,

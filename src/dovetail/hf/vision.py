@@ -15,8 +15,8 @@ from dovetail.batch.micro import MicroBatch
 from dovetail.batch.packed import LazyMedia, Media, PackedBatch, cumulative, start_reading
 from dovetail.errors import DataError, ModelError, quoted
 from dovetail.kernels.reference import sum_deterministic
+from dovetail.parallel.axes import Axis
 from dovetail.parallel.collectives import gather_in_order
-from dovetail.parallel.mesh import Axis
 
 
 class VisionKind(NamedTuple):

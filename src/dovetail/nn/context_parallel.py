@@ -16,6 +16,7 @@ from dovetail.batch.micro import ContextShard, MicroBatch
 from dovetail.batch.packed import PackedBatch, cumulative, to_device
 from dovetail.kernels.reference import Spans, pad_values
 from dovetail.kernels.registry import KernelSet
+from dovetail.parallel.axes import Axis, ContextAxes
 from dovetail.parallel.collectives import (
     all_reduce,
     begin_sum_in_order,
@@ -23,7 +24,6 @@ from dovetail.parallel.collectives import (
     heads_to_tokens,
     tokens_to_heads,
 )
-from dovetail.parallel.mesh import Axis, ContextAxes
 
 
 def share_keys(

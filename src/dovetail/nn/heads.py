@@ -24,8 +24,9 @@ from dovetail.kernels.registry import KernelSet
 from dovetail.nn.context_parallel import SequenceGather
 from dovetail.nn.layers import GradAccumulator, grad_buffer, vocab_placement
 from dovetail.nn.products import Products
+from dovetail.parallel.axes import Axis
 from dovetail.parallel.collectives import all_gather, gather_replicated, stack_over
-from dovetail.parallel.mesh import Axis, Mesh
+from dovetail.parallel.mesh import Mesh
 from dovetail.parallel.placement import Placement
 
 ENTROPY = 1  # its place among the statistics: a loss without it needs no gradient of it

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from dovetail.parallel.mesh import Axis
+from dovetail.parallel.axes import Axis
 from dovetail.parallel.placement import Region, Slices, as_index, overlap, shape_of, within
 from dovetail.weights.shards import FUSED
 

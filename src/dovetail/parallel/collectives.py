@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dovetail.parallel.mesh import Axis
+from dovetail.parallel.axes import Axis
 
 # torch 2.13's names, else those of 2.11
 _FLAT_GATHER = (

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from dovetail.parallel.axes import Axis
 from dovetail.parallel.collectives import Handle, begin_gather, begin_scatter
-from dovetail.parallel.mesh import Axis
 
 Collective = Callable[[Tensor], Handle]
 T = TypeVar("T")

@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 from torch import nn
 
-from dovetail.parallel.mesh import Axis, Mesh
+from dovetail.parallel.axes import Axis
+from dovetail.parallel.mesh import Mesh
 
 
 @dataclass(frozen=True)

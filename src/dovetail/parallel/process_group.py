@@ -25,9 +25,9 @@ from torch.distributed import (  # type: ignore[attr-defined]  # they are public
 )
 
 from dovetail.errors import ConfigError, LayoutError, LostStore, MachineError, SecondaryFailure
+from dovetail.parallel.axes import TIMEOUT
 from dovetail.parallel.devices import check_count, has_npu, refuse_absent
 from dovetail.parallel.meeting import Meeting
-from dovetail.parallel.mesh import TIMEOUT
 from dovetail.system import raise_open_files_limit
 
 BACKENDS: Mapping[str, str] = {

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dovetail.errors import Caught
-from dovetail.parallel.mesh import Mesh, P2PChannel
+from dovetail.parallel.axes import P2PChannel
+from dovetail.parallel.mesh import Mesh
 from dovetail.pipeline.schedule import Action, Plan, num_stages, simulate
 
 
