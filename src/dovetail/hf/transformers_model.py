@@ -26,7 +26,7 @@ from dovetail.kernels.registry import KernelSet
 from dovetail.nn.activation_checkpoint import Recompute, options
 from dovetail.nn.attention import attention_of
 from dovetail.nn.decoder import Head
-from dovetail.nn.heads import LMHead, ValueHead, shared
+from dovetail.nn.heads import LMHead, ValueHead, gather_over_cp
 from dovetail.nn.model import StagedModel, StageRange
 from dovetail.parallel.mesh import Mesh
 from dovetail.weights.hf_reader import TensorSource
@@ -117,7 +117,7 @@ class TransformersModel(StagedModel):
         if self.logit_scale != 1.0:
             hidden = hidden * self.logit_scale
         if loss is not None:
-            loss = shared(loss, micro, self.mesh["cp"])
+            loss = gather_over_cp(loss, micro, self.mesh["cp"])
         return self.head(hidden, micro, loss)
 
     @property

@@ -67,7 +67,9 @@ def context_of(
     batch = micro.batch
     own = None if micro.is_whole else micro.order
     cos, sin = rope_tables(rope, batch.positions, batch.lengths, dtype, own)
-    return BatchContext(cos, sin, attention_of(micro, mesh, kernels), micro.routes or Routes())
+    attention = attention_of(micro, mesh, kernels)
+    routes = micro.routes or Routes()
+    return BatchContext(cos, sin, attention, routes)
 
 
 def attention_of(micro: MicroBatch, mesh: Mesh, kernels: KernelSet) -> BatchAttention:
@@ -94,7 +96,8 @@ def rope_tables(
         positions = positions[..., at]
     frequencies = _frequencies_on(spec, wide(dtype), positions.device)
     if spec.kind in BY_LENGTH and max(lengths, default=0) > spec.max_positions:
-        rows = torch.stack([inverse_frequencies(spec, wide(dtype), length) for length in lengths])
+        by_length = [inverse_frequencies(spec, wide(dtype), length) for length in lengths]
+        rows = torch.stack(by_length)
         by_token = rows.repeat_interleave(torch.tensor(lengths), dim=0)
         frequencies = to_device(by_token, positions.device)
         if at is not None:
@@ -127,11 +130,14 @@ class Attention(nn.Module):
         self.kernels = kernels
         self.layer = layer
         self.window = a.window
-        parts = {"q_proj": (a.num_heads, a.head_dim)}
-        parts |= dict.fromkeys(("k_proj", "v_proj"), (a.num_kv_heads, a.head_dim))
+        queries = (a.num_heads, a.head_dim)
+        keys = (a.num_kv_heads, a.head_dim)
+        parts = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
         self.qkv_proj = ColumnLinear(spec.width, parts, mesh, kernels, bias=a.qkv_bias)
-        self.counts = tuple(length // a.head_dim for length in self.qkv_proj.lengths[:2])
-        self.o_proj = RowLinear(a.num_heads * a.head_dim, spec.width, mesh, kernels, bias=a.o_bias)
+        q_length, k_length, _ = self.qkv_proj.lengths
+        self.counts = (q_length // a.head_dim, k_length // a.head_dim)
+        out_width = a.num_heads * a.head_dim
+        self.o_proj = RowLinear(out_width, spec.width, mesh, kernels, bias=a.o_bias)
         self.q_norm = RMSNorm(a.head_dim, spec.norm_eps, kernels) if a.qk_norm else None
         self.k_norm = RMSNorm(a.head_dim, spec.norm_eps, kernels) if a.qk_norm else None
 
@@ -145,4 +151,5 @@ class Attention(nn.Module):
         yield from switch(self.qkv_proj.axis)
         q, k, v = self.kernels.heads(qkv, self.counts, context.cos, context.sin, gains, eps)
         out = context.attend(self.layer, q, k, v, self.window)
-        return (yield from self.o_proj.forward_async(out.flatten(1)))
+        joined = out.flatten(1)
+        return (yield from self.o_proj.forward_async(joined))

@@ -1,6 +1,6 @@
 """The decoder: packed tokens [T] -> head. Between blocks activations are [t, D], t = T / (cp tp)."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -12,7 +12,7 @@ from dovetail.batch.micro import MicroBatch
 from dovetail.kernels.registry import KernelSet
 from dovetail.nn.activation_checkpoint import PinnedPool, Recompute, runner
 from dovetail.nn.attention import Attention, BatchContext, Context, context_of
-from dovetail.nn.heads import LMHead, ValueHead, shared
+from dovetail.nn.heads import LMHead, ValueHead, gather_over_cp
 from dovetail.nn.layers import RMSNorm, VocabEmbedding
 from dovetail.nn.mla import LatentAttention
 from dovetail.nn.mlp import make_mlp
@@ -36,7 +36,8 @@ class Block(nn.Module):
         self.lead = lead_of_first_half(mesh["tp"])
         first, second = self.norm_names
         self.add_module(first, RMSNorm(spec.width, spec.norm_eps, kernels))
-        self.self_attn = MIXERS[spec.mixers[layer].kind](spec, layer, mesh, kernels)
+        mixer = MIXERS[spec.mixers[layer].kind]
+        self.self_attn = mixer(spec, layer, mesh, kernels)
         self.add_module(second, RMSNorm(spec.width, spec.norm_eps, kernels))
         self.mlp = (
             MoE(spec, layer, mesh, kernels) if spec.is_moe(layer) else make_mlp(spec, mesh, kernels)
@@ -59,13 +60,17 @@ class Block(nn.Module):
         return interleave(forwards, self.lead)
 
     def forward_async(self, x: Tensor, context: Context) -> AsyncForward[Tensor]:
-        first, second = (self.get_submodule(name) for name in self.norm_names)
-        assert isinstance(first, RMSNorm) and isinstance(second, RMSNorm)
+        first_name, second_name = self.norm_names
+        first = self.get_submodule(first_name)
+        second = self.get_submodule(second_name)
+        assert isinstance(first, RMSNorm)
+        assert isinstance(second, RMSNorm)
         x, normed = first.add_norm(x)
         out = yield from self.self_attn.forward_async(normed, context)
         x, normed = second.add_norm(x, out)
         routes = (context.routes,) if isinstance(self.mlp, MoE) else ()
-        return x + (yield from self.mlp.forward_async(normed, *routes))
+        y = yield from self.mlp.forward_async(normed, *routes)
+        return x + y
 
 
 class Trunk(nn.Module):
@@ -96,15 +101,20 @@ class Trunk(nn.Module):
             self.norm = RMSNorm(spec.width, spec.norm_eps, kernels)
 
     def forward(self, tokens: Tensor, context: Context) -> Tensor:
-        (x,) = self.blocks(range(len(self.layers)), (self.embed_tokens(tokens),), (context,))
+        x = self.embed_tokens(tokens)
+        layers = range(len(self.layers))
+        (x,) = self.blocks(layers, (x,), (context,))
         return self.norm(x)
 
     def blocks(
         self, layers: Iterable[int], halves: tuple[Tensor, ...], contexts: tuple[Context, ...]
     ) -> tuple[Tensor, ...]:
-        run = nn.Module.__call__ if self.recompute == "none" else runner(self.recompute, self.host)
+        run: Callable[..., Any] = nn.Module.__call__
+        if self.recompute != "none":
+            run = runner(self.recompute, self.host)
         for layer in layers:
-            halves = run(self.layers[str(layer)], *halves, contexts)
+            block = self.layers[str(layer)]
+            halves = run(block, *halves, contexts)
         return halves
 
 
@@ -155,7 +165,7 @@ class Decoder(StagedModel):
         if not (self.cut.last and stage == len(self.cut.stages) - 1):
             return x
         if loss is not None:
-            loss = shared(loss, micro, self.mesh["cp"])
+            loss = gather_over_cp(loss, micro, self.mesh["cp"])
         result: TokenStats | Loss | Tensor = self.head(self.model.norm(x), micro, loss)
         return result
 
@@ -168,10 +178,14 @@ class Decoder(StagedModel):
     def _blocks(self, micro: MicroBatch, stage: int, x: Tensor) -> Tensor:
         layers = self.cut.stages[stage]
         if not micro.halves:
-            return self.model.blocks(layers, (x,), (self._context(micro, x),))[0]
-        rows = [len(half) // self.mesh["tp"].size for half in micro.halves]
+            context = self._context(micro, x)
+            (x,) = self.model.blocks(layers, (x,), (context,))
+            return x
+        tp = self.mesh["tp"].size
+        rows = [len(half) // tp for half in micro.halves]
         contexts = tuple(self._context(half, x) for half in micro.halves)
-        return torch.cat(self.model.blocks(layers, x.split(rows), contexts))
+        halves = self.model.blocks(layers, x.split(rows), contexts)
+        return torch.cat(halves)
 
     def _context(self, micro: MicroBatch, x: Tensor) -> BatchContext:
         return context_of(micro, self.rope, x.dtype, self.mesh, self.kernels)

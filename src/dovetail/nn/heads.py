@@ -48,17 +48,19 @@ def combine(stats: Tensor, temperature: Tensor | None = None) -> tuple[TokenStat
     """`vocab_stats` of all ranks [ranks, n, 4] -> the whole vocabulary's."""
     m, s, u, t = stats.unbind(-1)
     peak = m.amax(0)
-    shift = torch.where(m == float("-inf"), 0.0, m - peak)
+    is_empty = m == float("-inf")
+    shift = torch.where(is_empty, 0.0, m - peak)
     chosen = t.sum(0) - peak
     if temperature is not None:
         shift = shift / temperature
         chosen = chosen / temperature
-    scale = torch.where(m == float("-inf"), 0.0, shift.exp())
+    scale = torch.where(is_empty, 0.0, shift.exp())
     total = (s * scale).sum(0)
-    moment = (scale * (u + s * shift)).sum(0)
+    moments = scale * (u + s * shift)
+    offset = moments.sum(0) / total
     log_total = total.log()
-    offset = moment / total
-    return TokenStats(chosen - log_total, log_total - offset), Normalizer(peak, total, offset)
+    stats = TokenStats(chosen - log_total, log_total - offset)
+    return stats, Normalizer(peak, total, offset)
 
 
 @dataclass(frozen=True)
@@ -82,18 +84,21 @@ class VocabShard:
         temperature = _temperature(batch, rows, x.dtype)
         fused = self.fused_kernels(x)
         x = x[rows]
-        z = None
         if fused is not None:
             z, stats = fused.logit_stats(x, self.weight, targets, temperature, keep=keep)
         else:
             z = self.products.logits(x, self.weight)
             stats = self.kernels.vocab_stats(z, targets, temperature)
-        return z, *combine(stack_over(stats, self.axis), temperature)
+        everyones = stack_over(stats, self.axis)
+        token_stats, normalizer = combine(everyones, temperature)
+        return z, token_stats, normalizer
 
     def fused_kernels(self, x: Tensor) -> ModuleType | None:
         """The kernels that compute statistics within the product, if they take x [n, D]."""
         fused = self.products.head
-        return fused if fused is not None and fused.takes(x, self.weight) else None
+        if fused is None or not fused.takes(x, self.weight):
+            return None
+        return fused
 
 
 def fused_token_stats(x: Tensor, shard: VocabShard, batch: PackedBatch) -> TokenStats:
@@ -115,9 +120,11 @@ def fused_loss(
     make_pass: "Callable[..., HeadPass] | None" = None,
 ) -> Loss:
     """x [n, D] on the counted tokens [n]. Only `total` has a gradient."""
-    needs_grad = torch.is_grad_enabled() and (x.requires_grad or shard.weight.requires_grad)
+    trains = x.requires_grad or shard.weight.requires_grad
+    needs_grad = torch.is_grad_enabled() and trains
+    make = make_pass or HeadPass
     with torch.no_grad():
-        run = (make_pass or HeadPass)(x, shard, batch, loss, needs_grad=needs_grad)
+        run = make(x, shard, batch, loss, needs_grad=needs_grad)
         result = run.separable() if is_separable(loss) else run.whole()
     if not needs_grad:
         return result
@@ -145,13 +152,17 @@ class HeadPass:
         self.dw = None
         self.fresh = True
         w = shard.weight
-        if needs_grad and w.requires_grad and shard.owner is None:
+        if not (needs_grad and w.requires_grad):
+            return
+        if shard.owner is None:
             self.dw = torch.empty_like(w, dtype=wide(w.dtype))
-        elif needs_grad and w.requires_grad and shard.owner is not None:
-            total, self.fresh = grad_buffer(shard.owner.get_parameter("weight"))
-            if self.fresh:
-                total[len(w) :].zero_()
-            self.dw = total[: len(w)]
+            return
+        whole = shard.owner.get_parameter("weight")
+        total, self.fresh = grad_buffer(whole)
+        rows = len(w)
+        if self.fresh:
+            total[rows:].zero_()
+        self.dw = total[:rows]
 
     def separable(self) -> Loss:
         values = [self.chunk(rows) for rows in self.chunks]
@@ -159,7 +170,8 @@ class HeadPass:
 
     def chunk(self, rows: slice) -> Loss:
         z, stats, normalizer = self.shard.stats(self.x, self.batch, rows, keep=self.needs_grad)
-        value, (g, h) = loss_gradients(self.loss, stats, self.part(rows), self.needs_grad)
+        part = self.part(rows)
+        value, (g, h) = loss_gradients(self.loss, stats, part, self.needs_grad)
         if self.needs_grad and z is not None:
             self._backward(rows, z, normalizer, g, h)
         return value
@@ -167,16 +179,20 @@ class HeadPass:
     def part(self, rows: slice) -> PackedBatch:
         if rows.stop - rows.start == len(self.batch):
             return self.batch
-        return self.batch.compact(torch.arange(rows.start, rows.stop, device=self.x.device))
+        index = torch.arange(rows.start, rows.stop, device=self.x.device)
+        return self.batch.compact(index)
 
     def whole(self) -> Loss:
         """Two passes: the second recomputes logits for the gradients."""
         stats = fused_token_stats(self.x, self.shard, self.batch)
         value, (g, h) = loss_gradients(self.loss, stats, self.batch, self.needs_grad)
-        for rows in self.chunks if self.needs_grad else ():
+        if not self.needs_grad:
+            return value
+        for rows in self.chunks:
             z, _, normalizer = self.shard.stats(self.x, self.batch, rows, keep=True)
             assert z is not None
-            self._backward(rows, z, normalizer, g[rows], None if h is None else h[rows])
+            h_rows = None if h is None else h[rows]
+            self._backward(rows, z, normalizer, g[rows], h_rows)
             del z
         return value
 
@@ -189,7 +205,7 @@ class HeadPass:
         dtype = self.x.dtype
         targets = batch.targets[rows] - shard.first
         temperature = _temperature(batch, rows, dtype)
-        gradient = shard.kernels.vocab_grad_
+        gradient = shard.kernels.vocab_grad_  # overwrites z
         self.add_products(rows, gradient(z, targets, normalizer, g, h, temperature, dtype=dtype))
 
     def add_products(self, rows: slice, dz: Tensor) -> None:
@@ -213,7 +229,8 @@ def loss_gradients(
         return _detached(loss(stats, batch)), stats[:leaves]
     with torch.enable_grad():
         given = [x.detach().requires_grad_() for x in stats[:leaves]]
-        value = loss(type(stats)(*given, *stats[leaves:]), batch)
+        others = stats[leaves:]
+        value = loss(type(stats)(*given, *others), batch)
         grads: tuple[Tensor | None, ...] = (None,) * leaves
         if value.total.requires_grad:
             grads = torch.autograd.grad(value.total, given, allow_unused=True)
@@ -261,9 +278,12 @@ def _sum_of(losses: list[Loss]) -> Loss:
             by_name.setdefault(name, []).append(value)
     summed = {}
     for name, values in by_name.items():
-        total = torch.stack([value.total for value in values]).sum(0)
-        summed[name] = Sum(total, torch.stack([value.count for value in values]).sum(0))
-    return Loss(torch.stack(totals).sum(0), torch.stack(counts).sum(0), summed)
+        total = torch.stack([value.total for value in values])
+        count = torch.stack([value.count for value in values])
+        summed[name] = Sum(total.sum(0), count.sum(0))
+    total = torch.stack(totals)
+    count = torch.stack(counts)
+    return Loss(total.sum(0), count.sum(0), summed)
 
 
 def _detached(loss: Loss) -> Loss:
@@ -332,10 +352,16 @@ class ValueHead(nn.Module):
         self.placements = dict.fromkeys(("weight", "bias"), Placement(partial_over=("tp",)))
 
     def forward(self, x: Tensor, micro: MicroBatch, loss: LossFn | None) -> Tensor | Loss:
-        local = F.linear(x, self.weight, self.bias)[:, 0]
-        values = gather_replicated(local.to(wide(x.dtype)), self.axis)
-        return values if loss is None else loss(values[micro.index], micro.counted)
+        local = F.linear(x, self.weight, self.bias)
+        column = local[:, 0].to(wide(x.dtype))
+        values = gather_replicated(column, self.axis)
+        if loss is None:
+            return values
+        return loss(values[micro.index], micro.counted)
 
 
-def shared(loss: LossFn, micro: MicroBatch, axis: Axis) -> LossFn:
-    return loss if axis.size == 1 or is_separable(loss) else SequenceGather(loss, micro, axis)
+def gather_over_cp(loss: LossFn, micro: MicroBatch, axis: Axis) -> LossFn:
+    """Returns a loss that sees whole sequences: a separable one takes pieces as they are."""
+    if axis.size == 1 or is_separable(loss):
+        return loss
+    return SequenceGather(loss, micro, axis)

@@ -47,13 +47,16 @@ class GatedMLP(nn.Module):
         if fused is None:
             gate_up = yield from up.forward_async(x)
             yield from switch(up.axis)
-            return (yield from down.forward_async(self.kernels.swiglu(gate_up)))
+            gated = self.kernels.swiglu(gate_up)
+            return (yield from down.forward_async(gated))
         sent, gather = yield from start_all_gather(x.contiguous(), up.axis)
         if not torch.is_grad_enabled():
             gated = fused.gated(finish(sent, gather), up.weight)
             yield from switch(up.axis)
             return (yield from down.forward_async(gated))
-        gated = x.new_empty(len(x) * up.axis.size, len(up.weight) // 2)
+        rows = len(x) * up.axis.size
+        features = len(up.weight) // 2
+        gated = x.new_empty(rows, features)
 
         def product_and_gate(x: Tensor, weight: Tensor, _bias: Tensor | None) -> Tensor:
             return fused.gated_product_into(x, weight, gated)
@@ -130,8 +133,10 @@ class XIELU(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         positive = F.softplus(self.alpha_p)
         negative = self.beta + F.softplus(self.alpha_n)
-        below = (torch.expm1(torch.min(x, self.eps)) - x) * negative
-        return torch.where(x > 0, positive * x * x, below) + self.beta * x
+        power = torch.expm1(torch.min(x, self.eps))
+        below = (power - x) * negative
+        above = positive * x * x
+        return torch.where(x > 0, above, below) + self.beta * x
 
 
 class PlainMLP(nn.Module):
