@@ -134,8 +134,10 @@ def global_norm(
     for shard in shards:
         grad = shard.local.grad
         assert grad is not None
-        owned = [grad[rows] for rows in shard.owned]
-        grads += [x for x in owned if x.numel()]
+        for rows in shard.owned:
+            part = grad[rows]
+            if part.numel():
+                grads.append(part)
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
     if grads:
         dtype = wide(grads[0].dtype)
