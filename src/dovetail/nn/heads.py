@@ -59,8 +59,8 @@ def combine(stats: Tensor, temperature: Tensor | None = None) -> tuple[TokenStat
     moments = scale * (u + s * shift)
     offset = moments.sum(0) / total
     log_total = total.log()
-    stats = TokenStats(chosen - log_total, log_total - offset)
-    return stats, Normalizer(peak, total, offset)
+    found = TokenStats(chosen - log_total, log_total - offset)
+    return found, Normalizer(peak, total, offset)
 
 
 @dataclass(frozen=True)
