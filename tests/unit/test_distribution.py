@@ -56,7 +56,8 @@ def test_the_installed_program_shows_version_help_and_pages(site: Path) -> None:
     assert (metadata["Name"], metadata["Version"]) == ("dovetail-rl", dovetail.__version__)
     assert "dovetail = dovetail.cli.main:main" in (info / "entry_points.txt").read_text()
     assert {path.name for path in site.iterdir()} == {"dovetail", "dovetail_tools", info.name}
-    assert (site / "dovetail_tools" / "report" / "report.js").is_file()
+    parts = (site / "dovetail_tools" / "report").glob("report.*")
+    assert {path.suffix for path in parts} == {".css", ".html", ".js"}
     pages = ("recipe", "contract")
     version, text, *shown, _ = installed(
         site, ["--version"], ["train", "--help"], *(["docs", name] for name in pages)

@@ -6,9 +6,11 @@ import importlib.util
 from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import dovetail
+from dovetail.cli.header import chosen_device
 from dovetail.cli.parser import (
     COUNT,
     RATE,
@@ -81,62 +83,45 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     if is_train:
         args.overrides = [*overrides, *args.overrides]
     args.command = name
-    if name == "eval":
-        _check_eval(args)
     return args
 
 
 def _hints(unknown: Sequence[str]) -> str:
-    hint: Callable[..., str] = importlib.import_module("dovetail.recipe.schema").hint_of
-    names = [
-        word[2:].partition("=")[0].replace("-", "_") for word in unknown if word.startswith("--")
-    ]
-    return "".join(f"; {text}" for text in map(hint, names) if text)
+    """Returns the recipe's keys that unknown flags of `train` may stand for."""
+    hint_of = _schema().hint_of
+    hints = []
+    for word in unknown:
+        if word.startswith("--"):
+            name = word[2:].partition("=")[0]
+            hints.append(hint_of(name.replace("-", "_")))
+    return "".join(f"; {hint}" for hint in hints if hint)
 
 
-def _check_eval(args: argparse.Namespace) -> None:
-    refuse_unknown: Callable[..., None] = importlib.import_module(
-        "dovetail.rewards.runner"
-    ).refuse_unknown
-    for reward in args.reward or ():
-        if ":" not in reward:
-            refuse_unknown(reward, "--reward ")
-        elif not all(reward.partition(":")[::2]):
-            raise ConfigError(
-                f"--reward {quoted(reward)}: expected a built-in reward, or module:function"
-            )
-    check_metrics: Callable[..., None] = importlib.import_module(
-        "dovetail.recipe.evaluation"
-    ).check_metrics
-    try:
-        check_metrics(args.metrics, args.samples, args.temperature)
-    except ValueError as error:
-        raise ConfigError(f"eval: {error}") from error
+def _schema() -> ModuleType:
+    """Returns the recipe's module, whose pydantic is too slow for --help."""
+    return importlib.import_module("dovetail.recipe.schema")
 
 
 def recipe_of(args: argparse.Namespace) -> "Recipe":
-    """Read once. Flags beat overrides, which beat the file. Imports pydantic, too slow for --help."""
+    """Returns the recipe, which is read once. Flags beat overrides, which beat the file."""
     if "recipe_read" not in args:
-        names = ("dtype", "engine", "trust_remote_code")
-        flags: dict[str, Any] = {
-            f"model.{name}": value for name in names if (value := vars(args)[name])
-        }
+        flags: dict[str, Any] = {}
+        for name in ("dtype", "engine", "trust_remote_code"):
+            value = vars(args)[name]
+            if value:
+                flags[f"model.{name}"] = value
         if args.layout is not None:
-            flags |= {
-                f"layout.{name}": getattr(Layout.parse(args.layout), name) or "auto"
-                for name in DEGREES
-            }
-        load = importlib.import_module("dovetail.recipe.schema").load_recipe
-        args.recipe_read = load(args.recipe, args.overrides, flags)
+            layout = Layout.parse(args.layout)
+            for name in DEGREES:
+                flags[f"layout.{name}"] = vars(layout)[name] or "auto"
+        args.recipe_read = _schema().load_recipe(args.recipe, args.overrides, flags)
     return args.recipe_read
 
 
 def layout_of(args: argparse.Namespace) -> Layout:
-    return (
-        recipe_of(args).layout.to_layout()
-        if args.command == "train"
-        else Layout.parse(args.layout or "")
-    )
+    if args.command == "train":
+        return recipe_of(args).layout.to_layout()
+    return Layout.parse(args.layout or "")
 
 
 def supervision_of(args: argparse.Namespace) -> Supervision:
@@ -146,16 +131,15 @@ def supervision_of(args: argparse.Namespace) -> Supervision:
     servers = None
     limits = {**LIMITS, **recipe.trainer.timeouts}
     if recipe.rollout.start is not None and not args.dry_run:
-        on_gpus = (
-            importlib.import_module("dovetail.cli.header").chosen_device(args.device) == "cuda"
-        )
-        servers = importlib.import_module("dovetail.factory.inference_servers").server_start(
-            recipe, ranks_on_gpus=on_gpus
-        )
-    run_dir = Path(recipe.run_dir)
-    resume = ("--resume", "auto")
+        factory = importlib.import_module("dovetail.factory.inference_servers")
+        on_gpus = chosen_device(args.device) == "cuda"
+        servers = factory.server_start(recipe, ranks_on_gpus=on_gpus)
     return Supervision(
-        limits=limits, run_dir=run_dir, restarts=args.restarts, resume=resume, servers=servers
+        limits=limits,
+        run_dir=Path(recipe.run_dir),
+        restarts=args.restarts,
+        resume=("--resume", "auto"),
+        servers=servers,
     )
 
 

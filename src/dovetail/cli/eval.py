@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from dovetail.cli.common import RowFile, say
 from dovetail.cli.generate import Generation
-from dovetail.cli.preflight import DEFAULT_REWARD
+from dovetail.cli.preflight import DEFAULT_REWARD, check_eval
 from dovetail.errors import ConfigError
 from dovetail.factory.rewards import make_rewards, own_metrics
 from dovetail.factory.rows import reads_answer
@@ -23,6 +23,7 @@ from dovetail.rl.samples import Sample, sample_row
 
 
 def run(args: argparse.Namespace, progress: Progress) -> None:
+    check_eval(args)
     folder = Path.cwd()
     seconds = args.reward_timeout_seconds
     names = args.reward or (DEFAULT_REWARD,)

@@ -26,7 +26,7 @@ from dovetail.cli.header import (
 from dovetail.data.columns import prompt_column, score_column
 from dovetail.data.files import Source
 from dovetail.data.rows import JsonRow
-from dovetail.errors import CheckpointError, ConfigError, LayoutError, UserError, listing
+from dovetail.errors import CheckpointError, ConfigError, LayoutError, UserError, listing, quoted
 from dovetail.factory.inference_servers import connect
 from dovetail.factory.layouts import check_layout, check_positions, sampling_layout
 from dovetail.factory.reward_trial import try_reward
@@ -37,6 +37,7 @@ from dovetail.parallel.devices import check_count, has_npu, refuse_absent
 from dovetail.parallel.layout import Layout
 from dovetail.recipe.algorithms import PPO, PolicyGradient
 from dovetail.recipe.distillation import Distillation
+from dovetail.recipe.evaluation import check_metrics
 from dovetail.recipe.functions import FunctionSection, LossSection
 from dovetail.recipe.optimizers import require_torchao
 from dovetail.recipe.schema import Recipe
@@ -168,8 +169,24 @@ def check_out(path: Path | str, data: Path | str) -> None:
     refuse_unwritable(Path(os.path.realpath(path)), "--out")
 
 
+def check_eval(args: argparse.Namespace) -> None:
+    """Raises ConfigError for rewards and metrics of `eval` that cannot be."""
+    for reward in args.reward or ():
+        if ":" not in reward:
+            refuse_unknown(reward, "--reward ")
+        elif not all(reward.partition(":")[::2]):
+            expected = "expected a built-in reward, or module:function"
+            raise ConfigError(f"--reward {quoted(reward)}: {expected}")
+    try:
+        check_metrics(args.metrics, args.samples, args.temperature)
+    except ValueError as error:
+        raise ConfigError(f"eval: {error}") from error
+
+
 def _rows(args: argparse.Namespace, layout: Layout, mistakes: Mistakes) -> int:
     """-> bytes needed by all ranks."""
+    if args.command == "eval":
+        mistakes.of(check_eval, args)
     if args.out is not None:
         mistakes.of(check_out, args.out, args.data)
     model = mistakes.of(read_model, args.model, args.engine)
@@ -331,7 +348,7 @@ def _check_positions(model: Model, new_tokens: int, key: str) -> None:
 
 
 def _check_function(what: str, function: str, folder: Path) -> None:
-    """Without importing it."""
+    """Refuses a function that cannot be found, without importing it."""
     module, _, name = function.partition(":")
     top = module.partition(".")[0]
     file = folder / f"{module.replace('.', '/')}.py"

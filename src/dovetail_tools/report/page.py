@@ -19,11 +19,13 @@ from dovetail.records.runs import Row, Run, number, read_runs, text_of
 from dovetail_tools.report.profiles import read_profiles
 from dovetail_tools.report.samples import choose, script_json
 
+Columns = dict[str, list[float | None]]  # by name
 MAX_POINTS = 600  # of a curve
 MAX_SAMPLES = 800
 SAMPLE_BYTES = 2_500_000  # of all runs
 MAX_SERIES = 200
 MAX_EVENTS = 500  # of a run
+MAX_CHARACTERS = 500  # of a value of an event
 GROUPS = (  # title, pattern of names; the first match counts
     ("Evaluation", r"^eval"),
     ("Reward", r"^rewards?\b|^reward_|^equal_groups|^score"),
@@ -46,6 +48,7 @@ BANDS = (  # the middle, the ends, and the legend; the first that is there count
 FROM_ZERO = re.compile(  # counts and shares
     r"fraction|share|errors|rewards_none|solved|equal_groups|mfu|utilization|pass@|^tokens$|^samples$"
 )
+FIELD = re.compile(rb"\{\{(\w+)\}\}")  # of report.html
 UNITS = (("days", 86400), ("hours", 3600), ("minutes", 60), ("seconds", 0))
 HELP: Mapping[str, str] = {
     "reward_mean": "mean reward of the step's samples",
@@ -67,7 +70,7 @@ HELP: Mapping[str, str] = {
 
 
 def write_report(paths: Sequence[Path], out: Path, reload: float = 0) -> bool:
-    """Whether all runs are finished. reload: seconds, 0 for never."""
+    """Writes the page. Returns whether all runs are finished. reload: seconds, 0 for never."""
     runs = read_runs(paths)
     finished = all(run.finished for run in runs)
     html = render(page_data(runs, 0 if finished else reload))
@@ -86,28 +89,21 @@ def write_report(paths: Sequence[Path], out: Path, reload: float = 0) -> bool:
 
 
 def render(data: Mapping[str, Any]) -> bytes:
-    """Loads nothing from outside; only our script may run."""
-    style, script = (
-        (Path(__file__).with_name(f"report.{kind}")).read_text(encoding="utf-8")
-        for kind in ("css", "js")
-    )
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
-    title = escape(", ".join(run["name"] for run in data["runs"])).encode(errors="backslashreplace")
-    parts = (
-        b'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n',
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'.encode(),
-        b'<meta name="viewport" content="width=device-width, initial-scale=1">\n<link rel="icon" href="data:,">\n',
-        b"<title>"
-        + title
-        + b" - dovetail report</title>\n<style>\n"
-        + style.encode()
-        + b"</style>\n</head>\n<body>\n",
-        b'<main id="page"><noscript>This report draws its curves by a script; please allow it.</noscript></main>\n',
-        b'<script type="application/json" id="data">' + script_json(data) + b"</script>\n",
-        b"<script>" + script.encode() + b"</script>\n</body>\n</html>\n",
-    )
-    return b"".join(parts)
+    """Returns HTML that loads nothing from outside, where only our script may run."""
+    folder = Path(__file__).parent
+    style = (folder / "report.css").read_bytes()
+    script = (folder / "report.js").read_bytes()
+    digest = base64.b64encode(hashlib.sha256(script).digest())
+    names = ", ".join(run["name"] for run in data["runs"])
+    page = (folder / "report.html").read_bytes()
+    fields = {
+        b"DIGEST": digest,
+        b"TITLE": escape(names).encode(errors="backslashreplace"),
+        b"STYLE": style,
+        b"DATA": script_json(data),
+        b"SCRIPT": script,
+    }
+    return FIELD.sub(lambda match: fields[match[1]], page)
 
 
 def page_data(runs: Sequence[Run], reload: float = 0) -> dict[str, Any]:
@@ -115,10 +111,11 @@ def page_data(runs: Sequence[Run], reload: float = 0) -> dict[str, Any]:
     names = list(dict.fromkeys(name for run in shown for name in run["series"]))
     groups: dict[str, list[str]] = {title: [] for title in ORDER}
     for name in names:
-        groups[next(title for title, pattern in GROUPS if re.search(pattern, name))].append(name)
-    keys = list(dict.fromkeys(key for run in runs for key in (*run.config, *run.defaults)))
-    share = (MAX_SAMPLES // len(runs), SAMPLE_BYTES // len(runs))
-    samples = [{"run": i, **row} for i, run in enumerate(runs) for row in choose(run.path, *share)]
+        groups[_group_of(name)].append(name)
+    samples = []
+    for i, run in enumerate(runs):
+        rows = choose(run.path, MAX_SAMPLES // len(runs), SAMPLE_BYTES // len(runs))
+        samples += [{"run": i, **row} for row in rows]
     return {
         "made": datetime.now().astimezone().isoformat(timespec="seconds"),
         "reload": reload,
@@ -128,48 +125,33 @@ def page_data(runs: Sequence[Run], reload: float = 0) -> dict[str, Any]:
         "joined": groups["Evaluation"],
         "help": {name: text for name, text in HELP.items() if name in names},
         "samples": samples,
-        "config": [
-            [
-                key,
-                *([_config(source, key) for source in (run.config, run.defaults)] for run in runs),
-            ]
-            for key in keys
-        ],
+        "config": _config(runs),
     }
 
 
-def _config(source: Mapping[str, Any], key: str) -> str | None:
-    return text_of(source[key]) if key in source else None
+def _group_of(name: str) -> str:
+    return next(title for title, pattern in GROUPS if re.search(pattern, name))
+
+
+def _config(runs: Sequence[Run]) -> list[list[Any]]:
+    """Returns a row for each key: the key, and the value and the default of each run."""
+    rows: dict[str, list[Any]] = {}
+    for run in runs:
+        for key in (*run.config, *run.defaults):
+            rows[key] = [key]
+    for key, row in rows.items():
+        for run in runs:
+            sources = (run.config, run.defaults)
+            row.append([text_of(source[key]) if key in source else None for source in sources])
+    return list(rows.values())
 
 
 def _run_data(run: Run) -> dict[str, Any]:
-    columns = _columns(run.rows)
-    steps = [row["step"] for row in run.rows]
-    known = {n: columns.pop(n) for n in list(columns) if n.endswith("_before")}
-    before = {
-        n.removesuffix("_before"): next(v for v in values if v is not None)
-        for n, values in known.items()
-    }
-    phases = {
-        name.removeprefix("seconds/"): columns.pop(name)
-        for name in list(columns)
-        if name.startswith("seconds/")
-    }
-    if before:  # the evaluation before training, at step 0
-        steps = [0, *steps]
-        columns |= {name: [None] * len(run.rows) for name in before if name not in columns}
-        columns = {name: [before.get(name), *values] for name, values in columns.items()}
-        phases = {name: [None, *values] for name, values in phases.items()}
-    seconds, tokens = (columns.get(name, []) for name in ("step_seconds", "tokens"))
-    series: dict[str, Any] = {}
+    steps, columns, phases = _measured(run.rows)
+    seconds = columns.get("step_seconds", [])
+    tokens = columns.get("tokens", [])
     each = _bucket(len(steps))
-    bands, hidden = _bands(columns)
-    legend = f"least to most of {each} steps" if each > 1 else ""
-    for name in [name for name in columns if name not in hidden][:MAX_SERIES]:
-        low, high, text = bands.get(name, (name, name, legend))
-        series[name] = _thin(columns[name], columns[low], columns[high])
-        if text:
-            series[name]["band"] = text
+    hours = [number(total / 3600) for total in _sums(seconds, len(steps))]
     return {
         "name": run.name,
         "path": str(run.path.resolve()),
@@ -177,34 +159,71 @@ def _run_data(run: Run) -> dict[str, Any]:
         "facts": _facts(run, columns),
         "x": {
             "step": _ends(steps, each),
-            "hours": _ends([number(total / 3600) for total in _sums(seconds, len(steps))], each),
+            "hours": _ends(hours, each),
             "tokens": _ends(_sums(tokens, len(steps)), each),
         },
-        "series": series,
+        "series": _series(columns, each),
         "phases": {name: _thin(values, values, values)["v"] for name, values in phases.items()},
         "step_seconds": _thin(seconds, seconds, seconds)["v"] if phases else [],
         "profiles": read_profiles(run.path),
-        "events": [
-            {key: text_of(value)[:500] for key, value in event.items()} for event in _events(run)
-        ],
+        "events": [_short(event) for event in _events(run)],
         "log": run.log,
     }
 
 
-def _columns(rows: Sequence[Row]) -> dict[str, list[float | None]]:
-    names = dict.fromkeys(
-        name for row in rows for name in row if name not in ("step", "timestamp", "time")
-    )
-    columns = {name: [number(row.get(name)) for row in rows] for name in names}
-    return {
-        name: values
-        for name, values in columns.items()
-        if any(value is not None for value in values)
-    }
+def _short(event: Row) -> dict[str, str]:
+    return {key: text_of(value)[:MAX_CHARACTERS] for key, value in event.items()}
+
+
+def _measured(rows: Sequence[Row]) -> tuple[list[int], Columns, Columns]:
+    """Returns steps, values by name, and seconds by phase; an evaluation before training is step 0."""
+    steps = [row["step"] for row in rows]
+    columns: Columns = {}
+    phases: Columns = {}
+    before: dict[str, float | None] = {}
+    for name, values in _columns(rows).items():
+        if name.endswith("_before"):
+            known = [value for value in values if value is not None]
+            before[name.removesuffix("_before")] = known[0]
+        elif name.startswith("seconds/"):
+            phases[name.removeprefix("seconds/")] = values
+        else:
+            columns[name] = values
+    if before:
+        steps = [0, *steps]
+        for name in before:
+            columns.setdefault(name, [None] * len(rows))
+        columns = {name: [before.get(name), *values] for name, values in columns.items()}
+        phases = {name: [None, *values] for name, values in phases.items()}
+    return steps, columns, phases
+
+
+def _columns(rows: Sequence[Row]) -> Columns:
+    names = dict.fromkeys(name for row in rows for name in row)
+    columns: Columns = {}
+    for name in names:
+        values = [number(row.get(name)) for row in rows]
+        is_known = any(value is not None for value in values)
+        if is_known and name not in ("step", "timestamp", "time"):
+            columns[name] = values
+    return columns
+
+
+def _series(columns: Columns, each: int) -> dict[str, Any]:
+    """Returns the points and the band of each curve. each: steps of a point."""
+    bands, hidden = _bands(columns)
+    legend = f"least to most of {each} steps" if each > 1 else ""
+    series: dict[str, Any] = {}
+    for name in [name for name in columns if name not in hidden][:MAX_SERIES]:
+        low, high, text = bands.get(name, (name, name, legend))
+        series[name] = _thin(columns[name], columns[low], columns[high])
+        if text:
+            series[name]["band"] = text
+    return series
 
 
 def _bands(columns: Mapping[str, object]) -> tuple[dict[str, tuple[str, str, str]], set[str]]:
-    """Low end, high end and legend of each name with a band; all names that are such ends."""
+    """Returns low end, high end and legend of each name with a band, and all such ends."""
     bands: dict[str, tuple[str, str, str]] = {}
     ends: set[str] = set()
     for name in columns:
@@ -218,7 +237,7 @@ def _bands(columns: Mapping[str, object]) -> tuple[dict[str, tuple[str, str, str
 
 
 def _bucket(count: int) -> int:
-    """Rows per point."""
+    """Returns the rows of a point."""
     return max(1, -(-count // MAX_POINTS))
 
 
@@ -228,8 +247,11 @@ def _thin(
     each = _bucket(len(values))
 
     def points(of: Sequence[float | None], how: Any) -> list[float | None]:
-        known = ([x for x in of[i : i + each] if x is not None] for i in range(0, len(of), each))
-        return [number(how(part)) if part else None for part in known]
+        reduced: list[float | None] = []
+        for start in range(0, len(of), each):
+            known = [value for value in of[start : start + each] if value is not None]
+            reduced.append(number(how(known)) if known else None)
+        return reduced
 
     if each == 1 and low is values:
         return {"v": list(values)}
@@ -241,7 +263,9 @@ def _ends(values: Sequence[float | None], each: int) -> list[float | None]:
 
 
 def _sums(values: Sequence[float | None], count: int) -> list[float]:
-    return list(accumulate((value or 0.0 for value in values), initial=0.0))[1:] or [0.0] * count
+    if not values:
+        return [0.0] * count
+    return list(accumulate(value or 0.0 for value in values))
 
 
 def _state(run: Run) -> str:
@@ -257,42 +281,54 @@ def _state(run: Run) -> str:
 def _facts(run: Run, columns: Mapping[str, Sequence[float | None]]) -> dict[str, str]:
     config = run.config
     last = run.rows[-1]["step"] if run.rows else 0
-    facts = {"algorithm": config.get("algorithm.name"), "model": config.get("model.path")}
-    degrees = {axis: config.get(f"layout.{axis}", 1) for axis in ("tp", "pp", "cp", "dp", "ep")}
-    if degrees["dp"] == "auto" and run.ranks is not None:
-        degrees["dp"] = run.ranks // (degrees["tp"] * degrees["pp"] * degrees["cp"])
-    layout = ",".join(f"{axis}={degree}" for axis, degree in degrees.items() if degree != 1)
-    facts |= {
-        "layout": layout or "one rank",
+    known: dict[str, list[float]] = {}
+    for name, values in columns.items():
+        known[name] = [value for value in values if value is not None]
+    facts: dict[str, Any] = {
+        "algorithm": config.get("algorithm.name"),
+        "model": config.get("model.path"),
+        "layout": _layout(run),
         "steps": f"{last} of {config.get('trainer.steps', '?')}",
+        "ended early": _ended_early(run, last),
     }
-    facts["ended early"] = _ended_early(run, last)
     names = ["reward_mean", "eval_reward_mean", "eval_solved", "eval_loss"]
-    for name in names if "reward_mean" in columns else [*names, "loss"]:
-        known = [value for value in columns.get(name, ()) if value is not None]
-        if known:
-            facts[name] = f"{known[0]:.4g}" + (f" \u2192 {known[-1]:.4g}" if len(known) > 1 else "")
-    medians = (
-        ("step_seconds", "median step", "{:.3g} s"),
-        ("tokens_per_second", "median tokens/s", "{:,.0f}"),
-    )
-    for name, text, how in medians:
-        if known := [value for value in columns.get(name, ()) if value is not None]:
-            facts[text] = how.format(statistics.median(known))
-    if known := [value for value in columns.get("peak_memory_gib", ()) if value is not None]:
-        facts["peak memory"] = f"{max(known):.3g} GiB"
-    counts = {"updates skipped": sum(bool(row.get("skipped")) for row in run.rows)}
-    counts["rewards failed"] = int(sum(value or 0 for value in columns.get("reward_errors", ())))
-    counts["samples without a reward"] = int(
-        sum(value or 0 for value in columns.get("rewards_none", ()))
-    )
-    counts["steps with equal rewards only"] = sum(row.get("equal_groups") == 1 for row in run.rows)
+    if "reward_mean" not in columns:
+        names.append("loss")
+    for name in names:
+        values = known.get(name, [])
+        if values:
+            facts[name] = f"{values[0]:.4g}"
+        if len(values) > 1:
+            facts[name] += f" \u2192 {values[-1]:.4g}"
+    if "step_seconds" in known:
+        facts["median step"] = f"{statistics.median(known['step_seconds']):.3g} s"
+    if "tokens_per_second" in known:
+        facts["median tokens/s"] = f"{statistics.median(known['tokens_per_second']):,.0f}"
+    if "peak_memory_gib" in known:
+        facts["peak memory"] = f"{max(known['peak_memory_gib']):.3g} GiB"
+    counts = {
+        "updates skipped": sum(bool(row.get("skipped")) for row in run.rows),
+        "rewards failed": int(sum(known.get("reward_errors", ()))),
+        "samples without a reward": int(sum(known.get("rewards_none", ()))),
+        "steps with equal rewards only": sum(row.get("equal_groups") == 1 for row in run.rows),
+    }
     facts |= {name: str(count) for name, count in counts.items() if count}
     return {name: str(value) for name, value in facts.items() if value is not None}
 
 
+def _layout(run: Run) -> str:
+    """Returns the degrees that are not 1, with dp as the run has it."""
+    degrees = {}
+    for axis in ("tp", "pp", "cp", "dp", "ep"):
+        degrees[axis] = run.config.get(f"layout.{axis}", 1)
+    if degrees["dp"] == "auto" and run.ranks is not None:
+        degrees["dp"] = run.ranks // (degrees["tp"] * degrees["pp"] * degrees["cp"])
+    shown = [f"{axis}={degree}" for axis, degree in degrees.items() if degree != 1]
+    return ",".join(shown) or "one rank"
+
+
 def _ended_early(run: Run, last: int) -> str | None:
-    """Why the run took no step after step `last`; None if it took all, or goes on."""
+    """Returns why the run took no step after step `last`; None if it took all, or goes on."""
     for event in run.events:
         if event.get("kind") == "ended_early" and event.get("step") == last:
             return text_of(event.get("cause"))
@@ -300,11 +336,10 @@ def _ended_early(run: Run, last: int) -> str | None:
 
 
 def _events(run: Run) -> list[Row]:
-    steps = [
-        {"kind": kind, "step": row["step"], "cause": row[key]}
-        for row in run.rows
-        for key, kind in (("fault", "update skipped"), ("reward_error", "reward failed"))
-        if row.get(key)
-    ]
+    steps = []
+    for row in run.rows:
+        for key, kind in (("fault", "update skipped"), ("reward_error", "reward failed")):
+            if row.get(key):
+                steps.append({"kind": kind, "step": row["step"], "cause": row[key]})
     read = [{"kind": "not read", "cause": problem} for problem in run.problems]
     return [*read, *run.events[-MAX_EVENTS:], *steps[-MAX_EVENTS:]]
