@@ -109,7 +109,7 @@ def test_a_loss_is_checked_by_its_own_tests_in_seconds(monkeypatch: pytest.Monke
     assert "tests/unit/test_losses.py" in chosen.run[:4], (
         "but for some that take less than a second"
     )
-    assert "tests/unit/test_trainer.py" in chosen.run
+    assert "tests/unit/test_correction.py" in chosen.run
     assert sum(durations.get(path, UNKNOWN) for path in chosen.run) <= 45.0
     assert "tests/unit/test_rope.py" not in steps
     assert {*steps} == {*chosen.run, *chosen.near, *chosen.far}
