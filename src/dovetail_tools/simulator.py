@@ -43,7 +43,7 @@ class Setup:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SimulationResult:
     """What a simulation measured. Shares are of the time of the counted steps.
 
     lags: tokens by lag, of all steps. batches: groups of each step.
@@ -93,7 +93,7 @@ def token_ms(decode: Sequence[tuple[int, float]], running: int) -> float:
 
 
 @dataclass
-class Engine:
+class SimulatedServer:
     """Samples that advance together. done: tokens that a sample has decoded which ran from the beginning.
 
     pushes: (done, version) of each; the first is (0, 0).
@@ -178,7 +178,7 @@ class Simulation:
         self.seed = seed
         beyond = setup.steps + setup.max_lag + 1  # so that the last steps are as the others
         self.pool = StalenessController(setup.groups_per_step, setup.samples, setup.max_lag, beyond)
-        self.engines = [Engine(setup.decode) for _ in range(setup.engines)]
+        self.engines = [SimulatedServer(setup.decode) for _ in range(setup.engines)]
         self.queue = deque[tuple[int, int]]()  # samples that no engine has begun: group, length
         self.cached = set[tuple[int, int]]()  # engines and groups whose prompt they hold
         self.spans: dict[int, list[tuple[int, int]]] = {}
@@ -192,7 +192,7 @@ class Simulation:
         lengths = draw.choice(self.lengths)
         return draw.choices(lengths, k=self.setup.samples)
 
-    def run(self) -> Outcome:
+    def run(self) -> SimulationResult:
         setup = self.setup
         waiting_since = 0.0
         trained = inf
@@ -239,7 +239,7 @@ class Simulation:
             prefill_ms = 1000 * prefill / self.setup.prefill_tokens_per_second
             engine.add(self.now, group, length, prefill_ms)
 
-    def _end(self, engine: Engine) -> None:
+    def _end(self, engine: SimulatedServer) -> None:
         group, spans = engine.end()
         self.spans.setdefault(group, []).extend(spans)
         if self.pool.finish(group):
@@ -262,7 +262,7 @@ class Simulation:
         train_ms = 1000 * (tokens + prompts) / setup.train_tokens_per_second
         return setup.step_ms + train_ms
 
-    def _outcome(self) -> Outcome:
+    def _outcome(self) -> SimulationResult:
         """Measures from the beginning of the first counted step to that of the last."""
         warmup = min(self.setup.warmup, len(self.takes) - 2)
         counted = self.takes[warmup:]
@@ -272,7 +272,7 @@ class Simulation:
         tokens = sum(take.tokens for take in counted[:-1])
         waited = sum(take.begun - take.waiting_since for take in counted[1:])
         busy = (last.busy - first.busy) / (spent * self.setup.engines)
-        return Outcome(
+        return SimulationResult(
             tokens_per_second=1000 * tokens / spent,
             step_ms=spent / (len(counted) - 1),
             trainer_idle=waited / spent,

@@ -86,7 +86,7 @@ def attack(server: HttpServer, table: Sequence[Attack]) -> None:
             wrong.append((each.kind, each.name, each.statuses, answer[:300]))
     assert not wrong, "\n".join(map(str, wrong))
     assert other.answers[True] > 0 and not other.answers[False]
-    assert server.engine._living == {}
+    assert server.sampler_server._living == {}
 
 
 def test_one_attack_of_each_class(server: HttpServer, tmp_path: Path) -> None:

@@ -42,9 +42,9 @@ def serving(
     **options: Any,
 ) -> Iterator[HttpServer]:
     sampler = sampler_of(MODEL, options.pop("max_tokens", 4096), lambda step: step, **options)
-    engine = SamplerServer(sampler, push_directory=Path("/"))
+    sampler_server = SamplerServer(sampler, push_directory=Path("/"))
     settings = Settings(model="tiny", text=text, key=key)
-    with running(HttpServer(engine, listen("127.0.0.1", 0), settings)) as server:
+    with running(HttpServer(sampler_server, listen("127.0.0.1", 0), settings)) as server:
         yield server
 
 

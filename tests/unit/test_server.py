@@ -81,7 +81,7 @@ def test_a_batch_has_the_bits_of_the_sampler(transport: str, tmp_path: Path) -> 
             found, expected = sampler.sample(prompts, params), local.sample(prompts, params)
             assert all_but_versions(found) == expected
             assert all(each.versions == ((step, 0, len(each.ids)),) for each in found)
-            assert not any(loop.runner.joining for loop in server.engine._loops.values())
+            assert not any(loop.runner.joining for loop in server.sampler_server._loops.values())
         sampler.close()
 
 
@@ -92,7 +92,7 @@ def test_two_servers_share_a_batch_and_repeat_it(tmp_path: Path) -> None:
         sampler.refill(weights().items())
         found = sampler.sample(some_prompts(), PARAMS)
         assert found == sampler.sample(some_prompts(), PARAMS)
-        assert all(next(server.engine._slots) == 1 + 2 * 12 for server in (one, other)), (
+        assert all(next(server.sampler_server._slots) == 1 + 2 * 12 for server in (one, other)), (
             "one is the probe's"
         )
         for each, expected in zip(found, local.sample(some_prompts(), PARAMS), strict=True):
@@ -125,8 +125,13 @@ def test_requests_join_what_runs_and_draw_the_same() -> None:
             reply = future.result()
             assert tuple(reply.ids) == expected.ids and reply.finish == expected.finish
             assert_close(torch.tensor(reply.log_probs), torch.tensor(expected.log_probs), SUM_ORDER)
-        assert all(loop.runner.joining for loop in server.engine._loops.values())
-        wait_for(lambda: server.engine.pool.num_free == 120 // 4 and not server.engine._living)
+        assert all(loop.runner.joining for loop in server.sampler_server._loops.values())
+        wait_for(
+            lambda: (
+                server.sampler_server.pool.num_free == 120 // 4
+                and not server.sampler_server._living
+            )
+        )
         continued = fleet._protocol.generate(
             Client(server.url), fleet.replicas[0].server, request(prompts[0].ids, long, prompts[0].row),
             futures[0].result().ids[:6], lambda: time.monotonic() + 9,
@@ -143,22 +148,22 @@ def test_a_push_through_running_requests(
 ) -> None:
     params, prompts = replace(GREEDY, max_new_tokens=24), some_prompts((9, 4))
     with serving(page_size=4) as server:
-        made, fleet, engine = (
+        made, fleet, sampler_server = (
             pusher(server, tmp_path, monkeypatch, kv=kv),
             fleet_of(server),
-            server.engine,
+            server.sampler_server,
         )
         assert made.push(weights().items(), 3) == [None]
-        engine.call(partial(engine.pause, clear_cache=False))
+        sampler_server.call(partial(sampler_server.pause, clear_cache=False))
         futures = [
             fleet.threads.submit(fleet.generate, request(prompt.ids, params, prompt.row))
             for prompt in prompts
         ]
-        wait_for(lambda: len(engine._living) == 2)
-        while not all(len(sample.new) > 2 for sample in engine._living.values()):
-            engine.call(engine.resume)
+        wait_for(lambda: len(sampler_server._living) == 2)
+        while not all(len(sample.new) > 2 for sample in sampler_server._living.values()):
+            sampler_server.call(sampler_server.resume)
             time.sleep(0.001)
-            engine.call(partial(engine.pause, clear_cache=False))
+            sampler_server.call(partial(sampler_server.pause, clear_cache=False))
         assert made.push(weights(0.5).items(), 4) == [None]
         for prompt, reply in zip(prompts, [future.result() for future in futures], strict=True):
             check_parts(prompt, reply, params, kv)
@@ -260,13 +265,13 @@ def test_a_client_that_resets_its_connection_is_no_error(capfd: pytest.CaptureFi
 
 def test_a_pause_keeps_requests_and_clients_that_leave_free_their_pages() -> None:
     with serving(page_size=4) as server:
-        client, fleet, engine = Client(server.url), fleet_of(server), server.engine
+        client, fleet, sampler_server = Client(server.url), fleet_of(server), server.sampler_server
         client.post("/pause?mode=keep&clear_cache=false")
         future = fleet.threads.submit(
             fleet.generate, request([3, 4], replace(GREEDY, max_new_tokens=7))
         )
-        wait_for(lambda: len(engine._living) == 1)
-        assert not future.done() and engine.pool.num_free == 1024
+        wait_for(lambda: len(sampler_server._living) == 1)
+        assert not future.done() and sampler_server.pool.num_free == 1024
         client.post("/resume")
         assert len(future.result().ids) == 7
         body = generate_body(
@@ -274,14 +279,14 @@ def test_a_pause_keeps_requests_and_clients_that_leave_free_their_pages() -> Non
         )
         events = client.stream("/inference/v1/generate", body, lambda: time.monotonic() + 20)
         next(events)
-        (leaves,) = engine._living.values()
+        (leaves,) = sampler_server._living.values()
         stays = fleet.threads.submit(
             fleet.generate, request([3, 4], replace(GREEDY, max_new_tokens=600))
         )
-        wait_for(lambda: len(engine._living) == 2)
+        wait_for(lambda: len(sampler_server._living) == 2)
         events.close()  # type: ignore[attr-defined]  # it is a generator
         assert len(stays.result().ids) == 600 and stays.result().ids[:7] == future.result().ids
-        wait_for(lambda: engine.pool.num_free == 1024 and not engine._living)
+        wait_for(lambda: sampler_server.pool.num_free == 1024 and not sampler_server._living)
         assert len(leaves.new) < 4000
         fleet.close()
 

@@ -24,14 +24,16 @@ class Running:
     """A server's thread. `event` waits for the next one of a sample."""
 
     def __init__(self, **options: Any) -> None:
-        self.engine = SamplerServer(sampler_of(MODEL, 4096, **options))
+        self.sampler_server = SamplerServer(sampler_of(MODEL, 4096, **options))
         self._events: SimpleQueue[tuple[ServedRequest, ServedTokens]] = SimpleQueue()
         self.most_kinds = 0  # that ran at once
         self._early = list[tuple[ServedRequest, ServedTokens]]()
-        self._owner = threading.Thread(target=self.engine.run, args=(self._take,), daemon=True)
+        self._owner = threading.Thread(
+            target=self.sampler_server.run, args=(self._take,), daemon=True
+        )
 
     def _take(self, events: Sequence[tuple[ServedRequest, ServedTokens]]) -> None:
-        self.most_kinds = max(self.most_kinds, len(self.engine._loops))
+        self.most_kinds = max(self.most_kinds, len(self.sampler_server._loops))
         for event in events:
             self._events.put(event)
 
@@ -51,7 +53,7 @@ class Running:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.engine.stop()
+        self.sampler_server.stop()
         self._owner.join(SECONDS)
         assert not self._owner.is_alive()
 
@@ -87,18 +89,18 @@ WRONG: tuple[dict[str, Any], ...] = (
 def test_an_error_of_a_request_is_that_requests(capfd: pytest.CaptureFixture[str]) -> None:
     (expected,) = sampler_of(MODEL, 4096).sample([TokenPrompt(0, [7, 8, 9])], LONG)
     with Running(page_size=4) as server:
-        engine = server.engine
+        sampler_server = server.sampler_server
         for changes in WRONG:
             other, broken = ServedRequest(ids=[7, 8, 9], params=LONG, interval=12), wrong(**changes)
-            engine.submit(other)
-            engine.submit(broken)
+            sampler_server.submit(other)
+            sampler_server.submit(broken)
             failed = server.event(broken)
             assert failed.error and failed.is_last, changes
             event = server.event(other)
             assert event.ids == list(expected.ids) and event.finish == "length", changes
             assert f"1 samples failed: {failed.error}" in capfd.readouterr().err
-        engine.call(lambda: None)
-        assert not engine._living and engine.pool.num_free == engine.pages
+        sampler_server.call(lambda: None)
+        assert not sampler_server._living and sampler_server.pool.num_free == sampler_server.pages
 
 
 def test_a_failed_call_is_the_callers() -> None:
@@ -106,26 +108,26 @@ def test_a_failed_call_is_the_callers() -> None:
         raise AttributeError("of the caller")
 
     with Running() as server:
-        engine = server.engine
+        sampler_server = server.sampler_server
         with pytest.raises(AttributeError, match="of the caller"):
-            engine.call(fail)
-        cancelled = engine.ask(lambda: None)
+            sampler_server.call(fail)
+        cancelled = sampler_server.ask(lambda: None)
         cancelled.cancel()
-        engine.call(lambda: None)
+        sampler_server.call(lambda: None)
 
 
 def test_few_kinds_of_sampling_run_at_once_and_all_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "KINDS", 2)
     with Running() as server:
-        engine = server.engine
+        sampler_server = server.sampler_server
         kinds = [replace(LONG, temperature=1 + n / 8) for n in range(5)]
         samples = [ServedRequest(ids=[5], params=kind) for kind in kinds]
         for sample in samples:
-            engine.submit(sample)
+            sampler_server.submit(sample)
         for sample in samples:
             events = [server.event(sample) for _ in range(12)]
             assert events[-1].finish == "length"
-        assert server.most_kinds == 2 and not engine._deferred
+        assert server.most_kinds == 2 and not sampler_server._deferred
 
 
 def test_clients_that_leave_take_only_their_own_requests_along(
@@ -133,18 +135,18 @@ def test_clients_that_leave_take_only_their_own_requests_along(
 ) -> None:
     monkeypatch.setattr(server_module, "KINDS", 1)
     with Running() as server:
-        engine = server.engine
-        engine.call(lambda: engine.pause(clear_cache=False))
+        sampler_server = server.sampler_server
+        sampler_server.call(lambda: sampler_server.pause(clear_cache=False))
         kinds = [replace(LONG, temperature=1.0 + n % 3) for n in range(60)]
         samples = [ServedRequest(ids=[5, n % 5], params=kind) for n, kind in enumerate(kinds)]
         held = ServedRequest(ids=[5], params=LONG, batch=("b", 2, 0))
         for sample in (*samples, held):
-            engine.submit(sample)
+            sampler_server.submit(sample)
         for sample in (*samples[1:], held):
-            engine.abort(sample)
-        engine.call(engine.resume)
+            sampler_server.abort(sample)
+        sampler_server.call(sampler_server.resume)
         while not server.event(samples[0]).is_last:
             pass
-        engine.call(lambda: None)
-        assert not engine._living and engine.pool.num_free == engine.pages
-        assert not engine._deferred and not engine._held.get("b")
+        sampler_server.call(lambda: None)
+        assert not sampler_server._living and sampler_server.pool.num_free == sampler_server.pages
+        assert not sampler_server._deferred and not sampler_server._held.get("b")

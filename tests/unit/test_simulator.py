@@ -11,7 +11,7 @@ import pytest
 
 from dovetail.cli.main import run_command
 from dovetail_tools.cli.plan import lengths_of
-from dovetail_tools.simulator import Engine, Setup, Simulation, lognormal, token_ms
+from dovetail_tools.simulator import Setup, SimulatedServer, Simulation, lognormal, token_ms
 from tests.helpers.tolerances import SUM_ORDER
 
 DECODE = ((1, 100.0), (9, 300.0))  # 10 and 30 ms a token
@@ -74,7 +74,7 @@ def test_an_engine_is_a_queue_with_processor_sharing() -> None:
     luck, speed, load, count = random.Random(0), 1000.0, 0.5, 40_000
     lengths = lognormal(100, 800)
     mean = sum(lengths) / len(lengths)
-    engine, now, ended, stays = Engine(((1, speed), (1_000_000, speed))), 0.0, 0, 0.0
+    engine, now, ended, stays = SimulatedServer(((1, speed), (1_000_000, speed))), 0.0, 0, 0.0
     while ended < count:
         arrival = now + luck.expovariate(load / mean)
         while engine.next_end <= arrival:
@@ -89,7 +89,7 @@ def test_an_engine_is_a_queue_with_processor_sharing() -> None:
 
 
 def test_spans_of_a_sample_say_which_version_sampled_which_tokens() -> None:
-    engine = Engine(((1, 1000.0),))
+    engine = SimulatedServer(((1, 1000.0),))
     engine.add(0.0, 7, 10)
     engine.push(3.0, 1, push_ms=5.0)
     engine.push(12.0, 2, push_ms=5.0)  # 3 + 4 tokens

@@ -50,7 +50,7 @@ def make_server(
     if rope.kind in BY_LENGTH:
         lengths.append(rope.max_positions)
     longest = min((length for length in lengths if length is not None), default=None)
-    engine = SamplerServer(sampler, longest, utilization, push_directory)
+    sampler_server = SamplerServer(sampler, longest, utilization, push_directory)
     settings = Settings(
         model=model,
         text=Text(partial(_load_codec, source)) if source.has_tokenizer else None,
@@ -58,7 +58,7 @@ def make_server(
         key=key,
         version=dovetail.__version__,
     )
-    return HttpServer(engine, listener, settings)
+    return HttpServer(sampler_server, listener, settings)
 
 
 def _load_codec(source: Pretrained) -> Codec:

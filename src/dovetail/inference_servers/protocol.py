@@ -148,8 +148,7 @@ def check_log_probs(
     )
     raise ConfigError(
         f"engine {url} gives log-probs that are {server.log_probs}, but with {given} training "
-        "needs those at the temperature "
-        f"and before cuts and penalties; {remedy}"
+        f"needs those at the temperature and before cuts and penalties; {remedy}"
     )
 
 

@@ -15,7 +15,7 @@ from dovetail.inference_servers.background import in_background
 from dovetail.inference_servers.http import Client, ServerError
 from dovetail.inference_servers.push_sglang import SglangPushTarget
 from dovetail.inference_servers.push_vllm import VllmPushTarget
-from dovetail.inference_servers.transports import TensorEntry, Transport, fill, make_transport
+from dovetail.inference_servers.transports import BucketEntry, Transport, fill, make_transport
 from dovetail.inference_servers.vllm_digests import ExpectedDigests
 
 if TYPE_CHECKING:
@@ -56,9 +56,8 @@ class Pusher:
         if self._checked and (push.transport != "nccl" or device.type != "cuda"):
             raise ConfigError(
                 f"rollout.push.proof=checker with transport={push.transport} and weights on "
-                f"{device.type}: a server without "
-                "our plugin takes weights by nccl on GPUs alone; install dovetail-vllm where it "
-                "runs and set proof=plugin"
+                f"{device.type}: a server without our plugin takes weights by nccl on GPUs alone; "
+                "install dovetail-vllm where it runs and set proof=plugin"
             )
         self._transport = (
             Transport(torch.device("cpu"))
@@ -105,7 +104,7 @@ class Pusher:
         if self._checked:
             expected = ExpectedDigests({self._targets[i].tp for i in self._live()}, self._kv_heads)
             weights = expected.watched(weights)
-        entries: list[TensorEntry] = []
+        entries: list[BucketEntry] = []
         sending: dict[int, Future[None]] | None = None
         alignment = self._targets[0].alignment
         for bucket in fill(

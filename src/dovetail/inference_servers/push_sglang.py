@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from dovetail.inference_servers.http import Client, ServerError
-from dovetail.inference_servers.transports import TensorEntry, WeightBucket
+from dovetail.inference_servers.transports import BucketEntry, WeightBucket
 from dovetail.memory import ALIGNMENT, view_at
 from dovetail.weights.safetensors import TensorFileWriter, TensorSpec
 
@@ -49,7 +49,7 @@ class SglangPushTarget:
             file.write(entry.name, view_at(bucket.data, entry.start, spec.dtype, spec.shape))
         file.close()
 
-    def finish(self, entries: Sequence[TensorEntry], version: str) -> None:
+    def finish(self, entries: Sequence[BucketEntry], version: str) -> None:
         body = {"model_path": str(self._directory.resolve()), "weight_version": version}
         self._post(
             "/update_weights_from_disk",
@@ -84,7 +84,7 @@ class SglangPushTarget:
         return str(self.client.get("/model_info", timeout=self.timeout)["weight_version"])
 
     def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """SGLang answers some failures with 200 and success: false."""
+        """Posts; SGLang answers some failures with 200 and success: false."""
         answer = self.client.post(path, body, timeout=self.timeout)
         if answer.get("success") is False:
             raise self.client.error(path, str(answer.get("message", "no message")))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from dovetail.inference_servers.background import in_background
 from dovetail.inference_servers.http import Client, ServerError
-from dovetail.inference_servers.transports import TensorEntry, Transport, WeightBucket
+from dovetail.inference_servers.transports import BucketEntry, Transport, WeightBucket
 from dovetail.memory import ALIGNMENT
 from dovetail.parallel.private_group import GroupBackend, PrivateGroup
 
@@ -72,7 +72,7 @@ class VllmPushTarget:
             in_background(lambda: group.broadcast(bucket.data)),
         )
 
-    def finish(self, entries: Sequence[TensorEntry], version: str) -> None:
+    def finish(self, entries: Sequence[BucketEntry], version: str) -> None:
         """Ends the update. entries: those of all buckets."""
         if self.plugin:
             manifest = [[entry.name, entry.dtype, entry.shape, entry.checksum] for entry in entries]

@@ -43,16 +43,14 @@ def read_experts(text: str, tokens: int, moe: MoeSpec) -> Tensor:
     if every.dtype.kind not in "iu" or not fits:
         raise MachineError(
             f"an engine returned routes of shape {every.shape} and type {every.dtype}, expected "
-            f"{expected}: tokens without "
-            "the last one, layers, experts of a token"
+            f"{expected}: tokens without the last one, layers, experts of a token"
         )
     experts = every.reshape(expected)[:, list(moe.numbers)]
     outside = experts.size and not 0 <= experts.min() <= experts.max() < moe.num_experts
     if outside or (moe.top_k > 1 and (experts[..., 0] == experts[..., 1]).any()):
         raise MachineError(
             f"an engine returned routes that are no choice of {moe.top_k} out of "
-            f"{moe.num_experts} experts: it did not record "
-            "all layers"
+            f"{moe.num_experts} experts: it did not record all layers"
         )
     return torch.from_numpy(experts.astype(np.int32)).to(narrow_dtype(moe.num_experts))
 

@@ -24,7 +24,7 @@ OPEN_FILE = re.compile(r"/proc/\d+/fd/\d+")
 SLOTS = 2  # one is filled while the other is sent
 
 
-class TensorEntry(NamedTuple):
+class BucketEntry(NamedTuple):
     name: str
     dtype: str  # without "torch."
     shape: tuple[int, ...]
@@ -35,7 +35,7 @@ class TensorEntry(NamedTuple):
 @dataclass(frozen=True)
 class WeightBucket:
     number: int
-    entries: tuple[TensorEntry, ...]
+    entries: tuple[BucketEntry, ...]
     data: Tensor  # uint8
 
 
@@ -215,7 +215,7 @@ def fill(
 
     def bucket() -> WeightBucket:
         rows = tuple(
-            TensorEntry(*entry, text)
+            BucketEntry(*entry, text)
             for entry, text in zip(entries, checksums.hexadecimal(), strict=True)
         )
         data = transport.memory(number, end)[:end]

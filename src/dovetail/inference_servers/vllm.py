@@ -51,8 +51,7 @@ class Vllm:
         if missing := [path for path in PUSH_PATHS if path not in paths]:
             raise ConfigError(
                 f"engine {client.url} (vLLM {version}) has no {', '.join(missing)}, so that no "
-                "weights can be pushed to "
-                f"it; start it with {DEV_MODE}"
+                f"weights can be pushed to it; start it with {DEV_MODE}"
             )
         card = (client.get("/v1/models").get("data") or [{}])[0]
         if "id" not in card:
@@ -136,7 +135,7 @@ class Vllm:
 
 
 class Native(Vllm):
-    """`dovetail serve`: with the noise of the embedded sampler."""
+    """The protocol of `dovetail serve`: vLLM's, with the noise of the embedded sampler."""
 
     starts: ClassVar[Mapping[LogProbs, str]] = {"tempered": TITLE}
 
@@ -144,8 +143,7 @@ class Native(Vllm):
         if client.get("/openapi.json").get("info", {}).get("title") != TITLE:
             raise ConfigError(
                 f"engine {client.url} is not started by `{TITLE}`, which rollout.backend=native "
-                "is for; set "
-                "rollout.backend=vllm or sglang"
+                "is for; set rollout.backend=vllm or sglang"
             )
         return replace(super().probe(client, vocab_size), log_probs="tempered", keyed=True)
 

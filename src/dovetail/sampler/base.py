@@ -180,8 +180,7 @@ def check_weights(problems: list[str]) -> None:
     if problems:
         raise CheckpointError(
             "the weights given to the sampler are not those of its model; refill it from an "
-            "engine of the same "
-            f"config.json:\n{listing(problems)}"
+            f"engine of the same config.json:\n{listing(problems)}"
         )
 
 
@@ -216,8 +215,7 @@ def check_request(
         if rope_limit is not None and total > rope_limit[1]:
             raise ModelError(
                 f"prompt of row {prompt.row} has {len(prompt.ids)} tokens, {total} with "
-                "max_new_tokens="
-                f"{params.max_new_tokens}; beyond {rope_limit[1]} positions rope_type "
-                f"{rope_limit[0]!r} changes the "
-                "keys that are cached; shorten the prompt or lower max_new_tokens"
+                f"max_new_tokens={params.max_new_tokens}; beyond {rope_limit[1]} positions "
+                f"rope_type {rope_limit[0]!r} changes the keys that are cached; shorten the "
+                "prompt or lower max_new_tokens"
             )

@@ -114,7 +114,7 @@ class PageBudget:
 
 @dataclass(frozen=True)
 class _CacheContext:
-    """New tokens' entries go to `pages` [T] at `offsets` [T]."""
+    """What attention needs of the cache: new tokens' entries go to `pages` [T] at `offsets` [T]."""
 
     cos: Tensor
     sin: Tensor
@@ -127,7 +127,7 @@ class _CacheContext:
 
 @dataclass(frozen=True)
 class PrefillContext(_CacheContext):
-    """Whole prompts, packed."""
+    """The context of whole prompts, packed."""
 
     spans: Spans
 
@@ -138,7 +138,10 @@ class PrefillContext(_CacheContext):
 
 @dataclass(frozen=True)
 class DecodeContext(_CacheContext):
-    """One new token a sequence, counted in lengths [B]; tokens beyond B are padding and give zeros."""
+    """The context of one new token a sequence, counted in lengths [B].
+
+    Tokens beyond B are padding and give zeros.
+    """
 
     page_table: Tensor
     lengths: Tensor

@@ -110,7 +110,7 @@ class TransformersSampler(Sampler):
         self._filled = True
 
     def load(self, source: TensorSource) -> None:
-        """Collective."""
+        """Loads a checkpoint. Collective."""
         with agreed(self.mesh):
             Names(self.model).in_checkpoint(source, self._places())
             self.refill((name, source.read(name)) for name in source.names)

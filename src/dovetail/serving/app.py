@@ -22,7 +22,7 @@ from dovetail.serving.text import Text
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """model: its name for clients. eos: ids that end a sample of token ids. key: of clients."""
+    """What a server is made of. model: its name for clients. eos: ids that end a sample of token ids. key: of clients."""
 
     model: str
     text: Text | None = None  # None: no endpoint takes text

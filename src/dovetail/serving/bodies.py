@@ -36,7 +36,7 @@ AnyBody = TypeVar("AnyBody", bound=Body)
 
 
 async def read_body(request: Request, kind: type[AnyBody]) -> AnyBody:
-    """RequestError 400 names the fields that are wrong. An empty body is {}."""
+    """Reads a body; RequestError 400 names the fields that are wrong. An empty body is {}."""
     text = await request.body()
     try:
         return kind.model_validate_json(text or b"{}")
@@ -67,7 +67,7 @@ def error_fields(status: int, message: str, param: str | None = None) -> dict[st
 
 
 class Json(Response):
-    """One object."""
+    """Sends one object."""
 
     media_type = "application/json"
 
@@ -76,7 +76,7 @@ class Json(Response):
 
 
 class EventStream(Response):
-    """Server-sent events of objects, then [DONE]. An error after the first one is an event."""
+    """Sends objects as server-sent events, then [DONE]. An error after the first is an event."""
 
     def __init__(self, events: AsyncIterator[Mapping[str, Any]]) -> None:
         super().__init__(media_type="text/event-stream", headers=SSE_HEADERS)

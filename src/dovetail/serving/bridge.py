@@ -12,10 +12,10 @@ STOPPED = ServedTokens(finish="stop")
 
 
 class SamplerBridge:
-    """Used by one event loop. `deliver` is called by the model's thread."""
+    """The way of one event loop to a server. `deliver` is called by the model's thread."""
 
-    def __init__(self, engine: SamplerServer) -> None:
-        self.engine = engine
+    def __init__(self, sampler_server: SamplerServer) -> None:
+        self.sampler_server = sampler_server
         self._loop = asyncio.get_running_loop()
         self._queues: dict[ServedRequest, asyncio.Queue[tuple[ServedRequest, ServedTokens]]] = {}
 
@@ -37,7 +37,7 @@ class SamplerBridge:
         running = set(samples)
         for sample in samples:
             self._queues[sample] = queue
-            self.engine.submit(sample)
+            self.sampler_server.submit(sample)
         try:
             while running:
                 sample, event = await queue.get()
@@ -49,15 +49,15 @@ class SamplerBridge:
         finally:
             for sample in samples:
                 if self._queues.pop(sample, None) and sample in running:
-                    self.engine.abort(sample)
+                    self.sampler_server.abort(sample)
 
     def stop(self, sample: ServedRequest) -> None:
         """Ends a sample of `events` early."""
         queue = self._queues.pop(sample, None)
         if queue is not None:
-            self.engine.abort(sample)
+            self.sampler_server.abort(sample)
             queue.put_nowait((sample, STOPPED))
 
     async def call(self, work: Callable[[], object]) -> None:
         """Calls on the model's thread, between two steps. Raises what the work raises."""
-        await asyncio.wrap_future(self.engine.ask(work))
+        await asyncio.wrap_future(self.sampler_server.ask(work))

@@ -12,7 +12,7 @@ from dovetail.serving.text import Codec, Detokenizer, StopStrings
 
 @dataclass(frozen=True)
 class Piece:
-    """More of one choice. Ids and log-probs include the token that ends it."""
+    """What is new of one choice. Ids and log-probs include the token that ends it."""
 
     index: int
     text: str

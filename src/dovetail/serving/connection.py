@@ -31,7 +31,7 @@ def most_connections() -> int:
 
 
 class Connection(HttpToolsProtocol):
-    """uvicorn makes one for each client."""
+    """A connection of one client, which uvicorn makes."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

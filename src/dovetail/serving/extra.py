@@ -8,7 +8,7 @@ PACKAGES = ("uvicorn", "starlette", "httptools")
 
 
 def require_serve(what: str) -> None:
-    """ConfigError if a package is missing. what: asked for the server."""
+    """Raises ConfigError if a package is missing. what: asked for the server."""
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         lacking = f"{what} needs {', '.join(missing)}, not installed here"

@@ -1,4 +1,4 @@
-"""uvicorn on a thread of its own, beside the thread that owns the model."""
+"""The HTTP server: uvicorn on a thread of its own, beside the thread that owns the model."""
 
 import asyncio
 import socket
@@ -18,16 +18,18 @@ IDLE_SECONDS = 5  # of a connection between two requests
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """OSError or OverflowError if the address cannot be had. Clients wait from now on."""
+    """Returns a socket on which clients wait from now on; OSError or OverflowError without one."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, backlog=BACKLOG)
 
 
 class HttpServer:
-    """Serves `engine` from `start` to `stop`. `run` is of the thread that owns the model."""
+    """Serves `sampler_server` from `start` to `stop`. `run` is of the thread that owns the model."""
 
-    def __init__(self, engine: SamplerServer, listener: socket.socket, settings: Settings) -> None:
-        self.engine = engine
+    def __init__(
+        self, sampler_server: SamplerServer, listener: socket.socket, settings: Settings
+    ) -> None:
+        self.sampler_server = sampler_server
         self.settings = settings
         self._listener = listener
         host, self.port, *_ = listener.getsockname()
@@ -41,13 +43,13 @@ class HttpServer:
 
     def run(self) -> None:
         """Draws samples until `stop`, or until the thread that listens fails."""
-        self.engine.run(self._sampler.deliver)
+        self.sampler_server.run(self._sampler.deliver)
 
     def stop(self) -> None:
         self._uvicorn.should_exit = True
         self._uvicorn.force_exit = True
         self._thread.join()
-        self.engine.stop()
+        self.sampler_server.stop()
 
     def _serve(self) -> None:
         try:
@@ -58,10 +60,10 @@ class HttpServer:
             raise
         finally:
             self._ready.set()
-            self.engine.stop()
+            self.sampler_server.stop()
 
     async def _main(self) -> None:
-        self._sampler = SamplerBridge(self.engine)
+        self._sampler = SamplerBridge(self.sampler_server)
         config = uvicorn.Config(
             make_app(self._sampler, self.settings),
             http=Connection,

@@ -47,7 +47,7 @@ class Answers:
         return {**self._head, "object": self.chunk_object, "choices": choices}
 
     def whole(self, parts: Sequence[Sequence[Piece]], prompt_tokens: int) -> dict[str, Any]:
-        """parts: the pieces of each choice."""
+        """Returns the whole answer. parts: the pieces of each choice."""
         choices = [self._choice(each, streamed=False) for each in parts]
         drawn = sum(len(piece.ids) for each in parts for piece in each)
         fields = {"object": self.whole_object, "choices": choices}

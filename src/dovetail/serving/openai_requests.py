@@ -105,8 +105,8 @@ class TextPart(Body):
     text: str
 
 
-class Message(Body):
-    """role and content as OpenAI's; the chat template reads all other fields."""
+class ChatMessage(Body):
+    """A message of OpenAI's API; the chat template reads all fields but role and content."""
 
     model_config = ConfigDict(extra="allow", strict=True, frozen=True)
 
@@ -118,7 +118,7 @@ class Message(Body):
 class ChatRequest(TextRequest):
     """A request of /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: Tokens | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -135,7 +135,7 @@ class ChatRequest(TextRequest):
 
 
 def check_log_probs(name: str, count: int | None, temperature: float | None) -> None:
-    """ValueError for log-probs of tokens that were not drawn. The likeliest one is, at 0."""
+    """Raises ValueError for log-probs of tokens that were not drawn, but for the likeliest at 0."""
     most = 1 if temperature == 0 else 0
     if count is not None and not 0 <= count <= most:
         has = "this server has log-probs of the tokens that are drawn"

@@ -27,11 +27,11 @@ STOP_INTERVAL = 8  # tokens between two looks for a stop string, where nothing i
 
 
 class OpenAIRoutes:
-    """text: None for a model without a tokenizer. model: its name."""
+    """Endpoints of OpenAI's API. text: None for a model without a tokenizer. model: its name."""
 
     def __init__(self, sampler: SamplerBridge, text: Text | None, model: str) -> None:
         self._sampler = sampler
-        self._engine = sampler.engine
+        self._sampler_server = sampler.sampler_server
         self._text = text
         self._model = model
         self._begun = int(time.time())
@@ -58,7 +58,7 @@ class OpenAIRoutes:
             "created": self._begun,
             "owned_by": "dovetail",
             "root": self._model,
-            "max_model_len": self._engine.max_length,
+            "max_model_len": self._sampler_server.max_length,
         }
 
     def _check_model(self, model: str) -> None:
@@ -91,7 +91,7 @@ class OpenAIRoutes:
         ids = await text.encode_chat(messages, tools, body.chat_template_kwargs or {})
         codec = await text.codec()
         asked = body.max_completion_tokens or body.max_tokens
-        most = asked or min(CHAT_TOKENS, new_tokens(self._engine, ids, None))
+        most = asked or min(CHAT_TOKENS, new_tokens(self._sampler_server, ids, None))
         samples = self._samples(body, [ids], most, codec)
         answers = ChatAnswers(
             self._head("chatcmpl"),
@@ -126,8 +126,8 @@ class OpenAIRoutes:
         most: int,
         codec: Codec,
     ) -> list[ServedRequest]:
-        """n of each prompt, which share its keys and values."""
-        params = _params(body, most, codec, banned_of(body.logit_bias, self._engine))
+        """Returns n requests for each prompt, which share its keys and values."""
+        params = _params(body, most, codec, banned_of(body.logit_bias, self._sampler_server))
         interval = most
         if body.stream:
             interval = 1
@@ -135,7 +135,7 @@ class OpenAIRoutes:
             interval = STOP_INTERVAL
         samples = list[ServedRequest]()
         for row, ids in enumerate(prompts):
-            new_tokens(self._engine, ids, most)
+            new_tokens(self._sampler_server, ids, most)
             for number in range(body.n or 1):
                 sample = ServedRequest(
                     ids=ids, params=params, row=row, sample=number, interval=interval
@@ -155,7 +155,7 @@ class OpenAIRoutes:
             "id": f"{kind}-{uuid.uuid4().hex}",
             "created": int(time.time()),
             "model": self._model,
-            "system_fingerprint": f"weights-{self._engine.version}",
+            "system_fingerprint": f"weights-{self._sampler_server.version}",
         }
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dovetail.errors import CheckpointError, shortened
 from dovetail.inference_servers.checksums import checksums_of
-from dovetail.inference_servers.transports import TensorEntry, map_memory
+from dovetail.inference_servers.transports import BucketEntry, map_memory
 from dovetail.parallel.private_group import PrivateGroup
 
 MAX_SECONDS = 300.0  # of a transfer, whatever a trainer asks for: samples wait meanwhile
@@ -63,7 +63,7 @@ class Receiver:
     def take(self, update: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
         """Views of the bucket's memory, once all sums are checked."""
         number = update["bucket"]
-        entries = [TensorEntry(*row) for row in update["tensors"]]
+        entries = [BucketEntry(*row) for row in update["tensors"]]
         first = entries[0].name
         if number != self._buckets:
             raise CheckpointError(
@@ -83,7 +83,7 @@ class Receiver:
         return [(entry.name, view) for entry, view in zip(entries, views, strict=True)]
 
     def check(self, manifest: Sequence[tuple[str, str, Sequence[int], str]]) -> None:
-        """manifest: name, dtype, shape and sum of every tensor."""
+        """Checks what came. manifest: name, dtype, shape and checksum of every tensor."""
         announced = {name: (dtype, tuple(shape), total) for name, dtype, shape, total in manifest}
         for name in announced.keys() | self._seen.keys():
             if announced.get(name) != self._seen.get(name):
@@ -101,7 +101,7 @@ class Receiver:
             group.abort()
 
     def _memory(self, update: Mapping[str, Any], count: int) -> Tensor:
-        """uint8 [count] on this device; no other process writes to it."""
+        """Returns uint8 [count] on this device, to which no other process writes."""
         if "file" in update:
             data = torch.frombuffer(self._read(Path(update["file"]), count), dtype=torch.uint8)
             return data.to(self.device)
@@ -121,7 +121,7 @@ class Receiver:
             raise
         return memory.to(self.device)
 
-    def _size(self, update: Mapping[str, Any], entries: Sequence[TensorEntry]) -> int:
+    def _size(self, update: Mapping[str, Any], entries: Sequence[BucketEntry]) -> int:
         """Bytes of a bucket, which ends with its last tensor."""
         count: int = update["num_bytes"]
         first = entries[0].name
@@ -157,7 +157,7 @@ class Receiver:
             return data
 
 
-def _num_bytes(entry: TensorEntry) -> int:
+def _num_bytes(entry: BucketEntry) -> int:
     kind = vars(torch).get(entry.dtype)
     shape = entry.shape
     if not isinstance(kind, torch.dtype) or min(shape, default=0) < 0:
@@ -166,7 +166,7 @@ def _num_bytes(entry: TensorEntry) -> int:
     return kind.itemsize * math.prod(shape)
 
 
-def _view(entry: TensorEntry, memory: Tensor) -> Tensor:
+def _view(entry: BucketEntry, memory: Tensor) -> Tensor:
     name, dtype, shape, start, _ = entry
     end = start + _num_bytes(entry)
     kind: torch.dtype = vars(torch)[dtype]

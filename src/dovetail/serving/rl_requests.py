@@ -28,7 +28,7 @@ LACKING: Mapping[str, tuple[Any, ...]] = {  # values that ask for nothing
 
 
 def check_bias(bias: Bias | None) -> None:
-    """ValueError for a bias that is not a ban."""
+    """Raises ValueError for a bias that is not a ban."""
     wrong = {token: value for token, value in (bias or {}).items() if value > NO_BIAS}
     if wrong:
         ban = f"this server takes {NO_BIAS:g} alone, which bans an id"
@@ -78,7 +78,7 @@ class Sampling(Body):
 
 
 class GenerateRequest(Body):
-    """One sample of a prompt of token ids."""
+    """The body of a request for one sample of a prompt of token ids."""
 
     token_ids: Annotated[list[TokenId], Field(min_length=1)]
     sampling_params: Sampling = Sampling()

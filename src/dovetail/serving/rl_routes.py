@@ -30,11 +30,11 @@ BODIES = (GenerateRequest, InitRequest, UpdateRequest, FinishRequest)
 
 
 class RlRoutes:
-    """eos: ids that end a sample unless a request has ignore_eos. version: of Dovetail."""
+    """Endpoints of trainers. eos: ids that end a sample unless a request has ignore_eos. version: of Dovetail."""
 
     def __init__(self, sampler: SamplerBridge, *, eos: Sequence[int], version: str) -> None:
         self._sampler = sampler
-        self._engine = sampler.engine
+        self._sampler_server = sampler.sampler_server
         self._eos = eos
         self._version = version
         self._trainers = Trainers()
@@ -59,7 +59,7 @@ class RlRoutes:
 
     async def _generate(self, request: Request) -> Response:
         body = await read_body(request, GenerateRequest)
-        sample = sample_of(body, self._engine, self._eos)
+        sample = sample_of(body, self._sampler_server, self._eos)
         if body.stream:
             return EventStream(self._replies(sample))
         async for reply in self._replies(sample):
@@ -75,30 +75,32 @@ class RlRoutes:
         if mode != "keep":
             raise RequestError(400, f"/pause?mode={mode}: this server has mode=keep", param="mode")
         clear = request.query_params.get("clear_cache", "true") != "false"
-        return await self._push(request, partial(self._engine.pause, clear_cache=clear))
+        return await self._push(request, partial(self._sampler_server.pause, clear_cache=clear))
 
     async def _resume(self, request: Request) -> Response:
-        return await self._push(request, self._engine.resume)
+        return await self._push(request, self._sampler_server.resume)
 
     async def _init(self, request: Request) -> Response:
         body = await read_body(request, InitRequest)
         self._trainers.admit(request)
         async with self._joining:  # on a thread: samples go on meanwhile
             info = body.init_info.model_dump(exclude_none=True)
-            await asyncio.to_thread(self._engine.receiver.connect, info)
+            await asyncio.to_thread(self._sampler_server.receiver.connect, info)
         return Json({"message": "done"})
 
     async def _start_update(self, request: Request) -> Response:
-        return await self._push(request, self._engine.start_update)
+        return await self._push(request, self._sampler_server.start_update)
 
     async def _update(self, request: Request) -> Response:
         body = await read_body(request, UpdateRequest)
         info = body.update_info.model_dump(exclude_none=True)
-        return await self._push(request, partial(self._engine.update, info))
+        return await self._push(request, partial(self._sampler_server.update, info))
 
     async def _finish_update(self, request: Request) -> Response:
         body = await read_body(request, FinishRequest)
-        return await self._push(request, partial(self._engine.finish_update, body.weight_version))
+        return await self._push(
+            request, partial(self._sampler_server.finish_update, body.weight_version)
+        )
 
     async def _push(self, request: Request, work: partial[None] | Any) -> Response:
         self._trainers.admit(request)
@@ -119,24 +121,26 @@ class RlRoutes:
         return Json({"vllm_config": config})
 
     async def _is_paused(self, _: Request) -> Response:
-        return Json({"is_paused": self._engine.paused})
+        return Json({"is_paused": self._sampler_server.paused})
 
     async def _world_size(self, _: Request) -> Response:
         return Json({"world_size": 1})
 
     async def _weight_info(self, _: Request) -> Response:
-        return Json({"weight_version": self._engine.version})
+        return Json({"weight_version": self._sampler_server.version})
 
 
-def sample_of(body: GenerateRequest, engine: SamplerServer, eos: Sequence[int]) -> ServedRequest:
-    """RequestError or ConfigError for what the engine does not have."""
+def sample_of(
+    body: GenerateRequest, sampler_server: SamplerServer, eos: Sequence[int]
+) -> ServedRequest:
+    """Raises RequestError or ConfigError for what the server does not have."""
     asked = body.sampling_params
     extra = asked.extra_args
     noise = None if extra is None else extra.noise
     if noise is None:
         noise = (secrets.randbits(62) if asked.seed is None else asked.seed, 0, 0, 0)
     seed, step, row, sample = noise
-    longest = new_tokens(engine, body.token_ids, asked.max_tokens)
+    longest = new_tokens(sampler_server, body.token_ids, asked.max_tokens)
     stops = tuple(asked.stop_token_ids or ())
     params = SamplingParams(
         max_new_tokens=longest,
@@ -147,7 +151,7 @@ def sample_of(body: GenerateRequest, engine: SamplerServer, eos: Sequence[int]) 
         seed=seed,
         step=step,
         stop_ids=stops if asked.ignore_eos else (*stops, *eos),
-        banned_ids=banned_of(asked.logit_bias, engine),
+        banned_ids=banned_of(asked.logit_bias, sampler_server),
     )
     return ServedRequest(
         ids=body.token_ids,
@@ -160,22 +164,22 @@ def sample_of(body: GenerateRequest, engine: SamplerServer, eos: Sequence[int]) 
     )
 
 
-def new_tokens(engine: SamplerServer, ids: Sequence[int], asked: int | None) -> int:
+def new_tokens(sampler_server: SamplerServer, ids: Sequence[int], asked: int | None) -> int:
     """The largest number of tokens behind a prompt, whose ids are checked. None: all that fit."""
-    last = engine.sampler.spec.vocab_size - 1
+    last = sampler_server.sampler.spec.vocab_size - 1
     if not ids or max(ids) > last:
         expected = f"expected one or more ids of the vocabulary, 0 to {last}"
         raise RequestError(400, f"the prompt: {expected}", param="prompt")
-    room = engine.max_length - len(ids)
+    room = sampler_server.max_length - len(ids)
     if room < 1 or (asked is not None and asked > room):
         given = f"{len(ids)} prompt tokens and {1 if asked is None else asked} new ones"
-        most = f"more than the {engine.max_length} of this server"
+        most = f"more than the {sampler_server.max_length} of this server"
         raise RequestError(400, f"{given} are {most}", param="max_tokens")
     return room if asked is None else asked
 
 
-def banned_of(bias: Mapping[str, float] | None, engine: SamplerServer) -> tuple[int, ...]:
-    vocab_size = engine.sampler.spec.vocab_size
+def banned_of(bias: Mapping[str, float] | None, sampler_server: SamplerServer) -> tuple[int, ...]:
+    vocab_size = sampler_server.sampler.spec.vocab_size
     banned = tuple(int(token) for token in bias or ())
     wrong = [token for token in banned if token >= vocab_size]
     if wrong:

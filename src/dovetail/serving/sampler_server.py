@@ -302,7 +302,7 @@ class SamplerServer:
         width: int,
         most: int,
     ) -> GenerationLoop:
-        """Or the one that runs, with a wider page table."""
+        """Returns a new loop, or the one that runs with a wider page table."""
         if loop is not None and loop.busy:
             loop.runner.drop_graphs()
             wider = min(2 * loop.runner.table_width, most)
@@ -346,7 +346,7 @@ class SamplerServer:
                 del self._living[slot]
 
     def pause(self, *, clear_cache: bool) -> None:
-        """clear_cache: what runs is computed anew by the weights it goes on with."""
+        """Pauses. clear_cache: what runs is computed anew by the weights it goes on with."""
         self.paused = True
         if clear_cache:
             waiting = self._waiting()

@@ -53,12 +53,12 @@ class ServedRequest:
 
     @property
     def kind(self) -> SamplingParams:
-        """All that samples of one running batch have in common."""
+        """The parameters that samples of one running batch have in common."""
         return replace(self.params, max_new_tokens=1, seed=0, step=0)
 
     @property
     def prompt(self) -> object:
-        """Equal for samples that share the keys and values of a prompt."""
+        """A key that is equal for samples that share the keys and values of a prompt."""
         if self.new:  # it runs anew, behind tokens of its own
             return self
         return (self.params, self.row, self.drawn, *self.ids)

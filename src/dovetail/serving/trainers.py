@@ -23,7 +23,7 @@ class Trainers:
         self._refused: dict[str, str] = {}  # trainer -> the other one
 
     def admit(self, request: Request) -> None:
-        """RequestError 409 if the trainer of a push shares this server with another one."""
+        """Raises RequestError 409 if the trainer of a push shares this server with another one."""
         agent = request.headers.get("user-agent", "")
         if not agent.startswith(AGENT):
             return

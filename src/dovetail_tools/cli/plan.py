@@ -9,7 +9,7 @@ from pathlib import Path
 from dovetail.errors import ConfigError, DataError, quoted
 from dovetail.launch.process import put
 from dovetail.records.runs import ROLLOUT, check_runs, read_samples, sample_files
-from dovetail_tools.simulator import Outcome, Setup, Simulation, lognormal
+from dovetail_tools.simulator import Setup, Simulation, SimulationResult, lognormal
 
 COUNTED = 16  # simulated steps, after those that fill the pool
 SPLITS = 12  # of the GPUs that are tried
@@ -26,7 +26,7 @@ class Plan:
     running: int
     trainer: int
     engines: int
-    outcome: Outcome
+    outcome: SimulationResult
 
     @property
     def speed(self) -> float:
