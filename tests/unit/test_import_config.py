@@ -324,7 +324,7 @@ def converted(folder: Path, project: str, given: Mapping[str, Any]) -> tuple[dic
     draft = import_config(folder / "c.yaml", "axolotl" if "axolotl" in project else project)
     assert to_yaml(draft, "c.yaml")
     return draft.recipe, "\n".join(
-        [*draft.decide, *(f"{names}: {why}" for why, names in draft.lost.items())]
+        [*draft.to_decide, *(f"{names}: {why}" for why, names in draft.left_out.items())]
     )
 
 

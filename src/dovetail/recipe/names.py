@@ -55,7 +55,7 @@ class Meaning:
             raise ValueError(f"{self.key} has no such value ({self.text})")
         return self.entry.get("gives", value)
 
-    def says(self) -> str:
+    def describe(self) -> str:
         if not self.key:
             return self.text
         return f"here {self.key} ({self.text})" if self.text else f"here {self.key}"
@@ -176,6 +176,6 @@ def hint(typed: str, meanings: Sequence[Meaning]) -> str:
 
 def _sentence(typed: str, meaning: Meaning) -> str:
     if not meaning.title:
-        return f"{leaf_of(typed)}: {meaning.says()}"
+        return f"{leaf_of(typed)}: {meaning.describe()}"
     kind = f" ({meaning.kind})" if meaning.kind else ""
-    return f"{leaf_of(typed)} is {meaning.title}'s{kind}, {meaning.says()}"
+    return f"{leaf_of(typed)} is {meaning.title}'s{kind}, {meaning.describe()}"

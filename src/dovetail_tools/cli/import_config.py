@@ -28,10 +28,10 @@ def run(args: argparse.Namespace) -> None:
         f"{draft.table.title}{kind}: a recipe of {len(draft.recipe)} "
         f"keys{f' in {args.out}' if args.out else ''}"
     ]
-    lost = [f"{_few(names)}: {reason}" for reason, names in draft.lost.items()]
+    lost = [f"{_few(names)}: {reason}" for reason, names in draft.left_out.items()]
     for title, lines in (
         ("not carried over", lost),
-        ("to decide", list(dict.fromkeys(draft.decide))),
+        ("to decide", list(dict.fromkeys(draft.to_decide))),
     ):
         parts += [f"{title}:\n{listing(lines, SHOWN)}"] if lines else []
     parts += [f"not needed here: {_few(draft.unneeded)}"] if draft.unneeded else []

@@ -18,16 +18,16 @@ PACKED = (
 
 def verl(draft: Draft) -> None:
     """Batches count prompts."""
-    ranks = draft.take("trainer.nnodes"), draft.take("trainer.n_gpus_per_node")
-    draft.decide.append(
+    ranks = draft.use("trainer.nnodes"), draft.use("trainer.n_gpus_per_node")
+    draft.to_decide.append(
         f"ranks: {ranks[0]} x {ranks[1]} GPUs there; start as many as you have, such as --layout "
         "dp=8"
     )
-    if draft.look("trainer.total_training_steps"):
-        draft.put("trainer.steps", draft.take("trainer.total_training_steps"))
-        draft.taken.add("trainer.total_epochs")
+    if draft.value_of("trainer.total_training_steps"):
+        draft.set_key("trainer.steps", draft.use("trainer.total_training_steps"))
+        draft.used.add("trainer.total_epochs")
     if draft.kind == "sft":
-        draft.put("algorithm.name", "sft")
+        draft.set_key("algorithm.name", "sft")
         _cut_rows(draft, "data.max_length", cut=False)
         return
     _algorithm(draft, "algorithm.adv_estimator")
@@ -41,130 +41,134 @@ def verl(draft: Draft) -> None:
     ulysses = draft.number(f"{ACTOR}ulysses_sequence_parallel_size", 1, keep=True)
     cp = ulysses * draft.number(f"{ACTOR}megatron.context_parallel_size", 1, keep=True)
     if ulysses > 1:
-        draft.put("layout.cp_mode", "ulysses")
+        draft.set_key("layout.cp_mode", "ulysses")
     longest = sum(
         draft.number(f"data.max_{part}_length", 512, keep=True) for part in ("prompt", "response")
     )
     rows = draft.number(f"{ACTOR}ppo_micro_batch_size_per_gpu", 1)
     tokens = draft.number(f"{ACTOR}ppo_max_token_len_per_gpu")
     _micro_batch(
-        draft, longest, tokens * cp if draft.take(f"{ACTOR}use_dynamic_bsz") else rows * longest
+        draft, longest, tokens * cp if draft.use(f"{ACTOR}use_dynamic_bsz") else rows * longest
     )
-    in_loss = draft.take(f"{ACTOR}use_kl_loss")
-    in_reward = draft.take("algorithm.use_kl_in_reward")
+    in_loss = draft.use(f"{ACTOR}use_kl_loss")
+    in_reward = draft.use("algorithm.use_kl_in_reward")
     if in_loss and in_reward:
-        draft.decide.append(
+        draft.to_decide.append(
             "verl adds KL terms in the loss and in the reward; the recipe has that of the loss"
         )
-    loss_coef = draft.take(f"{ACTOR}kl_loss_coef")
-    reward_coef = draft.take("algorithm.kl_ctrl.kl_coef")
+    loss_coef = draft.use(f"{ACTOR}kl_loss_coef")
+    reward_coef = draft.use("algorithm.kl_ctrl.kl_coef")
     if in_loss:
         _kl(draft, "loss", loss_coef)
     else:
         _kl(draft, "reward" if in_reward else "", reward_coef)
     kinds = {f"{ACTOR}kl_loss_type": in_loss, "algorithm.kl_penalty": in_reward and not in_loss}
-    draft.taken |= {name for name, is_read in kinds.items() if not is_read}
-    if draft.take(f"{ACTOR}clip_ratio") and f"{ACTOR}clip_ratio_low" not in draft.given:
-        draft.decide.append(
+    draft.used |= {name for name, is_read in kinds.items() if not is_read}
+    if draft.use(f"{ACTOR}clip_ratio") and f"{ACTOR}clip_ratio_low" not in draft.given:
+        draft.to_decide.append(
             "clip_ratio: verl reads clip_ratio_low and clip_ratio_high, whose defaults are 0.2"
         )
-    mode = str(draft.look(f"{ACTOR}policy_loss.loss_mode"))
+    mode = str(draft.value_of(f"{ACTOR}policy_loss.loss_mode"))
     if mode in VERL_LOSSES:
-        draft.taken.add(f"{ACTOR}policy_loss.loss_mode")
+        draft.used.add(f"{ACTOR}policy_loss.loss_mode")
         _loss(draft, VERL_LOSSES[mode], f"{ACTOR}tau_pos", f"{ACTOR}tau_neg")
     if mode in VERL_LOSSES or mode == "gspo":
-        draft.taken.add(f"{ACTOR}clip_ratio_c")  # not read there
-    if draft.look(f"{ACTOR}optim.lr_warmup_steps") not in (None, -1):
-        draft.taken.add(f"{ACTOR}optim.lr_warmup_steps_ratio")
+        draft.used.add(f"{ACTOR}clip_ratio_c")  # not read there
+    if draft.value_of(f"{ACTOR}optim.lr_warmup_steps") not in (None, -1):
+        draft.used.add(f"{ACTOR}optim.lr_warmup_steps_ratio")
     _reward_of_verl(draft)
     sampled, samples, temperature = (
-        draft.take(VALIDATION + part) for part in ("do_sample", "n", "temperature")
+        draft.use(VALIDATION + part) for part in ("do_sample", "n", "temperature")
     )
     if sampled:
-        eval_sets(draft, {"val": draft.take("data.val_files")}, samples, temperature)
-    draft.taken |= {"data.reward_fn_key", f"{ACTOR}ppo_micro_batch_size"}
-    if draft.look("critic.ppo_mini_batch_size") == draft.look(f"{ACTOR}ppo_mini_batch_size"):
-        draft.taken.add("critic.ppo_mini_batch_size")
+        eval_sets(draft, {"val": draft.use("data.val_files")}, samples, temperature)
+    draft.used |= {"data.reward_fn_key", f"{ACTOR}ppo_micro_batch_size"}
+    if draft.value_of("critic.ppo_mini_batch_size") == draft.value_of(
+        f"{ACTOR}ppo_mini_batch_size"
+    ):
+        draft.used.add("critic.ppo_mini_batch_size")
 
 
 def _reward_of_verl(draft: Draft) -> None:
-    path, name = (draft.take(f"reward.custom_reward_function.{part}") for part in ("path", "name"))
+    path, name = (draft.use(f"reward.custom_reward_function.{part}") for part in ("path", "name"))
     model = "reward.reward_model.model_path"
-    if not draft.take("reward.reward_model.enable"):
-        draft.taken.add(model)
+    if not draft.use("reward.reward_model.enable"):
+        draft.used.add(model)
     own_reward(draft, path, name or "compute_score", model, "what verl chooses by data_source")
     options = [
-        draft.take(f"{start}custom_reward_function.reward_kwargs") for start in ("reward.", "")
+        draft.use(f"{start}custom_reward_function.reward_kwargs") for start in ("reward.", "")
     ]
     if "reward.import" in draft.recipe and any(options):
-        draft.put("reward.options", options[0] or options[1])
+        draft.set_key("reward.options", options[0] or options[1])
 
 
 def trl(draft: Draft) -> None:
     """Batches count rows of one process, in GRPO completions. A step is an update."""
-    draft.put("algorithm.name", draft.kind)
+    draft.set_key("algorithm.name", draft.kind)
     updates = _batch_of_processes(draft, "per_device_train_batch_size", "")
-    is_half = draft.take("bf16")
+    is_half = draft.use("bf16")
     was_given = "bf16" in draft.given
-    is_half = draft.take("dtype") in ("bfloat16", "auto") or is_half
-    draft.put(
+    is_half = draft.use("dtype") in ("bfloat16", "auto") or is_half
+    draft.set_key(
         "model.dtype", "bfloat16" if is_half else "float32", "" if was_given else "TRL's default"
     )
     steps = draft.number("max_steps")
     if steps > 0:
-        draft.put("trainer.steps", max(1, round(steps / updates)), "max_steps / updates of a step")
-        draft.taken.add("num_train_epochs")
+        draft.set_key(
+            "trainer.steps", max(1, round(steps / updates)), "max_steps / updates of a step"
+        )
+        draft.used.add("num_train_epochs")
     for name, usual in (("save", "steps"), ("eval", "no")):
-        strategy = draft.take(f"{name}_strategy", usual)
+        strategy = draft.use(f"{name}_strategy", usual)
         count = draft.number(f"{name}_steps")
         key = f"trainer.{name}_every"
         if strategy in ("epoch", "best") or 0 < count < 1:
-            draft.decide.append(f"{key}: each {strategy} there; give a number of steps")
+            draft.to_decide.append(f"{key}: each {strategy} there; give a number of steps")
         else:
-            draft.put(key, 0 if strategy in ("no", False) else max(1, round(count / updates)))
+            draft.set_key(key, 0 if strategy in ("no", False) else max(1, round(count / updates)))
     if (warmup := draft.number("warmup_steps")) >= 1:
-        draft.put("optim.warmup_steps", round(warmup / updates))
+        draft.set_key("optim.warmup_steps", round(warmup / updates))
     elif warmup:
         draft.given = {**draft.given, "warmup_ratio": warmup}
     _hub_rows(draft)
     if draft.kind == "dpo":
-        draft.put("data.max_length", draft.take("max_length"))
-        draft.put(
-            "data.truncate", "left" if draft.take("truncation_mode") == "keep_end" else "right"
+        draft.set_key("data.max_length", draft.use("max_length"))
+        draft.set_key(
+            "data.truncate", "left" if draft.use("truncation_mode") == "keep_end" else "right"
         )
-        draft.put(
+        draft.set_key(
             "data.overlong_rows", "drop", "rows whose completion is cut off are left out there"
         )
-        if draft.look("loss_type", "sigmoid") not in ("robust", ["robust"]):
-            draft.taken.add("label_smoothing")  # not read there
+        if draft.value_of("loss_type", "sigmoid") not in ("robust", ["robust"]):
+            draft.used.add("label_smoothing")  # not read there
     elif draft.kind == "sft":
         _cut_rows(draft, "max_length")
-        if not draft.take("assistant_only_loss"):
-            draft.decide.append(
+        if not draft.use("assistant_only_loss"):
+            draft.to_decide.append(
                 "rows with messages: TRL trains all their tokens, a recipe the assistant's turns"
             )
-        if draft.look("packing"):
-            draft.decide.append(PACKED.format("packing", "max_length"))
+        if draft.value_of("packing"):
+            draft.to_decide.append(PACKED.format("packing", "max_length"))
     else:
         rewards(draft, "")
-        _clip_of_trl(draft, draft.look("loss_type"))
-        if draft.look("beta") and draft.take("use_bias_correction_kl", True):
+        _clip_of_trl(draft, draft.value_of("loss_type"))
+        if draft.value_of("beta") and draft.use("use_bias_correction_kl", True):
             why = "not supported, because the KL term is not weighted by the ratio of probabilities"
-            draft.lose(why, "use_bias_correction_kl=true")
+            draft.leave_out(why, "use_bias_correction_kl=true")
 
 
 def _clip_of_trl(draft: Draft, loss: str) -> None:
     high = draft.number("epsilon_high") or draft.number("epsilon", 0.2, keep=True)
     if loss in ("cispo", "sapo"):
-        draft.taken.add("loss_type")
+        draft.used.add("loss_type")
         _loss(draft, loss, "sapo_temperature_pos", "sapo_temperature_neg")
-        draft.put(
+        draft.set_key(
             "algorithm.aggregation", "token" if loss == "cispo" else "sequence", f"of {loss} there"
         )
     if loss == "cispo":
-        draft.taken.add("epsilon")
-        draft.put("algorithm.clip_low", 1.0, "no lower bound there")
-    draft.put("algorithm.clip_high", max(0.0, high - 1) if loss == "cispo" else high)
+        draft.used.add("epsilon")
+        draft.set_key("algorithm.clip_low", 1.0, "no lower bound there")
+    draft.set_key("algorithm.clip_high", max(0.0, high - 1) if loss == "cispo" else high)
 
 
 def _batch_of_processes(draft: Draft, size: str, prefix: str) -> float:
@@ -172,29 +176,27 @@ def _batch_of_processes(draft: Draft, size: str, prefix: str) -> float:
     rows = draft.number(size, 1)
     accumulated = draft.number("gradient_accumulation_steps", 1)
     processes = next(
-        filter(
-            None, (draft.take(name) for name in ("num_processes", "nproc_per_node", "num_gpus"))
-        ),
+        filter(None, (draft.use(name) for name in ("num_processes", "nproc_per_node", "num_gpus"))),
         None,
     )
     if not isinstance(processes, int):
         processes = 1
-        draft.decide.append(
+        draft.to_decide.append(
             "trainer.prompts_per_step: that of one process, as theirs are not counted; multiply it"
         )
     origin = f"{size} x gradient_accumulation_steps x {processes} processes"
     if draft.algorithm in ("sft", "dpo"):
-        draft.put("trainer.prompts_per_step", rows * accumulated * processes, origin)
+        draft.set_key("trainer.prompts_per_step", rows * accumulated * processes, origin)
         return 1
     generated, parts = (
         draft.number(prefix + name) for name in ("generation_batch_size", "steps_per_generation")
     )
     parts = parts or generated / (rows * processes) or accumulated
     prompts = rows * processes * parts / draft.number(f"{prefix}num_generations", 8, keep=True)
-    draft.put("trainer.prompts_per_step", max(1, round(prompts)), f"{origin} / num_generations")
-    draft.put("algorithm.num_mini_batches", max(1, round(parts / accumulated)))
+    draft.set_key("trainer.prompts_per_step", max(1, round(prompts)), f"{origin} / num_generations")
+    draft.set_key("algorithm.num_mini_batches", max(1, round(parts / accumulated)))
     if prompts != round(prompts) or parts % accumulated:
-        draft.decide.append(
+        draft.to_decide.append(
             f"trainer.prompts_per_step: {prompts:g} prompts and {parts / accumulated:g} updates "
             "there"
         )
@@ -208,31 +210,31 @@ def _batch_of_processes(draft: Draft, size: str, prefix: str) -> float:
 
 
 def _hub_rows(draft: Draft) -> None:
-    name = draft.take("dataset_name")
-    subset = draft.take("dataset_config")
-    mixture = draft.take("datasets")
-    splits = draft.take("dataset_train_split", "train"), draft.take("dataset_test_split", "test")
+    name = draft.use("dataset_name")
+    subset = draft.use("dataset_config")
+    mixture = draft.use("datasets")
+    splits = draft.use("dataset_train_split", "train"), draft.use("dataset_test_split", "test")
     part = {"path": name} | ({"subset": subset} if subset else {})
     if mixture:
-        draft.put_rows("data.train", mixture)
+        draft.set_rows("data.train", mixture)
     elif name:
         is_plain = part == {"path": name} and splits[0] == "train"
-        draft.put("data.train", name if is_plain else [{**part, "split": splits[0]}])
+        draft.set_key("data.train", name if is_plain else [{**part, "split": splits[0]}])
         if draft.recipe.get("trainer.eval_every"):
-            draft.put("data.eval", [{**part, "split": splits[1]}])
+            draft.set_key("data.eval", [{**part, "split": splits[1]}])
 
 
 def openrlhf(draft: Draft) -> None:
     """train.batch_size counts completions, rollout.batch_size prompts."""
     if draft.kind == "sft":
-        draft.put("algorithm.name", "sft")
-        draft.taken |= {"train.micro_batch_size", "train.max_tokens_per_gpu"}
+        draft.set_key("algorithm.name", "sft")
+        draft.used |= {"train.micro_batch_size", "train.max_tokens_per_gpu"}
         _cut_rows(draft, "data.max_len")
         return
     longest = draft.number("data.max_len", 2048)
     cp = draft.number("ds.ring_attn_size", 1, keep=True)
-    if draft.look("algo.advantage.estimator") == "dr_grpo":
-        draft.put("algorithm.scale_by_std", False)
+    if draft.value_of("algo.advantage.estimator") == "dr_grpo":
+        draft.set_key("algorithm.scale_by_std", False)
     _algorithm(draft, "algo.advantage.estimator")
     rows = draft.number("rollout.batch_size", 1, keep=True) * draft.number(
         "rollout.n_samples_per_prompt", 1, keep=True
@@ -241,31 +243,33 @@ def openrlhf(draft: Draft) -> None:
         draft, rows, draft.number("train.batch_size", 1), "completions of a step / train.batch_size"
     )
     room = longest - (draft.number("data.prompt_max_len", keep=True) or longest // 2)
-    if draft.look("rollout.max_new_tokens") is None:
-        draft.put("rollout.max_new_tokens", room)
-        draft.decide.append(
+    if draft.value_of("rollout.max_new_tokens") is None:
+        draft.set_key("rollout.max_new_tokens", room)
+        draft.to_decide.append(
             f"rollout.max_new_tokens: what a prompt leaves of data.max_len={longest}: {room}"
         )
     micro = draft.number("train.micro_batch_size", 1)
     tokens = draft.number("train.max_tokens_per_gpu", 16192)
     _micro_batch(
-        draft, longest, tokens * cp if draft.look("train.dynamic_batch_enable") else micro * longest
+        draft,
+        longest,
+        tokens * cp if draft.value_of("train.dynamic_batch_enable") else micro * longest,
     )
-    coef = draft.take("algo.kl.init_coef")
+    coef = draft.use("algo.kl.init_coef")
     where = ""
     if coef:
-        where = "loss" if draft.take("algo.kl.use_loss") else "reward"
+        where = "loss" if draft.use("algo.kl.use_loss") else "reward"
     _kl(draft, where, coef)
     low = draft.number("actor.eps_clip", 0.2)
-    clips = draft.take("actor.eps_clip_low_high")
+    clips = draft.use("actor.eps_clip_low_high")
     clips = clips if isinstance(clips, list) and clips else [low]
-    draft.put("algorithm.clip_low", clips[0])
-    draft.put("algorithm.clip_high", clips[-1])
-    if draft.look("actor.policy_loss_type") == "gspo":
-        draft.put("algorithm.aggregation", "sequence", "as gspo there")
-    remote = str(draft.take("reward.remote_url") or "")
+    draft.set_key("algorithm.clip_low", clips[0])
+    draft.set_key("algorithm.clip_high", clips[-1])
+    if draft.value_of("actor.policy_loss_type") == "gspo":
+        draft.set_key("algorithm.aggregation", "sequence", "as gspo there")
+    remote = str(draft.use("reward.remote_url") or "")
     if remote and not remote.endswith(".py"):
-        draft.put("reward.model.server.url", remote)
+        draft.set_key("reward.model.server.url", remote)
     else:
         own_reward(
             draft,
@@ -276,63 +280,65 @@ def openrlhf(draft: Draft) -> None:
         )
     samples = draft.number("eval.n_samples_per_prompt", 4)
     temperature = draft.number("eval.temperature", 0.6)
-    if draft.look("eval.dataset"):
-        eval_sets(draft, {"val": draft.take("eval.dataset")}, samples, temperature)
+    if draft.value_of("eval.dataset"):
+        eval_sets(draft, {"val": draft.use("eval.dataset")}, samples, temperature)
 
 
 def axolotl(draft: Draft) -> None:
-    wanted = draft.take("rl") or "sft"
+    wanted = draft.use("rl") or "sft"
     if wanted not in ("sft", "grpo"):
         raise ConfigError(f"rl: {wanted} is not supported yet; sft, grpo, rloo and ppo are")
-    draft.put("algorithm.name", wanted)
-    if draft.take("adapter"):
-        draft.decide.append(
+    draft.set_key("algorithm.name", wanted)
+    if draft.use("adapter"):
+        draft.to_decide.append(
             "adapter: LoRA is not supported yet, so all parameters are trained; use a lower "
             "optim.lr"
         )
     updates = _batch_of_processes(draft, "micro_batch_size", "trl.")
     if steps := draft.number("max_steps"):
-        draft.put("trainer.steps", max(1, round(steps / updates)))
-        draft.taken.add("num_epochs")
-    draft.taken |= {"warmup_ratio"} if draft.look("warmup_steps") else set()
+        draft.set_key("trainer.steps", max(1, round(steps / updates)))
+        draft.used.add("num_epochs")
+    draft.used |= {"warmup_ratio"} if draft.value_of("warmup_steps") else set()
     for name in ("saves_per_epoch", "evals_per_epoch"):
-        if draft.take(name):
-            draft.decide.append(f"trainer.{name[:4]}_every: {name} there; give a number of steps")
-    if draft.look("wandb_project"):
-        draft.put_item("trainer.loggers", "name", "wandb")
-        draft.taken.add("use_wandb")
+        if draft.use(name):
+            draft.to_decide.append(
+                f"trainer.{name[:4]}_every: {name} there; give a number of steps"
+            )
+    if draft.value_of("wandb_project"):
+        draft.set_item("trainer.loggers", "name", "wandb")
+        draft.used.add("use_wandb")
     _axolotl_rows(draft)
-    if (template := draft.take("chat_template")) not in (None, "tokenizer_default"):
-        draft.decide.append(
+    if (template := draft.use("chat_template")) not in (None, "tokenizer_default"):
+        draft.to_decide.append(
             f"chat_template={template}: the model's own is used, or that of data.chat_template"
         )
     if wanted == "grpo":
         rewards(draft, "trl.")
-        draft.put(
+        draft.set_key(
             "algorithm.clip_high",
-            draft.number("trl.epsilon_high") or draft.look("trl.epsilon", 0.2),
+            draft.number("trl.epsilon_high") or draft.value_of("trl.epsilon", 0.2),
         )
-        draft.taken.add("sequence_len")
+        draft.used.add("sequence_len")
         return
-    strategy = draft.take("excess_length_strategy") or "drop"
+    strategy = draft.use("excess_length_strategy") or "drop"
     _cut_rows(draft, "sequence_len", cut=strategy == "truncate")
-    draft.put(
+    draft.set_key(
         "data.overlong_rows", "error" if strategy == "raise" else "drop", "excess_length_strategy"
     )
-    if draft.look("sample_packing"):
-        draft.decide.append(PACKED.format("sample_packing", "sequence_len"))
+    if draft.value_of("sample_packing"):
+        draft.to_decide.append(PACKED.format("sample_packing", "sequence_len"))
 
 
 def _axolotl_rows(draft: Draft) -> None:
     for ours, theirs in (("data.train", "datasets"), ("data.eval", "test_datasets")):
-        if rows := draft.take(theirs):
-            parts = draft.put_rows(ours, rows)
+        if rows := draft.use(theirs):
+            parts = draft.set_rows(ours, rows)
             kinds = {str(part.get("type")) for part in parts} - {"alpaca", "chat_template", "None"}
-            draft.decide += [
+            draft.to_decide += [
                 f"datasets: rows of type {', '.join(kinds)}: set data.format or columns"
             ] * bool(kinds)
-    if draft.take("val_set_size"):
-        draft.decide.append(
+    if draft.use("val_set_size"):
+        draft.to_decide.append(
             "data.eval: axolotl holds rows back; put such rows into a file of their own"
         )
 
@@ -342,29 +348,29 @@ def slime(draft: Draft) -> None:
     tokens = draft.number("max_tokens_per_gpu") * draft.number(
         "context_parallel_size", 1, keep=True
     )
-    if draft.take("loss_type") == "sft_loss":
-        draft.put("algorithm.name", "sft")
-        draft.put(
+    if draft.use("loss_type") == "sft_loss":
+        draft.set_key("algorithm.name", "sft")
+        draft.set_key(
             "trainer.tokens_per_batch", tokens or 16384, "of one replica; a longer row is refused"
         )
         return
-    if draft.look("advantage_estimator") == "gspo":
-        draft.put("algorithm.ratio", "sequence")
+    if draft.value_of("advantage_estimator") == "gspo":
+        draft.set_key("algorithm.ratio", "sequence")
     _algorithm(draft, "advantage_estimator")
     rows = draft.number("rollout_batch_size", 1, keep=True) * draft.number(
         "n_samples_per_prompt", 1, keep=True
     )
     part = draft.number("global_batch_size", rows)
-    if draft.look("num_steps_per_rollout") is None:
+    if draft.value_of("num_steps_per_rollout") is None:
         _updates(draft, rows, part, "completions of a step / global_batch_size")
     longest = draft.number("rollout_max_response_len", 512, keep=True)
     longest += draft.number("rollout_max_prompt_len", keep=True) or ASSUMED_PROMPT
     micro = draft.number("micro_batch_size", 1)
     _micro_batch(
-        draft, longest, tokens if draft.look("use_dynamic_batch_size") else micro * longest
+        draft, longest, tokens if draft.value_of("use_dynamic_batch_size") else micro * longest
     )
-    draft.put("algorithm.clip_high", draft.take("eps_clip_high") or draft.look("eps_clip"))
-    in_loss = draft.take("use_kl_loss")
+    draft.set_key("algorithm.clip_high", draft.use("eps_clip_high") or draft.value_of("eps_clip"))
+    in_loss = draft.use("use_kl_loss")
     loss_coef = draft.number("kl_loss_coef")
     reward_coef = draft.number("kl_coef")
     where = "reward" if reward_coef else ""
@@ -372,23 +378,23 @@ def slime(draft: Draft) -> None:
         where = "loss"
     _kl(draft, where, loss_coef if in_loss else reward_coef)
     if not draft.recipe["algorithm.kl_coef"]:
-        draft.taken |= {"kl_loss_type", "ref_load"}
-    if draft.look("num_rollout"):
-        draft.put("trainer.steps", draft.look("num_rollout"))
-        draft.taken.add("num_epoch")
+        draft.used |= {"kl_loss_type", "ref_load"}
+    if draft.value_of("num_rollout"):
+        draft.set_key("trainer.steps", draft.value_of("num_rollout"))
+        draft.used.add("num_epoch")
     if (floor := draft.number("min_lr")) and (peak := draft.number("lr", keep=True)):
-        draft.put("optim.min_lr_ratio", floor / peak)
-    own = str(draft.take("custom_rm_path") or "")
-    if not draft.look("rm_type") or own:
+        draft.set_key("optim.min_lr_ratio", floor / peak)
+    own = str(draft.use("custom_rm_path") or "")
+    if not draft.value_of("rm_type") or own:
         module, _, function = own.rpartition(".")
         own_reward(draft, module and f"{module}.py", function, "rm_url", "what slime computes")
-        draft.taken.add("rm_type")
+        draft.used.add("rm_type")
     samples = draft.number("n_samples_per_eval_prompt", 1)
     temperature = draft.number(
         "eval_temperature", draft.number("rollout_temperature", 1.0, keep=True)
     )
-    if isinstance(sets := draft.look("eval_prompt_data"), list):
-        draft.taken.add("eval_prompt_data")
+    if isinstance(sets := draft.value_of("eval_prompt_data"), list):
+        draft.used.add("eval_prompt_data")
         eval_sets(
             draft, dict(zip(map(str, sets[::2]), sets[1::2], strict=False)), samples, temperature
         )
@@ -396,39 +402,39 @@ def slime(draft: Draft) -> None:
 
 def _algorithm(draft: Draft, name: str) -> None:
     meaning = draft.table.find(name)
-    theirs = str(draft.take(name))
+    theirs = str(draft.use(name))
     values: Mapping[str, str] = meaning.entry["values"] if meaning else {}
     if theirs not in values:
-        draft.decide.append(
+        draft.to_decide.append(
             f"{name}={theirs} is not supported yet ({', '.join(values)} are); grpo stands here"
         )
-    draft.put(
+    draft.set_key(
         "algorithm.name",
         values.get(theirs, "grpo"),
         "" if values.get(theirs) == theirs else f"{theirs} there",
     )
     if theirs in ("reinforce_plus_plus_baseline", "reinforce_baseline"):
-        draft.put("algorithm.group_baseline", True)
+        draft.set_key("algorithm.group_baseline", True)
 
 
 def _loss(draft: Draft, name: str, *temperatures: str) -> None:
     options = zip(("tau_positive", "tau_negative"), map(draft.take, temperatures), strict=True)
     given = {option: value for option, value in options if value is not None}
-    draft.put("algorithm.loss", {"name": name, "options": given} if name == "sapo" else name)
+    draft.set_key("algorithm.loss", {"name": name, "options": given} if name == "sapo" else name)
     if name == "gmpo":
-        draft.put("algorithm.aggregation", "sequence", "of geo_mean there")
+        draft.set_key("algorithm.aggregation", "sequence", "of geo_mean there")
 
 
 def _updates(draft: Draft, rows: float, part: float, comment: str) -> None:
-    draft.put("algorithm.num_mini_batches", max(1, round(rows / part)), comment)
+    draft.set_key("algorithm.num_mini_batches", max(1, round(rows / part)), comment)
     if rows % part:
-        draft.decide.append(
+        draft.to_decide.append(
             f"algorithm.num_mini_batches: {rows:g} rows are not a multiple of {part:g}"
         )
 
 
 def _micro_batch(draft: Draft, longest: float, tokens: float) -> None:
-    draft.put(
+    draft.set_key(
         "trainer.tokens_per_batch",
         max(longest, tokens),
         "of one replica; memory alone depends on it",
@@ -437,19 +443,19 @@ def _micro_batch(draft: Draft, longest: float, tokens: float) -> None:
 
 def _kl(draft: Draft, where: str, coef: Any) -> None:
     if where:
-        draft.put("algorithm.kl_in", where)
-    draft.put("algorithm.kl_coef", coef if where and coef else 0.0)
+        draft.set_key("algorithm.kl_in", where)
+    draft.set_key("algorithm.kl_coef", coef if where and coef else 0.0)
 
 
 def _cut_rows(draft: Draft, name: str, *, cut: bool = True) -> None:
-    if isinstance(longest := draft.take(name), int):
-        draft.put(
+    if isinstance(longest := draft.use(name), int):
+        draft.set_key(
             "trainer.tokens_per_batch",
             longest,
             f"{name}: longer rows are {'cut' if cut else 'not taken'}",
         )
         if cut:
-            draft.put("data.truncate", "right")
+            draft.set_key("data.truncate", "right")
 
 
 CONVERSIONS: Mapping[str, Callable[[Draft], None]] = {

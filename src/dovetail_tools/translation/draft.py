@@ -22,36 +22,36 @@ def is_number(value: Any) -> bool:
 
 @dataclass
 class Draft:
-    """given: theirs. taken: names done with. recipe, comments: ours. The rest: for the user."""
+    """A recipe in the making. given: theirs. used: names done with. recipe, comments: ours. The rest: for the user."""
 
     table: Table
     kind: str
     keys: Mapping[str, Key]
     given: Mapping[str, Any]
-    taken: set[str] = field(default_factory=set)
+    used: set[str] = field(default_factory=set)
     recipe: dict[str, Any] = field(default_factory=dict)
     comments: dict[str, str] = field(default_factory=dict)
     items: dict[str, dict[Any, Any]] = field(default_factory=dict)  # parts of a value, by our keys
-    lost: dict[str, list[str]] = field(default_factory=dict)  # by reason
+    left_out: dict[str, list[str]] = field(default_factory=dict)  # by reason
     unneeded: list[str] = field(default_factory=list)
-    decide: list[str] = field(default_factory=list)
+    to_decide: list[str] = field(default_factory=list)
 
     @property
     def algorithm(self) -> str:
         return str(self.recipe.get("algorithm.name", "grpo"))
 
-    def look(self, name: str, default: Any = None) -> Any:
-        """Their value or default."""
+    def value_of(self, name: str, default: Any = None) -> Any:
+        """Returns their value or default."""
         return self.given.get(name, self.table.defaults.get(name, default))
 
-    def take(self, name: str, default: Any = None) -> Any:
-        """`look`, and done with."""
-        self.taken.add(name)
-        return self.look(name, default)
+    def use(self, name: str, default: Any = None) -> Any:
+        """Returns their value or default, and marks the name as done with."""
+        self.used.add(name)
+        return self.value_of(name, default)
 
     def number(self, name: str, default: float = 0, *, keep: bool = False) -> Any:
         """keep: not done with. The user decides on other values."""
-        value = self.look(name, default) if keep else self.take(name, default)
+        value = self.value_of(name, default) if keep else self.use(name, default)
         if is_number(value):
             return value
         usual = self.table.defaults.get(name)
@@ -62,18 +62,18 @@ class Draft:
 
     def reject(self, name: str, value: Any, stand_in: Any, why: str = "no number") -> None:
         stands = "it is left out" if stand_in is None else f"{stand_in} stands for it"
-        self.decide.append(f"{name}={shortened(str(value))} is {why}; {stands}")
+        self.to_decide.append(f"{name}={shortened(str(value))} is {why}; {stands}")
 
-    def lose(self, reason: str, *what: str) -> None:
-        self.lost.setdefault(reason, []).extend(what)
+    def leave_out(self, reason: str, *what: str) -> None:
+        self.left_out.setdefault(reason, []).extend(what)
 
-    def put(self, key: str, value: Any, comment: str = "") -> None:
+    def set_key(self, key: str, value: Any, comment: str = "") -> None:
         """The first value of a key counts."""
         if key not in self.recipe:
             self.recipe[key] = self.whole(key, value)
             self.comments[key] = comment
 
-    def put_item(self, key: str, item: Any, value: Any) -> None:
+    def set_item(self, key: str, item: Any, value: Any) -> None:
         """Adds an item of data.columns, optim.betas or trainer.loggers."""
         items = self.items.setdefault(key, {})
         if item == "name":
@@ -81,18 +81,18 @@ class Draft:
             items["name"] = items.get("name", []) + [name for name in names if name in TRACKERS]
             others = [str(name) for name in names if name not in (*TRACKERS, *NO_TRACKERS, False)]
             if others:
-                self.lose(f"trackers are {', '.join(TRACKERS)}", *others)
+                self.leave_out(f"trackers are {', '.join(TRACKERS)}", *others)
         elif value not in (None, item, ""):
             items[item] = value
 
-    def put_items(self) -> None:
+    def set_items(self) -> None:
         for key, items in self.items.items():
             if key == "optim.betas":
                 if (betas := [items[n] for n in sorted(items)]) != list(self.default_of(key)):
-                    self.put(key, betas)
+                    self.set_key(key, betas)
             elif key == "trainer.loggers":
                 if names := dict.fromkeys(items.pop("name", [])):
-                    self.put(
+                    self.set_key(
                         key,
                         [
                             {"name": name, **{part: str(v) for part, v in items.items()}}
@@ -100,9 +100,9 @@ class Draft:
                         ],
                     )
             elif items:
-                self.put(key, items)
+                self.set_key(key, items)
 
-    def put_rows(self, key: str, rows: Any) -> list[Mapping[str, Any]]:
+    def set_rows(self, key: str, rows: Any) -> list[Mapping[str, Any]]:
         """rows: a path, a mapping of theirs, or a list of them. Returns those that name files."""
         parts: list[dict[str, Any]] = []
         taken: list[Mapping[str, Any]] = []
@@ -123,9 +123,9 @@ class Draft:
             more |= {"format": "alpaca"} if given.get("type") == "alpaca" else {}
             parts += [{"path": path, **more} for path in paths]
             taken += [given] * bool(paths)
-            self.decide += [] if paths else [f"{key}: {row} names no path; it is left out"]
+            self.to_decide += [] if paths else [f"{key}: {row} names no path; it is left out"]
         if parts:
-            self.put(key, parts)
+            self.set_key(key, parts)
         return taken
 
     def default_of(self, key: str) -> Any:

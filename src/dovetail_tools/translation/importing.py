@@ -220,9 +220,9 @@ def _copy(draft: Draft) -> None:
     }
     for is_default, values in ((False, draft.given), (True, defaults)):
         for name, value in values.items():
-            if name not in draft.taken:
+            if name not in draft.used:
                 _copy_one(draft, name, value, is_default)
-    draft.put_items()
+    draft.set_items()
 
 
 def _copy_one(draft: Draft, name: str, value: Any, is_default: bool) -> None:
@@ -233,22 +233,22 @@ def _copy_one(draft: Draft, name: str, value: Any, is_default: bool) -> None:
         name, ()
     )
     if meaning is None:
-        draft.lose(f"no name of {table.title} {table.version}", shown)
+        draft.leave_out(f"no name of {table.title} {table.version}", shown)
     elif meaning.entry.get("group") == "unneeded" or draft.without_effect(meaning.key):
         draft.unneeded += [] if is_default else [name]
     elif value is None and None not in meaning.entry.get("values", ()):
         pass  # their default
     elif meaning.key is None or not meaning.copied:
         if not is_default and not is_off:
-            draft.lose(meaning.says(), shown)
+            draft.leave_out(meaning.describe(), shown)
     else:
         try:
             ours = draft.whole(meaning.key, meaning.ours(value))
         except ValueError as error:
-            draft.decide += [] if is_default or value is None else [f"{shown}: {error}"]
+            draft.to_decide += [] if is_default or value is None else [f"{shown}: {error}"]
             return
         if meaning.entry.get("decide") and not is_off and not is_default:
-            draft.decide.append(f"{shown}: {meaning.says()}")
+            draft.to_decide.append(f"{shown}: {meaning.describe()}")
         _put(draft, meaning, ours, is_default)
 
 
@@ -258,21 +258,21 @@ def _put(draft: Draft, meaning: Meaning, ours: Any, is_default: bool) -> None:
     steps = draft.recipe.get("trainer.steps")
     comment = f"{draft.table.title}'s default" if is_default else ""
     if item is not None:
-        draft.put_item(key, item, ours)
+        draft.set_item(key, item, ours)
     elif meaning.entry.get("share"):
         if ours and steps:
-            draft.put(key, round(ours * steps), f"{ours:g} of {steps} steps")
+            draft.set_key(key, round(ours * steps), f"{ours:g} of {steps} steps")
         elif ours:
-            draft.decide.append(f"{key}: {ours:g} of all steps there; give a number of steps")
+            draft.to_decide.append(f"{key}: {ours:g} of all steps there; give a number of steps")
     elif not ((ours is None or is_default) and ours == draft.default_of(key)):
-        draft.put(key, ours, comment)
+        draft.set_key(key, ours, comment)
 
 
 def _require(draft: Draft, path: Path) -> None:
     for key, stand_in in REQUIRED.items():
         if key not in draft.recipe:
-            draft.put(key, stand_in)
-            draft.decide.append(f"{key}: {path.name} does not say it")
+            draft.set_key(key, stand_in)
+            draft.to_decide.append(f"{key}: {path.name} does not say it")
     unset = []
     named = []
     for key, value in draft.recipe.items():
@@ -294,7 +294,7 @@ def _require(draft: Draft, path: Path) -> None:
         "write what the variable stands for": unset,
         "a local path, or NAME@COMMIT on the hub": named,
     }
-    draft.decide += [f"{', '.join(names)}: {what}" for what, names in hints.items() if names]
+    draft.to_decide += [f"{', '.join(names)}: {what}" for what, names in hints.items() if names]
 
 
 def _drop_impossible(draft: Draft) -> None:
@@ -320,11 +320,11 @@ def _drop_impossible(draft: Draft) -> None:
                         f"the recipe is not one that can run: {detail['msg']}"
                     ) from error
                 if key in draft.recipe:
-                    draft.decide.append(
+                    draft.to_decide.append(
                         f"{key}={quoted(draft.recipe.pop(key))} is not possible: {detail['msg']}"
                     )
                 if key in REQUIRED:
-                    draft.put(key, REQUIRED[key])
+                    draft.set_key(key, REQUIRED[key])
 
 
 def nested(recipe: Mapping[str, Any]) -> dict[str, Any]:
@@ -371,22 +371,22 @@ def _correction(draft: Draft) -> None:
         try:
             projects[draft.table.title](draft)
         except (ArithmeticError, TypeError, ValueError) as error:  # bounds that are none
-            draft.decide.append(f"{CORRECTION}: {error}")
+            draft.to_decide.append(f"{CORRECTION}: {error}")
 
 
 def _put_correction(draft: Draft, ratio: str, low: float, high: float, outside: str) -> None:
-    draft.put(CORRECTION, {"ratio": ratio, "bounds": [low, high], "outside": outside})
+    draft.set_key(CORRECTION, {"ratio": ratio, "bounds": [low, high], "outside": outside})
 
 
 def _verl(draft: Draft) -> None:
-    level = draft.take(f"{IN_VERL}rollout_is")
-    threshold = draft.take(f"{IN_VERL}rollout_is_threshold", 2.0)
-    rejected = draft.take(f"{IN_VERL}rollout_rs")
-    limits = draft.take(f"{IN_VERL}rollout_rs_threshold")
-    if draft.take(f"{IN_VERL}bypass_mode"):
-        draft.put(CORRECTION, {"old": "sampler"})
-        if rejected or draft.look(f"{IN_VERL}loss_type", "ppo_clip") != "ppo_clip":
-            draft.decide.append(
+    level = draft.use(f"{IN_VERL}rollout_is")
+    threshold = draft.use(f"{IN_VERL}rollout_is_threshold", 2.0)
+    rejected = draft.use(f"{IN_VERL}rollout_rs")
+    limits = draft.use(f"{IN_VERL}rollout_rs_threshold")
+    if draft.use(f"{IN_VERL}bypass_mode"):
+        draft.set_key(CORRECTION, {"old": "sampler"})
+        if rejected or draft.value_of(f"{IN_VERL}loss_type", "ppo_clip") != "ppo_clip":
+            draft.to_decide.append(
                 f"{CORRECTION}: bypass_mode also rejects, or has a loss without clip; here old: "
                 "sampler alone"
             )
@@ -396,21 +396,21 @@ def _verl(draft: Draft) -> None:
         _put_correction(
             draft, ratio, 1 / high, 1 / (low or 1 / high), outside
         )  # theirs are of the inverse ratio
-        draft.decide.append(
+        draft.to_decide.append(
             f"{CORRECTION}: rollout_rs={rejected} there rejects, with weights by "
             f"rollout_is={level}; here the ratio that is "
             "bounded is the weight, too"
             + (", and masked tokens count" if outside == "mask" else "")
         )
     elif rejected:
-        draft.decide.append(
+        draft.to_decide.append(
             f"{CORRECTION}: rollout_rs={rejected} is not one of ours; token, sequence and "
             "geometric are"
         )
     elif level:
         low, high = _bounds(threshold)
         _put_correction(draft, level, low or 0.0, high, "clamp" if low is None else "mask")
-    elif (cap := draft.take(OLDER_VERL, -1)) and cap > 0:
+    elif (cap := draft.use(OLDER_VERL, -1)) and cap > 0:
         _put_correction(draft, "token", 0.0, cap, "clamp")
 
 
@@ -422,37 +422,39 @@ def _bounds(threshold: Any) -> tuple[float | None, float]:
 
 def _trl(draft: Draft) -> None:
     given = [name for name in draft.given if name.startswith(IN_TRL)]
-    level, _, limit = str(draft.take(f"{IN_TRL}mode", "sequence_mask")).partition("_")
-    low = draft.take(f"{IN_TRL}clip_min")
-    high = draft.take(f"{IN_TRL}clip_max", 3.0)
-    is_on = draft.take(f"{IN_TRL}correction", True)
-    if not (given and draft.look("use_vllm")):
+    level, _, limit = str(draft.use(f"{IN_TRL}mode", "sequence_mask")).partition("_")
+    low = draft.use(f"{IN_TRL}clip_min")
+    high = draft.use(f"{IN_TRL}clip_max", 3.0)
+    is_on = draft.use(f"{IN_TRL}correction", True)
+    if not (given and draft.value_of("use_vllm")):
         return
     if not is_on:
-        draft.put(CORRECTION, {"ratio": "none"})
+        draft.set_key(CORRECTION, {"ratio": "none"})
     elif high is None:
-        draft.decide.append(f"{CORRECTION}: {IN_TRL}clip_max=null is no bound there; give bounds")
+        draft.to_decide.append(
+            f"{CORRECTION}: {IN_TRL}clip_max=null is no bound there; give bounds"
+        )
     else:
         _put_correction(draft, level, low or 0.0, high, "mask" if limit == "mask" else "clamp")
 
 
 def _openrlhf(draft: Draft) -> None:
-    (low, high) = draft.take(f"{IN_OPENRLHF}threshold", [0.5, 5.0])
-    kind = draft.take(f"{IN_OPENRLHF}type", "tis")
-    if draft.take(f"{IN_OPENRLHF}enable"):
+    (low, high) = draft.use(f"{IN_OPENRLHF}threshold", [0.5, 5.0])
+    kind = draft.use(f"{IN_OPENRLHF}type", "tis")
+    if draft.use(f"{IN_OPENRLHF}enable"):
         _put_correction(draft, "token", low, high, "clamp" if kind == "tis" else "mask")
         if kind == "seq-mask-tis":
-            draft.decide.append(
+            draft.to_decide.append(
                 f"{CORRECTION}: {kind} masks responses by their geometric mean, tokens by their "
                 "ratio here"
             )
 
 
 def _slime(draft: Draft) -> None:
-    low = draft.take("tis_clip_low", 0.0)
-    high = draft.take("tis_clip", 2.0)
-    if draft.take("use_tis"):
+    low = draft.use("tis_clip_low", 0.0)
+    high = draft.use("tis_clip", 2.0)
+    if draft.use("use_tis"):
         _put_correction(draft, "token", low, high, "clamp")
-    elif draft.take("use_rollout_logprobs"):
-        draft.put(CORRECTION, {"old": "sampler"})
-    draft.taken.add("use_rollout_logprobs")
+    elif draft.use("use_rollout_logprobs"):
+        draft.set_key(CORRECTION, {"old": "sampler"})
+    draft.used.add("use_rollout_logprobs")

@@ -18,7 +18,7 @@ def own_reward(draft: Draft, path: Any, function: str, model: str, otherwise: st
         package = text.partition("pkg://")[2]
         valid = re.sub(r"\W|^(?=\d)", "_", module)
         if all(part.isidentifier() for part in (package or module).split(".")):
-            draft.put("reward.import", f"{package or module}:{function}")
+            draft.set_key("reward.import", f"{package or module}:{function}")
             said = (
                 f"{package} is imported as Python finds it; docs/rewards.md has its arguments"
                 if package
@@ -28,14 +28,14 @@ def own_reward(draft: Draft, path: Any, function: str, model: str, otherwise: st
             said = f"rename {{}} to {valid}.py and give {valid}:{function}; until then exact_match stands here"
         else:
             said = "{} is no path of a Python file; exact_match stands here"
-        draft.decide.append(f"reward.import: {said.replace('{}', text)}")
-    elif not draft.look(model) or model in draft.taken:
-        draft.decide.append(OWN_REWARD.format(otherwise, "exact_match stands here"))
+        draft.to_decide.append(f"reward.import: {said.replace('{}', text)}")
+    elif not draft.value_of(model) or model in draft.used:
+        draft.to_decide.append(OWN_REWARD.format(otherwise, "exact_match stands here"))
 
 
 def rewards(draft: Draft, prefix: str) -> None:
-    functions = draft.take(f"{prefix}reward_funcs")
-    weights = draft.take(f"{prefix}reward_weights")
+    functions = draft.use(f"{prefix}reward_funcs")
+    weights = draft.use(f"{prefix}reward_weights")
     names = [functions] if functions else []
     if isinstance(functions, list):
         names = functions
@@ -51,17 +51,17 @@ def rewards(draft: Draft, prefix: str) -> None:
         else:
             kind = {"import": ":".join(name.rsplit(".", 1))} if is_own else {"name": "math_verify"}
             parts.append(kind | ({"weight": weight} if weight != 1 else {}))
-    if not names and not draft.look(f"{prefix}reward_model_name_or_path"):
+    if not names and not draft.value_of(f"{prefix}reward_model_name_or_path"):
         missing.append("those that the script gives")
     alone = "it is left out here" if parts else "exact_match stands here"
-    draft.decide += [OWN_REWARD.format(name, alone) for name in missing]
+    draft.to_decide += [OWN_REWARD.format(name, alone) for name in missing]
     if len(parts) > 1:
-        draft.put("reward.parts", parts)
+        draft.set_key("reward.parts", parts)
     for key, value in parts[0].items() if len(parts) == 1 else ():
-        draft.put(f"reward.{key}", value)
+        draft.set_key(f"reward.{key}", value)
 
 
 def eval_sets(draft: Draft, files: Mapping[str, Any], samples: Any, temperature: Any) -> None:
     same = {"samples": samples, "temperature": temperature}
     if sets := [{"name": name, "data": path, **same} for name, path in files.items() if path]:
-        draft.put("eval.sets", sets)
+        draft.set_key("eval.sets", sets)
