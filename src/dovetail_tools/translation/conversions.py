@@ -418,7 +418,7 @@ def _algorithm(draft: Draft, name: str) -> None:
 
 
 def _loss(draft: Draft, name: str, *temperatures: str) -> None:
-    options = zip(("tau_positive", "tau_negative"), map(draft.take, temperatures), strict=True)
+    options = zip(("tau_positive", "tau_negative"), map(draft.use, temperatures), strict=True)
     given = {option: value for option, value in options if value is not None}
     draft.set_key("algorithm.loss", {"name": name, "options": given} if name == "sapo" else name)
     if name == "gmpo":
