@@ -30,7 +30,7 @@ TOKENS_PER_LINE: Mapping[str, float] = {
     "records": 9.9,
     "report": 10.7,
     "rl": 10.2,
-    "sampler": 10.4,
+    "sampler": 10.2,
 }
 PROCESS_GROUP_FILES = (
     "parallel/process_group.py",
