@@ -32,7 +32,7 @@ from dovetail.nn.distillation import ROW, TeacherStates
 from dovetail.nn.heads import VocabShard, fused_loss
 from dovetail.nn.products import Products
 from dovetail.parallel.axes import Axis
-from dovetail.rl.distillation import DistillationLoss
+from dovetail.rl.algorithms.distillation import DistillationLoss
 
 GIB = 2**30
 CHECKED = 64  # rows compared with float64

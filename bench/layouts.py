@@ -53,7 +53,7 @@ from dovetail.parallel.collectives import gather_objects, stack_over
 from dovetail.parallel.process_group import deterministic
 from dovetail.pipeline.executor import run as execute
 from dovetail.pipeline.schedule import Action, Costs, make_plan, simulate
-from dovetail.rl.losses import SFTLoss
+from dovetail.rl.algorithms.sft import SFTLoss
 
 TURNS = {"auto": None, "on": True, "off": False}
 ATTENTION_RATE = (

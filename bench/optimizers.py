@@ -26,7 +26,7 @@ from bench.given import positive, run_main
 from dovetail.device import peak_memory_gib
 from dovetail.engine.native import Engine
 from dovetail.optim.optimizer import Optimizer
-from dovetail.rl.losses import SFTLoss
+from dovetail.rl.algorithms.sft import SFTLoss
 
 LR = 1e-6
 

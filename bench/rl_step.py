@@ -40,6 +40,8 @@ from dovetail.factory.layouts import sampling_layout
 from dovetail.kernels.registry import kernels_for
 from dovetail.launch.progress import Phase, Progress
 from dovetail.rewards.samples import RewardResult
+from dovetail.rl.algorithms.fields import BatchFields
+from dovetail.rl.algorithms.grpo import GRPO
 from dovetail.rl.collect import SampleCollector
 from dovetail.rl.losses import PolicyLoss
 from dovetail.rl.reward_manager import RewardManager
@@ -82,12 +84,6 @@ class Coin(RewardManager):
             RewardResult(float(random.Random(f"{c.row}/{c.sample}").random() < 0.5), None)
             for c in completions
         ]
-
-
-class ScoringTask(RLTask):
-    """Scores old log-probs, as a step of several updates does."""
-
-    needs_old_logprobs = True
 
 
 def main() -> int:
@@ -173,7 +169,8 @@ def step(engine: Engine, spec: ArchSpec, session: Session, dtype: torch.dtype) -
     recipe: Any = SimpleNamespace(  # this machine may have no pydantic
         algorithm=SimpleNamespace(
             name="grpo", epochs=1, num_mini_batches=1, aggregation="token", kl_in="loss", kl_coef=0.0, scale_by_std=True,
-            drop_zero_std_groups=False, normalize_advantage=False,
+            drops_groups=False, max_generations=1, compares_samples=True, normalize_advantage=False, overlong_buffer=0,
+            steps_without_policy=0,
         ),
         rollout=SimpleNamespace(
             temperature=sampling.temperature, max_new_tokens=given.new_tokens, router_replay="none", mismatch_metrics=False
@@ -193,11 +190,16 @@ def step(engine: Engine, spec: ArchSpec, session: Session, dtype: torch.dtype) -
         decode=lambda _: "",
         progress=clock,
     )
-    task = ScoringTask(
+    algorithm = GRPO(
+        section=recipe.algorithm,
+        fields=BatchFields(old_logprob="policy"),  # as in a step of several updates
+        loss=PolicyLoss(clip_high=0.28),
+    )
+    task = RLTask(
         recipe=recipe,
         policy=engine,
+        algorithm=algorithm,
         collector=collector,
-        policy_loss=PolicyLoss(clip_high=0.28),
         progress=clock,
     )
     found: list[dict[str, float]] = []

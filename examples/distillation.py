@@ -9,7 +9,7 @@ import torch
 
 import dovetail as dt
 from dovetail.engine.teacher import Teacher
-from dovetail.rl.distillation import DistillationLoss
+from dovetail.rl.algorithms.distillation import DistillationLoss
 
 PROMPTS = [[1, 5, 7], [1, 3], [1, 6, 2], [2, 9, 4, 4]]  # token ids
 

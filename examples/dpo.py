@@ -5,7 +5,7 @@ import sys
 import torch
 
 import dovetail as dt
-from dovetail.rl.preference_losses import DPOLoss
+from dovetail.rl.algorithms.dpo import DPOLoss
 
 PAIRS = [  # prompt, chosen and rejected completion, as token ids
     ([1, 5, 7], [2, 9, 4], [8, 8, 6]),

@@ -25,7 +25,9 @@ from dovetail.parallel.axes import Axis
 from dovetail.parallel.collectives import gather_mirrored
 from dovetail.parallel.layout import Layout
 from dovetail.parallel.mesh import Mesh
-from dovetail.rl.losses import PolicyLoss, SFTLoss, ValueLoss, weight_fields
+from dovetail.rl.algorithms.ppo import ValueLoss
+from dovetail.rl.algorithms.sft import SFTLoss
+from dovetail.rl.losses import PolicyLoss, weight_fields
 from dovetail.weights.hf_directory import CheckpointSource
 from tests.helpers.harness import run
 from tests.helpers.traffic import Step, counted, expected

@@ -9,7 +9,7 @@ from transformers import Qwen3Config
 
 import dovetail as dt
 from dovetail.engine.teacher import Teacher, evaluate, hidden_states
-from dovetail.rl.distillation import DistillationLoss
+from dovetail.rl.algorithms.distillation import DistillationLoss
 from dovetail.rl.losses import weight_fields
 from tests.helpers.harness import run
 from tests.helpers.parity_configs import VOCAB, moe_configs, save_tiny, tiny, tiny_configs

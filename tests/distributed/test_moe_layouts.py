@@ -14,7 +14,8 @@ import torch
 from dovetail.engine.expert_routing import BalanceSettings
 from dovetail.factory.engine import EngineOptions, from_pretrained
 from dovetail.parallel.layout import Layout
-from dovetail.rl.losses import SFTLoss, weight_fields
+from dovetail.rl.algorithms.sft import SFTLoss
+from dovetail.rl.losses import weight_fields
 from tests.helpers.harness import run
 from tests.helpers.matrix import (
     LOSSES,

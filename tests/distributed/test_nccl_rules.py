@@ -10,7 +10,7 @@ from torch import Tensor
 from bench.engines import layout_of, ragged_batch, random_engine, spec_of
 from dovetail.parallel import collectives
 from dovetail.parallel.axes import Axis
-from dovetail.rl.losses import SFTLoss
+from dovetail.rl.algorithms.sft import SFTLoss
 from tests.helpers.harness import run
 from tests.helpers.nccl_rules import RuleBroken, kept
 

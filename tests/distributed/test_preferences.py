@@ -11,8 +11,9 @@ from transformers import AutoModelForSequenceClassification
 
 import dovetail as dt
 from dovetail.data.examples import Preference
-from dovetail.factory.functions import preference_loss
 from dovetail.recipe.schema import make_recipe
+from dovetail.rl.algorithms.table import make_algorithm
+from dovetail.rl.custom import Custom
 from dovetail.rl.preference_task import PreferenceTask
 from tests.helpers.harness import run
 from tests.helpers.parity_configs import VOCAB, moe_configs, save_tiny, tiny_configs
@@ -73,14 +74,11 @@ def task_of(name: str, policy: Any, reference: Any = None) -> Any:
     rows = rows_of()
     if name == "kto":  # as many completions, without pairs
         rows = [replace(row, **{("chosen", "rejected")[i % 2]: None}) for i, row in enumerate(rows)]
-    wanted = reference if recipe.algorithm.wants_reference else None
-    loss = preference_loss(recipe.algorithm)  # type: ignore[arg-type]
-    given = {"recipe": recipe, "policy": policy, "reference": wanted, "loss": loss}
-    precompute = recipe.algorithm.model_dump().get("precompute_ref_log_probs", False)
+    wanted = reference if recipe.algorithm.needs_reference else None
+    made: Any = make_algorithm(recipe, Custom())
+    given = {"recipe": recipe, "policy": policy, "reference": wanted, "algorithm": made}
     sets = {"more": rows[2:]}
-    return PreferenceTask(
-        **given, precompute=precompute, rows=rows, held_out=rows[:3], eval_sets=sets, longest=18
-    )
+    return PreferenceTask(**given, rows=rows, held_out=rows[:3], eval_sets=sets, max_tokens=18)
 
 
 def engine_of(path: Path, layout: dt.Layout, head: Any = "lm", engine: Any = "auto") -> Any:

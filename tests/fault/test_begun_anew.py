@@ -7,15 +7,16 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from dovetail.checkpoint.retention import saved_steps
 from dovetail.parallel.mesh import Mesh
-from dovetail.recipe.algorithms import SFT
+from dovetail.recipe.algorithms import SFTSection
 from dovetail.recipe.data import DataSection
 from dovetail.recipe.schema import TrainerSection
-from dovetail.run.directory import Contents, RunDirectory
+from dovetail.run.directory import POLICY, Contents, RunDirectory
 from dovetail.weights.safe_paths import LEFTOVERS
 from tests.helpers.crashing import DIED, die_at, forked
 from tests.helpers.harness import Apart
@@ -30,13 +31,14 @@ def opened(path: Path, resume: str = "auto", index: int | None = None) -> RunDir
     """Claim and open a run's directory, and perhaps die at a change of the disk."""
     recipe: Any = SimpleNamespace(
         run_dir=str(path), trainer=TrainerSection(steps=9, keep_last=9, async_save=False, prompts_per_step=1),
-        data=DataSection(train="rows.jsonl"), algorithm=SFT(), model_dump=lambda **_: RECIPE, to_yaml=lambda: json.dumps(RECIPE),
+        data=DataSection(train="rows.jsonl"), algorithm=SFTSection(), model_dump=lambda **_: RECIPE,
+        to_yaml=lambda: json.dumps(RECIPE),
     )  # fmt: skip
     run = RunDirectory(recipe, Mesh.solo(), resume)
     if index is not None:
         die_at(index)
     run.lock_and_find_resume()
-    run.open(Contents(engines={}, auxiliary={}, model="m", data="d"))
+    run.open(Contents(engines={POLICY: mock.Mock()}, auxiliary={}, model="m", data="d"))
     run.close()
     return run
 

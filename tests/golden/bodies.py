@@ -21,7 +21,7 @@ from dovetail.rl.step_metrics import Row
 from dovetail.rl.tasks import RLTask
 from dovetail.run.trainer import train
 from dovetail.sampler.turn import generate_all
-from tests.golden.job import builder_of
+from tests.golden.job import built
 from tests.helpers.probe import parameters
 
 
@@ -76,7 +76,7 @@ class Recorded:
 
 def record(given: Mapping[str, Any]) -> Recorded:
     """Run a recipe on this one rank."""
-    job = builder_of(given).job()
+    job = built(given)
     task = job.task
     assert isinstance(task, RLTask)
     policy = task.policy
@@ -88,7 +88,7 @@ def record(given: Mapping[str, Any]) -> Recorded:
     )
     try:
         job.start()
-        rows = train(watched, job.run, job.recipe.trainer).rows
+        rows = train(watched, job.directory, job.recipe.trainer).rows
     finally:
         job.close()
     return Recorded(rows, recorder.reports, recorder.batches, watched.moved, policy.optimizer.steps)
@@ -96,24 +96,24 @@ def record(given: Mapping[str, Any]) -> Recorded:
 
 def closed_after_failure(given: Mapping[str, Any]) -> tuple[str, bool, bool]:
     """How a run fails, and whether its metrics and its reward processes are closed afterwards."""
-    job = builder_of(given).job()
+    job = built(given)
     assert job.rewards is not None
     (reward,) = job.rewards.rewards.values()
     assert isinstance(reward, FunctionReward) and reward.runner is not None
     failure = ""
     try:
         job.start()
-        train(job.task, job.run, job.recipe.trainer)
+        train(job.task, job.directory, job.recipe.trainer)
     except UserError as error:
         failure = str(error)
     finally:
         job.close()
-    return failure, job.run._metrics is None, not reward.runner._processes
+    return failure, job.directory._metrics is None, not reward.runner._processes
 
 
 def one_update(given: Mapping[str, Any], noise: float, steps: int = 0) -> dict[str, Any]:
     """A batch with old log-probs that are off by `noise`, and what its update reports, after `steps` whole steps."""
-    job = builder_of(given).job()
+    job = built(given)
     task = job.task
     assert isinstance(task, RLTask)
     try:
@@ -124,13 +124,13 @@ def one_update(given: Mapping[str, Any], noise: float, steps: int = 0) -> dict[s
         prompts = collector.prompts[:6]
         turns = generate_all(collector.sampler, requests_for(prompts, collector.sampling))
         samples, *_ = collector.reward(prompts, turns, "")
-        batch, _ = task._prepare(samples, steps)
+        batch, _ = task.prepare(samples, steps)
         scored = task.policy.score(batch).logprob
         generator = torch.Generator().manual_seed(3)
         batch = batch.with_fields(
             old_logprob=scored + noise * torch.randn(scored.shape, generator=generator)
         )
-        report = task.policy.train_step(batch, task.policy_loss)
+        report = task.policy.train_step(batch, task.algorithm.loss)
     finally:
         job.close()
     return {
@@ -182,7 +182,7 @@ def held_out_loss(model: Path, rows: Path) -> float:
 
 def critic_weights(given: Mapping[str, Any]) -> tuple[dict[str, Tensor], float, dict[str, Tensor]]:
     """The fresh critic's parameters, by how much ranks disagree on them, and the policy's. Collective."""
-    job = builder_of(given).job()
+    job = built(given)
     task = job.task
     assert isinstance(task, RLTask)
     critic, policy = task.critic, task.policy

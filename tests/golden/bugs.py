@@ -18,21 +18,22 @@ from dovetail.optim import optimizer
 from dovetail.optim.optimizer import Shard
 from dovetail.parallel.mesh import Mesh
 from dovetail.rl import experience, losses, tasks
+from dovetail.rl.algorithms.policy_gradient import RLAlgorithm
 from dovetail.rl.samples import Sample
 
-pack_samples, with_advantages = experience.pack_samples, experience.with_advantages
-PREPARE, POLICY_LOSS = tasks.RLTask._prepare, losses.PolicyLoss.__call__
+pack_samples, with_advantages = experience.pack_samples, RLAlgorithm.with_advantages
+PREPARE, POLICY_LOSS = tasks.RLTask.prepare, losses.PolicyLoss.__call__
 
 
 def flipped_advantages(
-    batch: PackedBatch, samples: Seq[Sample], settings: Any, own: Any
+    algorithm: RLAlgorithm, batch: PackedBatch, samples: Seq[Sample]
 ) -> PackedBatch:
-    right = with_advantages(batch, samples, settings, own)
+    right = with_advantages(algorithm, batch, samples)
     return right.with_fields(advantage=-right.fields["advantage"])
 
 
 def grouped_by_sample(
-    batch: PackedBatch, samples: Seq[Sample], settings: Any, own: Any
+    algorithm: RLAlgorithm, batch: PackedBatch, samples: Seq[Sample]
 ) -> PackedBatch:
     """First samples of all prompts against each other, and so on: interleaved where it should be back to back."""
     regrouped = []
@@ -40,7 +41,7 @@ def grouped_by_sample(
         turn = sample.completion
         other = replace(turn, id=turn.id._replace(row=turn.id.sample))
         regrouped.append(replace(sample, completion=other))
-    return with_advantages(batch, regrouped, settings, own)
+    return with_advantages(algorithm, batch, regrouped)
 
 
 def mask_late(samples: Seq[Sample], temperature: float, version: int | None = None) -> PackedBatch:
@@ -102,13 +103,13 @@ def own_norm(shards: Iterable[Shard], _mesh: Mesh, _watched: object) -> Tensor:
 
 
 BUGS: Mapping[str, tuple[Any, str, Callable[..., Any]]] = {
-    "advantage sign": (tasks, "with_advantages", flipped_advantages),
-    "wrong groups": (tasks, "with_advantages", grouped_by_sample),
+    "advantage sign": (RLAlgorithm, "with_advantages", flipped_advantages),
+    "wrong groups": (RLAlgorithm, "with_advantages", grouped_by_sample),
     "mask one late": (tasks, "pack_samples", mask_late),
     "mask one early": (tasks, "pack_samples", mask_early),
     "no temperature in the update": (tasks, "pack_samples", no_temperature),
-    "stale old log-probs": (tasks.RLTask, "_prepare", stale_scores),
-    "old log-probs one off": (tasks.RLTask, "_prepare", shifted_scores),
+    "stale old log-probs": (tasks.RLTask, "prepare", stale_scores),
+    "old log-probs one off": (tasks.RLTask, "prepare", shifted_scores),
     "KL sign": (losses.PolicyLoss, "__call__", kl_sign),
     "entropy sign": (losses.PolicyLoss, "__call__", entropy_sign),
 }

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from dovetail.factory.job import Builder
+from dovetail.factory.run import Run, build_run
+from dovetail.factory.setup import Start, prepare
 from dovetail.recipe.schema import make_recipe
 from dovetail.rl.step_metrics import Row
 from dovetail.run.trainer import train
@@ -134,20 +135,22 @@ def rl(inputs: Path, run_dir: Path, name: str = "grpo", **sections: Any) -> dict
     )
 
 
-def builder_of(given: Mapping[str, Any]) -> Builder:
-    """What makes the parts of a recipe's run, on the ranks of the default process group. Collective."""
+def built(given: Mapping[str, Any]) -> Run:
+    """The run of a recipe, on the ranks of the default process group. Collective."""
     recipe = make_recipe(given)
-    return Builder(recipe, torch.device("cpu"), Path(str(recipe.data.train)).parent, lambda: False)
+    return build_run(
+        prepare(recipe, Start(torch.device("cpu"), Path(str(recipe.data.train)).parent))
+    )
 
 
 def play(given: Mapping[str, Any], bug: str = "") -> Played:
     """Run a recipe from its first step to its last file, with one part swapped for a wrong one where asked. Collective."""
-    job = builder_of(given).job()
+    job = built(given)
     try:
         job.start()
         with planted(bug):
-            outcome = train(job.task, job.run, job.recipe.trainer)
-        job.run.finish(outcome)
+            outcome = train(job.task, job.directory, job.recipe.trainer)
+        job.directory.finish(outcome)
     finally:
         job.close()
     ids = sampled_ids(Path(given["run_dir"]))

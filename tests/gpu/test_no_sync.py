@@ -21,7 +21,9 @@ from dovetail.engine.native import Engine
 from dovetail.engine.stage import TrainingRunner
 from dovetail.factory.engine import EngineOptions, from_pretrained
 from dovetail.optim.optimizer import OptimSettings
-from dovetail.rl.losses import PolicyLoss, SFTLoss, ValueLoss, weight_fields
+from dovetail.rl.algorithms.ppo import ValueLoss
+from dovetail.rl.algorithms.sft import SFTLoss
+from dovetail.rl.losses import PolicyLoss, weight_fields
 from tests.helpers.gpu_waits import no_waiting
 from tests.helpers.parity_configs import tiny_model
 

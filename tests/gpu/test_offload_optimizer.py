@@ -16,7 +16,7 @@ from dovetail.factory.engine import EngineOptions, from_pretrained
 from dovetail.optim.adamw import CPUOffloadAdamW
 from dovetail.optim.optimizer import OptimSettings
 from dovetail.optim.replicas import hash_bits
-from dovetail.rl.losses import SFTLoss
+from dovetail.rl.algorithms.sft import SFTLoss
 from tests.helpers.gpu_waits import no_waiting
 from tests.helpers.parity_configs import tiny_model
 

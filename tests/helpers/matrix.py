@@ -36,8 +36,10 @@ from dovetail.factory.engine import EngineOptions, from_pretrained
 from dovetail.nn.activation_checkpoint import Recompute
 from dovetail.optim.optimizer import OptimSettings
 from dovetail.parallel.layout import Layout
+from dovetail.rl.algorithms.ppo import ValueLoss
+from dovetail.rl.algorithms.sft import SFTLoss
 from dovetail.rl.correction import importance_weights
-from dovetail.rl.losses import PolicyLoss, SFTLoss, ValueLoss, weight_fields
+from dovetail.rl.losses import PolicyLoss, weight_fields
 from tests.helpers.parity_configs import VOCAB, Configs, tiny_model
 from tests.helpers.probe import gradients, parameters
 from tests.helpers.tolerances import tensor_error, worst_error, worst_ratio

@@ -12,7 +12,10 @@ from dovetail.data.examples import Prompt
 from dovetail.engine.base import StepReport
 from dovetail.recipe.schema import Recipe, make_recipe
 from dovetail.rewards.samples import RecentFailures, RewardResult
+from dovetail.rl.algorithms.policy_gradient import RLAlgorithm
+from dovetail.rl.algorithms.table import make_algorithm
 from dovetail.rl.collect import SampleCollector
+from dovetail.rl.custom import Custom
 from dovetail.rl.experience import pack_samples
 from dovetail.rl.samples import Sample
 from dovetail.rl.tasks import RLTask
@@ -31,6 +34,19 @@ def recipe_of(name: str = "grpo", shuffle: bool = True, **algorithm: Any) -> Rec
             "run_dir": "run",
         }
     )
+
+
+def algorithm_of(recipe: Recipe) -> RLAlgorithm:
+    algorithm = make_algorithm(recipe, Custom())
+    assert isinstance(algorithm, RLAlgorithm)
+    return algorithm
+
+
+def with_advantages(
+    batch: PackedBatch, samples: Seq[Sample], name: str, **keys: Any
+) -> PackedBatch:
+    """The batch with the advantages of an algorithm."""
+    return algorithm_of(recipe_of(name, **keys)).with_advantages(batch, samples)
 
 
 def sample(group: int, index: int, prompt: Seq[int], response: Seq[int], reward: float) -> Sample:
@@ -88,8 +104,7 @@ def pretended_ppo(policy: StepReport, critic: StepReport, **algorithm: Any) -> R
         policy=trained,
         critic=engine(critic),
         collector=collector,
-        policy_loss=mock.Mock(),
-        value_loss=mock.Mock(),
+        algorithm=algorithm_of(recipe),
     )
 
 
@@ -123,5 +138,5 @@ def dynamic(
         rewards=judging(side_effect=judge),
         decode=lambda _: "",
     )
-    task = RLTask(recipe=recipe, policy=policy, collector=collector, policy_loss=mock.Mock())
+    task = RLTask(recipe=recipe, policy=policy, collector=collector, algorithm=algorithm_of(recipe))
     return task, sampler.asked

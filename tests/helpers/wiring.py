@@ -121,6 +121,15 @@ def eval_set(name: str) -> Callable[[Any], Any]:
 MODELS = ("policy", "critic", "reference", "collector.sampler")
 
 
+def advantage(job: Any) -> Any:
+    """The function of the recipe in place of the algorithm's."""
+    return job.task.algorithm.custom_advantage
+
+
+def loss_name(job: Any) -> str:
+    return type(job.task.algorithm.loss).__name__
+
+
 def drawn(job: Any) -> Any:
     """What draws the samples of an RL job."""
     return job.task.collector

@@ -9,7 +9,7 @@ from torch import Tensor
 from dovetail.factory.engine import EngineOptions, from_pretrained
 from dovetail.optim.optimizer import OptimSettings
 from dovetail.parallel.layout import Layout
-from dovetail.rl.losses import SFTLoss
+from dovetail.rl.algorithms.sft import SFTLoss
 from dovetail.weights.hf_directory import EngineName
 from tests.helpers.families import TEXT
 from tests.helpers.harness import run

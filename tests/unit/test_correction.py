@@ -231,9 +231,9 @@ def test_a_tokens_lag_is_the_update_minus_its_version() -> None:
             pack_samples([torn], 1.0, newest)
 
 
-def corrected_task(correction: Any, old: float = -1.25) -> tuple[RLTask, Any]:
+def corrected_task(correction: Any, old: float = -1.25, **keys: Any) -> tuple[RLTask, Any]:
     """GRPO whose sampler's log-probs are -1 and the policy's `old`, and its policy."""
-    task, _ = dynamic({0: [0.0, 1.0], 1: [1.0, 0.0]}, correction=correction)
+    task, _ = dynamic({0: [0.0, 1.0], 1: [1.0, 0.0]}, correction=correction, **keys)
     report = StepReport(1.0, 1.0, 0.1, 5, 1.0, skipped=False, metrics={})
     policy: Any = mock.Mock(
         score=mock.Mock(
@@ -285,10 +285,7 @@ def test_a_step_weighs_masks_drops_or_believes_the_sampler() -> None:
         and row["correction_weight"] == 0.9
         and "stale_mismatch_mean" not in row
     )
-    task, policy = corrected_task({"ratio": "token"})
-    task.recipe = task.recipe.model_copy(
-        update={"algorithm": task.recipe.algorithm.model_copy(update={"epochs": 2})}
-    )
+    task, policy = corrected_task({"ratio": "token"}, epochs=2)
     assert task.step(0) is not None and policy.score.call_count == 1, (
         "of two updates the second has moved"
     )

@@ -15,7 +15,9 @@ from dovetail.batch.loss import TokenStats
 from dovetail.engine.teacher import Teacher, evaluate
 from dovetail.errors import ConfigError, ModelError
 from dovetail.recipe.schema import make_recipe
-from dovetail.rl.distillation import DistillationLoss
+from dovetail.rl.algorithms.distillation import DistillationLoss
+from dovetail.rl.algorithms.table import make_algorithm
+from dovetail.rl.custom import Custom
 from dovetail.rl.distillation_task import DistillationTask, prompt_of
 from examples import distillation
 from tests.golden.job import MODEL, RL_ROWS, SFT_ROWS, play, sft, write_inputs
@@ -118,8 +120,10 @@ def test_samples_are_scored_before_several_updates(
     for engine in engines:
         engine.score = mock.Mock(side_effect=lambda batch: TokenStats(*torch.ones(2, len(batch))))
     policy, teacher = engines
-    task = DistillationTask(recipe=recipe, policy=policy, teacher=teacher, rows=[], held_out=[])
-    batch, _ = task._taught(dt.PackedBatch.pack([[3, 4, 5]]))
+    made: Any = make_algorithm(recipe, Custom())
+    fields: Any = {"recipe": recipe, "policy": policy, "teacher": teacher, "algorithm": made}
+    task = DistillationTask(**fields, rows=[], held_out=[])
+    batch, _ = task.taught(dt.PackedBatch.pack([[3, 4, 5]]))
     assert ("old_logprob" in batch.fields, policy.score.call_count) == (bool(scored), scored)
     assert "teacher_logprob" in batch.fields and teacher.score.call_count == 1
 

@@ -17,7 +17,7 @@ from dovetail.nn.distillation import ROW, DistillStats, TeacherStates
 from dovetail.nn.heads import VocabShard
 from dovetail.nn.products import Products
 from dovetail.parallel.axes import Axis
-from dovetail.rl.distillation import DistillationLoss, SampledReverseKL
+from dovetail.rl.algorithms.distillation import DistillationLoss, SampledReverseKL
 from tests.helpers.distillation_numbers import GKD_CASES, gkd_labels, gkd_logits
 from tests.helpers.divergence_terms import terms_of
 from tests.helpers.forked import output_of

@@ -14,7 +14,7 @@ import torch
 from dovetail.cli.main import run_command
 from dovetail.data.examples import Prompt
 from dovetail.errors import ConfigError, UserError
-from dovetail.factory.rewards import own_metrics
+from dovetail.factory.rewards import custom_metrics
 from dovetail.parallel.mesh import Mesh
 from dovetail.recipe.evaluation import default_metrics
 from dovetail.recipe.schema import make_recipe
@@ -132,13 +132,13 @@ def own(tmp_path: Path) -> Iterator[Any]:
         def make(*names: str) -> tuple[list[Any], list[str]]:
             said: list[str] = []
             solo = Mesh.solo(torch.device("cpu"))
-            made = own_metrics(names, solo, tmp_path, 1.0, said.append, stack)
+            made = custom_metrics(names, solo, tmp_path, 1.0, said.append, stack)
             return list(made.values()), said
 
         yield make
 
 
-def test_own_metrics_give_one_number_or_one_a_sample(own: Any) -> None:
+def test_custom_metrics_give_one_number_or_one_a_sample(own: Any) -> None:
     (spread, each, awaited), said = own("mine:spread", "mine:each", "mine:awaited")
     assert (spread(SAMPLES), each(SAMPLES), awaited(SAMPLES)) == (0.75, 1.0, 1.5)
     assert spread.name == "spread" and said == []

@@ -13,14 +13,9 @@ from dovetail.batch.loss import Loss, LossFn, TokenStats
 from dovetail.batch.packed import PackedBatch
 from dovetail.errors import ConfigError
 from dovetail.nn.heads import is_separable
-from dovetail.rl.losses import (
-    Aggregation,
-    KLEstimator,
-    PolicyLoss,
-    SFTLoss,
-    ValueLoss,
-    kl_estimate,
-)
+from dovetail.rl.algorithms.ppo import ValueLoss
+from dovetail.rl.algorithms.sft import SFTLoss
+from dovetail.rl.losses import Aggregation, KLEstimator, PolicyLoss, kl_estimate
 from tests.helpers.loss_batches import F64, clip_formula, counted, full_batch, random_stats
 from tests.helpers.tolerances import EXACT, GRADCHECK, SUM_ORDER, assert_close, assert_sum_close
 

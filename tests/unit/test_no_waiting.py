@@ -34,8 +34,10 @@ from dovetail.nn.layers import GradAccumulator, WgradQueue
 from dovetail.nn.tiling import tile_mlps
 from dovetail.parallel import collectives
 from dovetail.parallel.axes import Axis, ContextAxes
-from dovetail.parallel.mesh import Mesh
-from dovetail.rl.losses import PolicyLoss, SFTLoss, ValueLoss, weight_fields
+from dovetail.parallel.mesh import ContextAxes, Mesh
+from dovetail.rl.algorithms.ppo import ValueLoss
+from dovetail.rl.algorithms.sft import SFTLoss
+from dovetail.rl.losses import PolicyLoss, weight_fields
 from tests.helpers.parity_configs import VOCAB, moe_configs, tiny_configs
 
 FAMILIES = ("llama_tied", "qwen2_window", "llama_dynamic", "qwen2_yarn", "apertus")

@@ -16,25 +16,24 @@ from dovetail.batch.loss import TokenStats
 from dovetail.batch.packed import PackedBatch, Sequence
 from dovetail.cli.preflight import _check_function
 from dovetail.errors import ConfigError
-from dovetail.factory.functions import advantage, policy_loss, sft_loss
+from dovetail.factory.custom import load_algorithm
 from dovetail.nn.heads import is_separable
-from dovetail.recipe.algorithms import GRPO, SFT
 from dovetail.recipe.functions import FunctionSection, LossSection
 from dovetail.recipe.schema import make_recipe
 from dovetail.rewards.custom_modules import look_in, search_path
 from dovetail.rewards.signatures import load
 from dovetail.rl.advantages import whiten
+from dovetail.rl.algorithms.table import make_algorithm
 from dovetail.rl.correction import importance_weights
-from dovetail.rl.experience import own_advantages, with_advantages
+from dovetail.rl.custom import Custom, custom_advantages
 from dovetail.rl.losses import PolicyLoss, weight_fields
 from tests.helpers.loss_batches import counted, full_batch, random_stats
 from tests.helpers.loss_numbers import LENGTHS, LONGEST, TRL_LOSSES, random_numbers
 from tests.helpers.of_trl import of_trl
-from tests.helpers.task_batches import SAMPLES, batch_of
+from tests.helpers.task_batches import SAMPLES, batch_of, recipe_of
 from tests.helpers.tolerances import SUM_ORDER, assert_close, assert_sum_close
 
 F64 = torch.float64
-FIELDS = ("advantage", "old_logprob", "reference_logprob", "rollout_logprob")
 
 
 def cispo(p: float, old: float, a: float, low: float, high: float) -> tuple[float, float]:
@@ -212,6 +211,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def loaded(folder: Path, name: str = "grpo", **keys: Any) -> Any:
+    """The algorithm of a recipe, with functions from a folder."""
+    return load_algorithm(recipe_of(name, **keys), folder)
+
+
 def section(name: str, **options: Any) -> LossSection:
     return LossSection.model_validate(
         {"import": f"own_functions_of_a_test:{name}", "options": options}
@@ -219,9 +223,8 @@ def section(name: str, **options: Any) -> LossSection:
 
 
 def test_an_own_loss_takes_the_place_of_the_term_alone(folder: Path) -> None:
-    loss = policy_loss(
-        GRPO(loss=section("clipped", cap=1.1)), folder, FIELDS, kl_coef=0.3, entropy_coef=0.1
-    )
+    keys: Any = {"kl_coef": 0.3, "entropy_coef": 0.1, "epochs": 2}
+    loss = loaded(folder, loss=section("clipped", cap=1.1), **keys).loss
     batch = counted(full_batch("sequence"))
     stats = random_stats(len(batch))
     result = loss(stats, batch)
@@ -234,15 +237,16 @@ def test_an_own_loss_takes_the_place_of_the_term_alone(folder: Path) -> None:
     assert float(result.count) == float(batch.fields["count"].sum())
     assert float(result.metrics["capped"].total) == float((ratio > 1.1).sum()) > 0
     assert result.metrics.keys() == {"capped", "kl_mean", "entropy_mean"}
-    assert is_separable(loss) and not is_separable(policy_loss(GRPO(loss=section("whole")), folder))
+    assert is_separable(loss) and not is_separable(loaded(folder, loss=section("whole")).loss)
 
 
 def test_an_own_loss_of_supervised_rows(folder: Path) -> None:
     own = FunctionSection.model_validate({"import": "own_functions_of_a_test:whole"})
-    loss, batch = sft_loss(SFT(loss=own), folder), counted(full_batch("token"))
+    loss = loaded(folder, "sft", loss=own).loss
+    batch = counted(full_batch("token"))
     stats = random_stats(len(batch))
     assert_close(loss(stats, batch).total, -(stats.logprob / batch.lengths[0]).sum(), SUM_ORDER)
-    assert not is_separable(loss) and is_separable(sft_loss(SFT(), folder))
+    assert not is_separable(loss) and is_separable(loaded(folder, "sft").loss)
 
 
 @pytest.mark.parametrize(
@@ -250,7 +254,7 @@ def test_an_own_loss_of_supervised_rows(folder: Path) -> None:
     [
         (section("missing"), r"LookupError: module own_functions_of_a_test \(.*of_a_test.py\) has no function 'missing'"),
         (section("clipped", cup=1), r"TypeError: .*options has cup, which clipped\(stats, batch, cap\) does not take"),
-        (section("raises"), r"LookupError: no 'no such field'; the fields of this run are advantage, count, weight \(line 2\d"),
+        (section("raises"), r"LookupError: no 'no such field'; the fields of this run are advantage, .*, weight \(line 2\d"),
         (section("flat"), "its value depends on no log-prob"),
         (section("short"), r"the loss is a tensor \[1\] of .*; expected one number for each counted token, \[14\]"),
         (section("scalar"), r"the loss is a tensor \[\] of .*; expected"),
@@ -265,7 +269,7 @@ def test_mistakes_of_a_loss_name_the_function(folder: Path, given: LossSection, 
     with pytest.raises(
         ConfigError, match=f"^algorithm.loss {given.function} was tried before the run: .*{words}"
     ):
-        policy_loss(GRPO(loss=given), folder, ["advantage"])
+        loaded(folder, loss=given)
 
 
 def own_section(name: str, **options: Any) -> FunctionSection:
@@ -277,13 +281,15 @@ def own_section(name: str, **options: Any) -> FunctionSection:
 def test_own_advantages_a_response_or_a_token(folder: Path) -> None:
     batch, (a, b) = full_batch(), (torch.arange(5.0), torch.zeros(5))
     of_responses, of_tokens = (
-        advantage(own_section(name), folder) for name in ("centered", "by_token")
+        loaded(folder, advantage=own_section(name)).custom_advantage
+        for name in ("centered", "by_token")
     )
-    assert of_responses is not None and of_tokens is not None and advantage(None, folder) is None
+    assert loaded(folder).custom_advantage is None
     expected = torch.where(batch.mask, (a - 2)[batch.sequence_ids], 0)
-    assert torch.equal(own_advantages(of_responses, a, b, batch), expected)
+    assert torch.equal(custom_advantages(of_responses, a, b, batch), expected)
     assert torch.equal(
-        own_advantages(of_tokens, a, b, batch), torch.where(batch.mask, batch.positions.double(), 0)
+        custom_advantages(of_tokens, a, b, batch),
+        torch.where(batch.mask, batch.positions.double(), 0),
     )
     for name, words in (
         (
@@ -296,7 +302,7 @@ def test_own_advantages_a_response_or_a_token(folder: Path) -> None:
             ConfigError,
             match=f"^algorithm.advantage own_functions_of_a_test:{name} was tried .*{words}",
         ):
-            advantage(own_section(name), folder)
+            loaded(folder, advantage=own_section(name))
 
 
 @pytest.mark.parametrize("baseline", [False, True])
@@ -316,7 +322,8 @@ def test_reinforce_plus_plus(baseline: bool) -> None:
     draw = torch.Generator().manual_seed(4)
     old, reference = (torch.randn(len(batch), generator=draw, dtype=F64) for _ in range(2))
     batch = batch.with_fields(old_logprob=old, reference_logprob=reference)
-    got = with_advantages(batch, samples, algorithm).fields["advantage"]
+    made: Any = make_algorithm(recipe, Custom())
+    got = made.with_advantages(batch, samples).fields["advantage"]
     expected = torch.zeros(len(batch), dtype=F64)
     for s, sample in enumerate(samples):
         tokens = [t for t in range(len(batch)) if batch.sequence_ids[t] == s and batch.mask[t]]
@@ -338,7 +345,7 @@ def test_losses_of_a_recipe() -> None:
     assert algorithm(name="rloo", loss={"import": "a:b", "options": {"c": 1}}).loss.options == {
         "c": 1
     }
-    loss = policy_loss(algorithm(loss={"name": "sapo", "options": {"tau_negative": 2.0}}), Path())
+    loss = loaded(Path(), loss={"name": "sapo", "options": {"tau_negative": 2.0}}).loss
     assert (loss.term, loss.tau_positive, loss.tau_negative) == ("sapo", 1.0, 2.0)
     for keys, words in (
         ({"loss": "cipso"}, "cipso"),
@@ -395,9 +402,7 @@ def test_modules_of_a_recipe_come_before_installed_ones_and_replace_none_that_is
     with pytest.raises(ConfigError, match=r"yaml.py has the name"):
         look_in(tmp_path, "xdist")
     for check in (
-        lambda: policy_loss(
-            GRPO(loss=LossSection.model_validate({"import": "xdist:clipped"})), tmp_path
-        ),
+        lambda: loaded(tmp_path, loss={"import": "xdist:clipped"}),
         lambda: load(
             {
                 "name": None,

@@ -14,16 +14,12 @@ from dovetail.batch.loss import Loss, TokenStats
 from dovetail.batch.packed import PackedBatch, Sequence
 from dovetail.errors import ConfigError, DataError
 from dovetail.nn.heads import is_separable
-from dovetail.rl.preference_losses import (
-    CPOLoss,
-    DPOLoss,
-    KTOLoss,
-    ORPOLoss,
-    RewardLoss,
-    _log1mexp,
-    last_tokens,
-    nll_fields,
-)
+from dovetail.rl.algorithms.cpo import CPOLoss
+from dovetail.rl.algorithms.dpo import DPOLoss
+from dovetail.rl.algorithms.kto import KTOLoss
+from dovetail.rl.algorithms.orpo import ORPOLoss, _log1mexp
+from dovetail.rl.algorithms.pairs import nll_fields
+from dovetail.rl.algorithms.reward_model import RewardLoss, last_tokens
 from tests.helpers.loss_batches import counted
 from tests.helpers.of_trl import of_trl
 from tests.helpers.preference_numbers import (

@@ -15,7 +15,7 @@ from bench.models import one_rank
 from dovetail.data.examples import Limits, load_preferences
 from dovetail.errors import ConfigError, DataError
 from dovetail.recipe.schema import make_recipe
-from dovetail.rl.preference_task import mismatched
+from dovetail.rl.algorithms.kto import mismatched
 from examples import dpo
 from tests.golden.job import MODEL, play, sft, write_inputs
 from tests.helpers.tokenizers import make_tokenizer

@@ -10,7 +10,7 @@ import yaml
 
 from dovetail.errors import ConfigError
 from dovetail.parallel.layout import Layout
-from dovetail.recipe.algorithms import GRPO, PPO, PolicyGradient
+from dovetail.recipe.algorithms import GRPOSection, PolicyGradientSection, PPOSection
 from dovetail.recipe.keys import REMOVED, RENAMED
 from dovetail.recipe.schema import Recipe, known_keys, load_recipe, make_recipe
 from dovetail.recipe.tracking import LoggerSection
@@ -54,7 +54,7 @@ def test_yaml_round_trip(tmp_path: Path) -> None:
     }
     recipe = make_recipe(given)
     assert load_recipe(write(tmp_path, recipe.to_yaml())) == recipe
-    assert isinstance(recipe.algorithm, PPO)
+    assert isinstance(recipe.algorithm, PPOSection)
     assert recipe.reward.function == "a:b"
     assert recipe.reward.name is None
 
@@ -81,7 +81,7 @@ def test_precedence_and_spellings(tmp_path: Path) -> None:
 def test_empty_sections_take_their_defaults() -> None:
     recipe = make_recipe({**SMALLEST, "critic": {"layout": {}}, "algorithm": {"clip_high": 0.28}})
     assert recipe.critic.layout is None
-    assert isinstance(recipe.algorithm, GRPO)
+    assert isinstance(recipe.algorithm, GRPOSection)
     assert recipe.layout.to_layout().dp is None
 
 
@@ -89,11 +89,13 @@ def test_empty_sections_take_their_defaults() -> None:
 def test_the_estimator_of_a_kl_term_is_the_one_that_pulls_where_it_is(name: str) -> None:
     for place, kind in (("reward", "k1"), ("loss", "k3")):
         algorithm = make_recipe({**SMALLEST, "algorithm": {"name": name, "kl_in": place}}).algorithm
-        assert isinstance(algorithm, PolicyGradient) and algorithm.kl_estimator == kind, place
+        assert isinstance(algorithm, PolicyGradientSection) and algorithm.kl_estimator == kind, (
+            place
+        )
         given = make_recipe(
             {**SMALLEST, "algorithm": {"name": name, "kl_in": place, "kl_estimator": "k2"}}
         ).algorithm
-        assert isinstance(given, PolicyGradient) and given.kl_estimator == "k2"
+        assert isinstance(given, PolicyGradientSection) and given.kl_estimator == "k2"
 
 
 def test_sections_are_frozen() -> None:

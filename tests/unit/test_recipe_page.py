@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from dovetail.cli.arguments import parse
-from dovetail.recipe.algorithms import SFT
+from dovetail.recipe.algorithms import SFTSection
 from dovetail.recipe.keys import VARIANTS
 from dovetail.recipe.schema import make_recipe
 from tools import names_page
@@ -35,7 +35,7 @@ def test_every_algorithm_is_a_recipe(variant: str) -> None:
     algorithm = make_recipe({**SMALLEST, "teacher": {"path": "T"}, "algorithm": keys}).algorithm
     written = algorithm.model_dump(mode="json", by_alias=True)
     assert {key: written[key]["name"] if key == "loss" else written[key] for key in keys} == keys
-    assert isinstance(algorithm, SFT) == (variant == "sft")
+    assert isinstance(algorithm, SFTSection) == (variant == "sft")
 
 
 def test_the_readme_and_the_help_lead_to_the_page(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,9 +18,10 @@ import pytest
 import torch
 from transformers import Qwen3MoeConfig
 
-from dovetail.factory import job, parts, rewards, tokenizer
-from dovetail.factory.job import Builder, Job
+from dovetail.factory import models, rewards, sampling, setup, tasks, tokenizer
+from dovetail.factory.run import Run, build_run
 from dovetail.factory.sampler import backend_layout
+from dovetail.factory.setup import Start, prepare
 from dovetail.inference_servers.fleet import Replica
 from dovetail.inference_servers.http import Client
 from dovetail.inference_servers.protocol import ServerInfo
@@ -43,7 +44,12 @@ from tests.helpers.wiring import (
     of_folder,
 )
 
-SOURCE = Path(job.__file__).parents[1]
+BY_PROPERTY = {  # of its section
+    "critic_warmup": "steps_without_policy",
+    "drop_zero_std_groups": "drops_groups",
+    "max_num_gen_batches": "max_generations",
+}
+SOURCE = Path(tasks.__file__).parents[1]
 ALGORITHMS = (
     "ppo",
     "grpo",
@@ -154,7 +160,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def jobs(folder: Path) -> Iterator[dict[str, Job]]:
+def jobs(folder: Path) -> Iterator[dict[str, Run]]:
     """The job of each algorithm."""
     asked: list[Layout] = []
 
@@ -186,23 +192,23 @@ def jobs(folder: Path) -> Iterator[dict[str, Job]]:
     }
     with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(folder)  # where a package named tensorboard is
-        for module in (job, parts):
+        for module in (models, sampling, setup):
             made = {name: made for name, made in stand_ins.items() if name in vars(module)}
             stack.enter_context(mock.patch.multiple(module, **made))
         teacher = SimpleNamespace(of=lambda engine, _: SimpleNamespace(engine=engine))
-        stack.enter_context(mock.patch.object(job, "Teacher", teacher))
+        stack.enter_context(mock.patch.object(tasks, "Teacher", teacher))
         stack.enter_context(mock.patch.object(rewards, "RewardRunner", reward_runner))
         stack.enter_context(mock.patch.object(RunDirectory, "check_space"))
         found = {}
         for name in ALGORITHMS:
             recipe = make_recipe(recipe_of(folder, name))
-            found[name] = Builder(recipe, torch.device("cpu"), folder, lambda: False).job()
+            found[name] = build_run(prepare(recipe, Start(torch.device("cpu"), folder)))
             stack.callback(found[name].close)
         yield found
 
 
 @pytest.mark.parametrize("leaf", TABLE, ids=lambda leaf: f"{leaf.key}-{leaf.algorithm}")
-def test_a_key_arrives_where_it_is_used(leaf: Leaf, jobs: Mapping[str, Job], folder: Path) -> None:
+def test_a_key_arrives_where_it_is_used(leaf: Leaf, jobs: Mapping[str, Run], folder: Path) -> None:
     expected = of_folder(leaf.value if leaf.expected is SAME else leaf.expected, folder)
     assert leaf.arrived(jobs[leaf.algorithm]) == expected, (
         f"{leaf.key} of the recipe did not arrive"
@@ -222,7 +228,7 @@ def test_every_key_is_in_the_table_with_a_value_that_is_not_its_default() -> Non
         assert rows, (
             f"{key} is a key of the recipe, and {Path(__file__).name} has no row for it. Add to its TABLE\n"
             f'    Leaf("{key}", VALUE, part("PATH")),\n'
-            "VALUE: one that is not the default. PATH: the attribute of the built Job that holds it, such as "
+            "VALUE: one that is not the default. PATH: the attribute of the built Run that holds it, such as "
             "recipe.trainer.steps or task.policy.options.recompute. Where no part of the job holds it, nothing reads the "
             "key: take it out."
         )
@@ -251,6 +257,7 @@ def test_every_key_is_read_outside_the_recipe() -> None:
                 if isinstance(node, ast.Attribute)
             }
     names = {key.rpartition(".")[2] for key in leaves()}
+    names = {BY_PROPERTY.get(name, name) for name in names}
     assert names - read == {"import", *LAYOUT} - read, (
         "reward.import is field `function`; a layout is made of its section"
     )

@@ -11,7 +11,7 @@ import pytest
 from dovetail.data.examples import Limits, load_prompts
 from dovetail.data.rows import BLOCK, mixed_rows
 from dovetail.errors import ConfigError, DataError
-from dovetail.factory.parts import load_parts, with_epochs
+from dovetail.factory.dataset import load_parts, with_epochs
 from dovetail.factory.rows import reads_answer
 from dovetail.recipe.data import DataSection
 from dovetail.recipe.reward import RewardSection

@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 
 from dovetail.errors import MachineError
-from dovetail.factory.job import Builder, Job
 from dovetail.factory.remote import make_async_sampler
-from dovetail.factory.trainer import run_job
+from dovetail.factory.run import Run, build_run
+from dovetail.factory.setup import Start, prepare
+from dovetail.factory.trainer import train_run
 from dovetail.inference_servers.protocol import ServerRequest
 from dovetail.launch.progress import Progress
 from dovetail.parallel.mesh import Mesh
@@ -91,7 +92,8 @@ def train(recipe: Path, *overrides: str, kill_at: int | None = None) -> None:
     """kill_at: ends without a word when it has the samples of this step, as a kill would."""
     made, device, progress = load_recipe(str(recipe), overrides), torch.device("cpu"), Progress()
     with _captured(), temporary_process_group(device):
-        job = Builder(made, device, recipe.parent, lambda: 0, progress=progress).job()
+        start = Start(device, recipe.parent, progress=progress)
+        job = build_run(prepare(made, start))
         task = job.task
         assert isinstance(task, RLTask)
 
@@ -101,7 +103,7 @@ def train(recipe: Path, *overrides: str, kill_at: int | None = None) -> None:
             return samples
 
         task.collector.rollout_end = note
-        run_job(job, StopSignal(), progress)
+        train_run(job, StopSignal(), progress)
 
 
 def metrics(run_dir: Path) -> list[dict[str, Any]]:
@@ -252,9 +254,9 @@ def test_groups_of_later_policies_stay_where_these_are_made_again(
     stream.resume.return_value = ["3 groups"]
     run = mock.Mock(resumed=resumed, path=tmp_path)
     contents: Any = SimpleNamespace(engines={POLICY: mock.Mock()})
-    given: Any = {"recipe": recipe, "run": run, "contents": contents, "stream": stream}
-    with mock.patch("dovetail.factory.job.compile_kernels"):
-        Job(task=mock.Mock(), rewards=None, at_close=ExitStack(), **given).start()
+    given: Any = {"recipe": recipe, "directory": run, "contents": contents, "stream": stream}
+    with mock.patch("dovetail.factory.run.compile_kernels"):
+        Run(task=mock.Mock(), rewards=None, at_close=ExitStack(), **given).start()
     stream.resume.assert_called_once_with(repeats=repeats)
     run.say.assert_called_once_with("sampled again: 3 groups")
 

@@ -11,7 +11,7 @@ from dovetail.cli.common import RowFile, say
 from dovetail.cli.generate import Generation
 from dovetail.cli.preflight import DEFAULT_REWARD, check_eval
 from dovetail.errors import ConfigError
-from dovetail.factory.rewards import make_rewards, own_metrics
+from dovetail.factory.rewards import custom_metrics, make_rewards
 from dovetail.factory.rows import reads_answer
 from dovetail.jsonl import json_line
 from dovetail.launch.process import put
@@ -41,11 +41,11 @@ def run(args: argparse.Namespace, progress: Progress) -> None:
     with ExitStack() as stack:
         rewards = make_rewards(rewarded, made.mesh, folder, folder)
         stack.callback(rewards.close)
-        own = own_metrics(
+        custom = custom_metrics(
             metrics, made.mesh, folder, seconds, lambda note: say([note], made.mesh), stack
         )
         measured = EvalSet(
-            name="", prompts=made.rows, samples=args.samples, metrics=metrics, own=own
+            name="", prompts=made.rows, samples=args.samples, metrics=metrics, custom=custom
         )
         out = None if args.out is None else stack.enter_context(RowFile(args.out, made.mesh))
         samples = list[Sample]()

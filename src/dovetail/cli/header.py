@@ -126,9 +126,9 @@ def _memory(recipe: "Recipe", layout: Layout, parameters: int) -> str:
     algorithm = recipe.algorithm
     shared = float(kept)
     whole = 0.0
-    if algorithm.name == "ppo":
+    if algorithm.needs_critic:
         shared += kept
-    if algorithm.wants_reference or (algorithm.samples and recipe.reference.path is not None):
+    if algorithm.needs_reference or (algorithm.samples and recipe.reference.path is not None):
         shared += item
     if algorithm.samples:
         whole = item / (recipe.rollout.layout.tp if recipe.rollout.layout else 1)

@@ -35,10 +35,7 @@ from dovetail.launch.inference_servers import server_key
 from dovetail.launch.process import complain
 from dovetail.parallel.devices import check_count, has_npu, refuse_absent
 from dovetail.parallel.layout import Layout
-from dovetail.recipe.algorithms import PPO, PolicyGradient
-from dovetail.recipe.distillation import Distillation
 from dovetail.recipe.evaluation import check_metrics
-from dovetail.recipe.functions import FunctionSection, LossSection
 from dovetail.recipe.optimizers import require_torchao
 from dovetail.recipe.schema import Recipe
 from dovetail.recipe.types import LayoutSection
@@ -230,8 +227,11 @@ def _train(args: argparse.Namespace, layout: Layout, mistakes: Mistakes, device:
     trained = [policy]
     folder = Path(args.recipe).parent
     algorithm = recipe.algorithm
-    for what, section in algorithm:
-        if isinstance(section, FunctionSection | LossSection) and section.function is not None:
+    for what, section in (
+        ("loss", algorithm.custom_loss),
+        ("advantage", algorithm.custom_advantage),
+    ):
+        if section is not None and section.function is not None:
             mistakes.of(_check_function, f"algorithm.{what}", section.function, folder)
     if recipe.optim.function is not None:
         mistakes.of(_check_function, "optim.name", recipe.optim.function, folder)
@@ -249,7 +249,7 @@ def _train(args: argparse.Namespace, layout: Layout, mistakes: Mistakes, device:
         trained += [model] if key == "critic" else []
     if algorithm.samples:
         _check_rl(recipe, folder, policy, layout, mistakes)
-    if isinstance(algorithm, PolicyGradient):
+    if algorithm.rewarded:
         _check_rewards(recipe, folder, firsts, mistakes)
     offloads = recipe.trainer.offload_optimizer and device != "cpu"
     each = TRAINED_BYTES - (MOMENT_BYTES if offloads or recipe.optim.name != "adamw" else 0)
@@ -317,14 +317,13 @@ def _check_rewards(
 
 
 def _others(recipe: Recipe) -> Iterator[tuple[str, str | None, LayoutSection | None]]:
-    if isinstance(recipe.algorithm, PPO):
+    if recipe.algorithm.needs_critic:
         yield "critic", recipe.critic.path, recipe.critic.layout
-    if isinstance(recipe.algorithm, Distillation):
+    if recipe.algorithm.needs_teacher:
         yield "teacher", recipe.teacher.path, recipe.teacher.layout
-        return
-    if recipe.algorithm.samples or recipe.algorithm.wants_reference:
+    if recipe.algorithm.rewarded or recipe.algorithm.needs_reference:
         yield "reference", recipe.reference.path, recipe.reference.layout
-    for part in recipe.reward.labelled().values() if recipe.algorithm.samples else ():
+    for part in recipe.reward.labelled().values() if recipe.algorithm.rewarded else ():
         if part.model is not None and part.model.path is not None:
             yield "reward.model", part.model.path, part.model.layout
 

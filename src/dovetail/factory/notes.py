@@ -8,8 +8,6 @@ from dovetail import system
 from dovetail.arch.transformers_spec import AnySpec
 from dovetail.errors import ConfigError
 from dovetail.factory.layouts import max_positions
-from dovetail.recipe.algorithms import PPO, PolicyGradient
-from dovetail.recipe.distillation import Distillation
 from dovetail.recipe.reward import RewardSection
 from dovetail.recipe.schema import Recipe
 
@@ -32,16 +30,7 @@ def notes(
         )
     if idle := _idle(recipe):
         lines.append(f"without effect, since algorithm.name is {algorithm.name}: {', '.join(idle)}")
-    if isinstance(algorithm, PolicyGradient) and algorithm.kl_coef:
-        estimator = algorithm.kl_estimator
-        place = algorithm.kl_in
-        if (estimator == "k1") != (place == "reward"):
-            keys = f"algorithm.kl_estimator={estimator} with kl_in={place}"
-            edit = "take k1 in the reward, k2 or k3 in the loss"
-            lines.append(f"{keys} hardly pulls towards the reference; {edit}")
-    if isinstance(algorithm, PPO) and algorithm.critic_warmup >= trainer.steps:
-        warmup = f"algorithm.critic_warmup={algorithm.critic_warmup} steps train the critic alone"
-        lines.append(f"the policy is never trained: {warmup}, and trainer.steps is {trainer.steps}")
+    lines += algorithm.notes(recipe)
     if trainer.eval_every and recipe.data.eval is None and not recipe.eval.sets:
         lines.append(
             "without effect, since there is no data.eval and no eval.sets: trainer.eval_every"
@@ -78,9 +67,12 @@ def _idle(recipe: Recipe) -> list[str]:
     algorithm = recipe.algorithm
     trainer = recipe.trainer
     idle = list[str]()
-    is_rl = isinstance(algorithm, PolicyGradient)
-    uses = {"critic": isinstance(algorithm, PPO), "teacher": isinstance(algorithm, Distillation)}
-    uses["reference"] = is_rl or algorithm.wants_reference
+    is_rl = algorithm.rewarded
+    uses = {
+        "critic": algorithm.needs_critic,
+        "teacher": algorithm.needs_teacher,
+        "reference": is_rl or algorithm.needs_reference,
+    }
     for name in [name for name, is_used in uses.items() if not is_used]:
         idle += [f"{name}.{key}" for key, value in vars(recipe)[name] if value is not None]
     if not algorithm.samples and recipe.data.max_prompt_length is not None:
@@ -90,8 +82,7 @@ def _idle(recipe: Recipe) -> list[str]:
         idle += ["trainer.stop_at_reward"] if trainer.stop_at_reward is not None else []
         used = [key for key, value in recipe.reward if value not in (None, dict(default)[key])]
         idle += [f"reward.{'import' if key == 'function' else key}" for key in used]
-    offline = isinstance(algorithm, Distillation) and algorithm.lmbda < 1
-    if algorithm.samples and not offline and recipe.data.max_length is not None:
+    if algorithm.rows == "prompt" and recipe.data.max_length is not None:
         idle.append("data.max_length")
     return idle
 

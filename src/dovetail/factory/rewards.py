@@ -17,7 +17,7 @@ from dovetail.parallel.mesh import Mesh
 from dovetail.recipe.evaluation import label
 from dovetail.recipe.reward import RewardModelSection, RewardPart, RewardSection
 from dovetail.rewards.runner import CallLimits, RewardRunner
-from dovetail.rl.evaluation import OwnMetric
+from dovetail.rl.evaluation import CustomMetric
 from dovetail.rl.reward_manager import FunctionReward, ModelReward, Reward, RewardManager
 
 CACHE = "judge_cache.sqlite"  # in run_dir
@@ -103,7 +103,7 @@ def _runner(
     return runner
 
 
-def own_metrics(
+def custom_metrics(
     metrics: Iterable[str],
     mesh: Mesh,
     folder: Path,
@@ -111,16 +111,16 @@ def own_metrics(
     say: Callable[[str], None],
     at_close: ExitStack,
     printed: Printed | None = None,
-) -> dict[str, OwnMetric]:
+) -> dict[str, CustomMetric]:
     """Collective. The `module:function` ones of `metrics`."""
-    own: dict[str, OwnMetric] = {}
+    found: dict[str, CustomMetric] = {}
     for metric in [metric for metric in metrics if ":" in metric]:
         limits = CallLimits(batch="step", metric=True)
         keys: dict[str, Any] = {"directory": folder, "timeout": timeout, "printed": printed}
         runner = _runner(mesh, None, metric, limits, **keys)
-        own[metric] = OwnMetric(label(metric), runner, mesh, say)
-        at_close.callback(own[metric].close)
-    return own
+        found[metric] = CustomMetric(label(metric), runner, mesh, say)
+        at_close.callback(found[metric].close)
+    return found
 
 
 def _address(part: RewardPart, run_dir: Path) -> dict[str, Any] | None:

@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,7 @@ from dovetail.data.files import Source
 from dovetail.data.formats import first_rows
 from dovetail.data.rows import JsonRow
 from dovetail.errors import ConfigError
-from dovetail.recipe.algorithms import SFT, PolicyGradient
 from dovetail.recipe.data import DataSection, SourceSection
-from dovetail.recipe.distillation import Distillation
-from dovetail.recipe.preferences import KTO
 from dovetail.recipe.reward import RewardSection
 from dovetail.recipe.schema import Recipe
 from dovetail.rewards.built_in import BUILT_IN
@@ -95,16 +93,14 @@ class RowCheck:
 
 
 def columns_of(recipe: Recipe) -> Columns:
-    """Which columns the rows of a recipe need."""
+    """Returns what finds the column that is read of a row."""
     algorithm = recipe.algorithm
-    if isinstance(algorithm, PolicyGradient):
-        answers = reads_answer(recipe.reward)
-        return lambda row: prompt_column(row, answers=answers)
-    if isinstance(algorithm, SFT) or (isinstance(algorithm, Distillation) and algorithm.lmbda < 1):
+    if algorithm.rows == "completion":
         return sft_column
-    if isinstance(algorithm, Distillation):
-        return lambda row: prompt_column(row, answers=False)
-    paired = not isinstance(algorithm, KTO)
+    if algorithm.rows == "prompt":
+        answers = algorithm.rewarded and reads_answer(recipe.reward)
+        return partial(prompt_column, answers=answers)
+    paired = algorithm.rows == "pair"
     return lambda row: "chosen" if is_pair(row, paired=paired) else "completion"
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.errors import ConfigError, LayoutError
-from dovetail.factory.job import Builder, Job
+from dovetail.factory.run import Run, build_run
+from dovetail.factory.setup import Start, prepare
 from dovetail.launch.progress import Progress, collective_timeout
 from dovetail.parallel.consensus import refuse_different
 from dovetail.parallel.process_group import (
@@ -64,42 +65,35 @@ class Trainer:
         progress = Progress()
         with temporary_process_group(device, collective_timeout(self.recipe.trainer.timeouts)):
             keys = flat(self.recipe.model_dump(mode="json", by_alias=True))
+            start = Start(device, self.recipe_folder, lambda: stop.number, self.resume, progress)
             try:
-                builder = Builder(
-                    self.recipe,
-                    device,
-                    self.recipe_folder,
-                    lambda: stop.number,
-                    self.resume,
-                    progress,
-                )
+                setup = prepare(self.recipe, start)
             except LayoutError as error:
                 raise LayoutError(
                     f"{error}; `torchrun --nproc-per-node N script.py` starts N ranks"
                 ) from error
             refuse_different(
                 {f"recipe: {key}": repr(keys[key]) for key in keys if key != "run_dir"},
-                builder.mesh,
+                setup.mesh,
             )
-            outcome = run_job(builder.job(), stop, progress, self.callbacks)
-            del builder
+            outcome = train_run(build_run(setup), stop, progress, self.callbacks)
             gc.collect()  # engines are cycles
         return outcome
 
 
-def run_job(
-    job: Job, stop: StopSignal, progress: Progress, callbacks: Sequence[TrainerCallback] = ()
+def train_run(
+    run: Run, stop: StopSignal, progress: Progress, callbacks: Sequence[TrainerCallback] = ()
 ) -> Outcome:
-    """Collective."""
+    """Trains to the end of a run, or until it is stopped, and closes it. Collective."""
+    directory = run.directory
     with ExitStack() as stack:
-        stack.callback(job.close)
-        stack.push(job.run.note_failure)
+        stack.callback(run.close)
+        stack.push(directory.note_failure)
         stack.enter_context(stop)
-        stack.enter_context(deterministic(job.recipe.trainer.deterministic))
-        job.run.callbacks.callbacks = callbacks
-        job.start()
-        outcome = train(job.task, job.run, job.recipe.trainer, progress)
+        stack.enter_context(deterministic(run.recipe.trainer.deterministic))
+        run.start(callbacks)
+        outcome = train(run.task, directory, run.recipe.trainer, progress)
         progress.phase("save")
-        job.run.finish(outcome)
-        job.run.callbacks("on_train_end")
+        directory.finish(outcome)
+        directory.callbacks("on_train_end")
     return outcome

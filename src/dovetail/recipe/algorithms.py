@@ -1,14 +1,26 @@
-"""The section `algorithm` of SFT and RL."""
+"""The section `algorithm`: what every algorithm has, and the keys of SFT and RL."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, model_validator
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 
 from dovetail.bounds import MAX_FLOAT
-from dovetail.recipe.functions import LossSection, OwnFunction, PolicyTerm
-from dovetail.recipe.types import Estimator, NotStrict, Section, Share, Updates, key
+from dovetail.recipe.functions import CustomFunction, FunctionSection, LossSection, PolicyTerm
+from dovetail.recipe.types import Estimator, NotStrict, Section, Share, key
 
+if TYPE_CHECKING:
+    from dovetail.recipe.schema import Recipe
+
+# What a row of data.train is.
+RowKind = Literal["prompt", "completion", "pair", "marked completion"]
 HighRatio = Annotated[float, Field(gt=0, le=MAX_FLOAT)]
 
 
@@ -53,8 +65,66 @@ class CorrectionSection(Section):
         return self
 
 
-class Algorithm(Updates):
-    """Keys of SFT and RL."""
+class AlgorithmSection(Section):
+    """Keys of every algorithm, and what it needs besides the policy.
+
+    rewarded: it trains on samples with rewards. trains_values: the policy has a value head.
+    """
+
+    rewarded: ClassVar[bool] = False
+    trains_values: ClassVar[bool] = False
+    needs_critic: ClassVar[bool] = False
+    needs_teacher: ClassVar[bool] = False
+    epochs: PositiveInt = key(1, "passes over the rows of a step")
+    num_mini_batches: PositiveInt = key(1, "optimizer steps in one pass")
+
+    @property
+    def rows(self) -> RowKind:
+        raise NotImplementedError
+
+    @property
+    def samples(self) -> bool:
+        """Whether it trains on completions of the policy."""
+        return self.rewarded
+
+    @property
+    def needs_reference(self) -> bool:
+        return False
+
+    @property
+    def updates(self) -> int:
+        """Optimizer steps on the rows of a step."""
+        return self.epochs * self.num_mini_batches
+
+    @property
+    def steps_without_policy(self) -> int:
+        """First steps that leave the policy as it is."""
+        return 0
+
+    @property
+    def custom_loss(self) -> LossSection | FunctionSection | None:
+        """A function of the user in place of the loss."""
+        return None
+
+    @property
+    def custom_advantage(self) -> FunctionSection | None:
+        """A function of the user in place of the advantage."""
+        return None
+
+    def correction_of(self, *, by_default: bool) -> CorrectionSection | None:
+        """Returns the importance weights of samples, if there are any."""
+        return None
+
+    def check(self, recipe: "Recipe") -> None:
+        """Raises ValueError for keys that do not fit the rest of the recipe."""
+
+    def notes(self, recipe: "Recipe") -> list[str]:
+        """Returns what a user should know of keys that are allowed but odd."""
+        return []
+
+
+class AggregatedSection(AlgorithmSection):
+    """Keys of algorithms whose losses are means over tokens: SFT, RL and distillation."""
 
     aggregation: Literal["token", "sequence", "sequence_sum"] = key(
         "token",
@@ -64,19 +134,28 @@ class Algorithm(Updates):
     )
 
 
-class SFT(Algorithm):
+class SFTSection(AggregatedSection):
     """Supervised fine-tuning: the negative log-likelihood of the completions."""
 
     name: Literal["sft"] = "sft"
-    loss: OwnFunction = key(
+    loss: CustomFunction = key(
         None, "ppo, cispo, gmpo, sapo, or a function {import, options}; of sft a function alone"
     )
 
+    @property
+    def rows(self) -> RowKind:
+        return "completion"
 
-class PolicyGradient(Algorithm):
-    """Keys of every RL algorithm."""
+    @property
+    def custom_loss(self) -> FunctionSection | None:
+        return self.loss
 
-    samples: ClassVar[bool] = True
+
+class PolicyGradientSection(AggregatedSection):
+    """Keys of every RL algorithm. compares_samples: a reward counts against others of its prompt."""
+
+    rewarded: ClassVar[bool] = True
+    compares_samples: ClassVar[bool] = True
     loss: PolicyTerm = key(LossSection(), "ppo, cispo, gmpo, sapo, or a function {import, options}")
     clip_low: Share = key(0.2, "the ratio is clipped below 1 - clip_low")
     clip_high: Annotated[float, Field(ge=0, le=MAX_FLOAT)] = key(
@@ -104,17 +183,61 @@ class PolicyGradient(Algorithm):
     )
 
     @property
-    def wants_reference(self) -> bool:
+    def rows(self) -> RowKind:
+        return "prompt"
+
+    @property
+    def needs_reference(self) -> bool:
         return self.kl_coef > 0
 
     @property
-    def needs_old_logprobs(self) -> bool:
-        return (
-            self.kl_in == "reward" and self.kl_coef > 0
-        ) or self.epochs * self.num_mini_batches > 1
+    def needs_groups(self) -> bool:
+        """Whether a single sample of a prompt would teach nothing."""
+        return self.compares_samples
+
+    @property
+    def max_generations(self) -> int:
+        """Rounds of sampling in a step, at most."""
+        return 1
+
+    @property
+    def drops_groups(self) -> bool:
+        """Whether groups with equal rewards are left out."""
+        return False
+
+    @property
+    def custom_loss(self) -> LossSection | None:
+        return self.loss if self.loss.function is not None else None
+
+    def correction_of(self, *, by_default: bool) -> CorrectionSection | None:
+        correction = self.correction
+        if correction is None and by_default:
+            correction = CorrectionSection()
+        if correction is None or (correction.ratio == "none" and correction.old == "recomputed"):
+            return None
+        return correction
+
+    def check(self, recipe: "Recipe") -> None:
+        samples = recipe.rollout.samples_per_prompt
+        if self.needs_groups and samples < 2:
+            why = f"{dict(self)['name']} compares a prompt's samples with each other"
+            raise ValueError(f"rollout.samples_per_prompt is {samples}; {why}, so give 2 or more")
+        longest = recipe.rollout.max_new_tokens
+        if self.overlong_buffer > longest:
+            raise ValueError(
+                f"algorithm.overlong_buffer is {self.overlong_buffer}, more than "
+                f"rollout.max_new_tokens={longest}"
+            )
+
+    def notes(self, recipe: "Recipe") -> list[str]:
+        if not self.kl_coef or (self.kl_estimator == "k1") == (self.kl_in == "reward"):
+            return []
+        keys = f"algorithm.kl_estimator={self.kl_estimator} with kl_in={self.kl_in}"
+        edit = "take k1 in the reward, k2 or k3 in the loss"
+        return [f"{keys} hardly pulls towards the reference; {edit}"]
 
     @model_validator(mode="after")
-    def _terms(self) -> "PolicyGradient":
+    def _terms(self) -> "PolicyGradientSection":
         term = self.loss.function or self.loss.name or "ppo"
         if term != "ppo" and self.dual_clip is not None:
             raise ValueError(f"dual_clip is a bound of the loss ppo; drop it, or loss ({term})")
@@ -130,15 +253,19 @@ class PolicyGradient(Algorithm):
         return {"kl_estimator": "k1" if given["kl_in"] == "reward" else "k3", **given}
 
 
-class CriticFree(PolicyGradient):
+class CriticFreeSection(PolicyGradientSection):
     """Keys of algorithms without a critic."""
 
-    advantage: OwnFunction = key(
+    advantage: CustomFunction = key(
         None, "a function of yours: f(rewards, groups, batch) -> a number a response or token"
     )
 
+    @property
+    def custom_advantage(self) -> CustomFunction:
+        return self.advantage
 
-class GRPO(CriticFree):
+
+class GRPOSection(CriticFreeSection):
     """Group-relative advantages: a reward against the mean of its prompt's samples."""
 
     name: Literal["grpo"] = "grpo"
@@ -152,14 +279,22 @@ class GRPO(CriticFree):
         "this in all (DAPO)",
     )
 
+    @property
+    def max_generations(self) -> int:
+        return self.max_num_gen_batches if self.drop_zero_std_groups else 1
 
-class RLOO(CriticFree):
+    @property
+    def drops_groups(self) -> bool:
+        return self.drop_zero_std_groups
+
+
+class RLOOSection(CriticFreeSection):
     """Leave-one-out advantages: a reward against the mean of its prompt's other samples."""
 
     name: Literal["rloo"] = "rloo"
 
 
-class ReinforcePlusPlus(CriticFree):
+class ReinforcePlusPlusSection(CriticFreeSection):
     """REINFORCE++: rewards to go with the KL penalty of each token, whitened over all tokens of a step."""
 
     name: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
@@ -173,6 +308,10 @@ class ReinforcePlusPlus(CriticFree):
         False, "subtract the mean reward of a prompt's samples (REINFORCE++-baseline)"
     )
 
+    @property
+    def needs_groups(self) -> bool:
+        return self.group_baseline
+
     @model_validator(mode="before")
     @classmethod
     def _baseline(cls, given: Any) -> Any:
@@ -185,9 +324,11 @@ class ReinforcePlusPlus(CriticFree):
         return given
 
 
-class PPO(PolicyGradient):
+class PPOSection(PolicyGradientSection):
     """Advantages from a critic by generalized advantage estimation."""
 
+    compares_samples: ClassVar[bool] = False
+    needs_critic: ClassVar[bool] = True
     name: Literal["ppo"] = "ppo"
     kl_estimator: Estimator = key("k1", "estimator of the KL term")
     kl_in: Literal["reward", "loss"] = key("reward", "where the KL term is added")
@@ -200,5 +341,17 @@ class PPO(PolicyGradient):
     value_coef: PositiveFloat = key(1.0, "weight of the value loss")
     critic_warmup: NonNegativeInt = key(0, "first steps that train the critic alone")
 
+    @property
+    def steps_without_policy(self) -> int:
+        return self.critic_warmup
 
-AnyRL = GRPO | PPO | RLOO | ReinforcePlusPlus
+    def notes(self, recipe: "Recipe") -> list[str]:
+        lines = super().notes(recipe)
+        if self.critic_warmup >= recipe.trainer.steps:
+            warmup = f"algorithm.critic_warmup={self.critic_warmup} steps train the critic alone"
+            steps = f"trainer.steps is {recipe.trainer.steps}"
+            lines.append(f"the policy is never trained: {warmup}, and {steps}")
+        return lines
+
+
+AnyRL = GRPOSection | PPOSection | RLOOSection | ReinforcePlusPlusSection

@@ -1,12 +1,15 @@
 """Distillation. Names of GKD (Agarwal et al. 2024) and TRL's trainer."""
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import NonNegativeInt, PositiveFloat, model_validator
 
-from dovetail.recipe.algorithms import Algorithm
+from dovetail.recipe.algorithms import AggregatedSection, RowKind
 from dovetail.recipe.types import OwnLayout, PathText, Section, Share, key
+
+if TYPE_CHECKING:
+    from dovetail.recipe.schema import Recipe
 
 SAMPLED = "sampled_reverse_kl"
 
@@ -20,9 +23,10 @@ class TeacherSection(Section):
     layout: OwnLayout = key(None, "empty: the policy's layout")
 
 
-class Distillation(Algorithm):
+class DistillationSection(AggregatedSection):
     """Each token's distribution is pulled to a teacher's, on rows with completions or on the student's own samples."""
 
+    needs_teacher: ClassVar[bool] = True
     name: Literal["distillation"] = "distillation"
     divergence: Literal["forward_kl", "reverse_kl", "jsd", "sampled_reverse_kl"] = key(
         "jsd",
@@ -44,8 +48,24 @@ class Distillation(Algorithm):
     )
 
     @property
-    def samples(self) -> bool:  # type: ignore[override]  # in others a constant
+    def samples(self) -> bool:
         return self.lmbda > 0
+
+    @property
+    def rows(self) -> RowKind:
+        return "completion" if self.lmbda < 1 else "prompt"
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether the teacher scores sampled tokens alone, in place of whole distributions."""
+        return self.divergence == SAMPLED
+
+    def check(self, recipe: "Recipe") -> None:
+        if recipe.teacher.path is None:
+            raise ValueError(
+                "teacher.path is missing: distillation learns from a teacher; give its path or "
+                "hub name"
+            )
 
     @model_validator(mode="before")
     @classmethod
@@ -54,13 +74,13 @@ class Distillation(Algorithm):
         return {"lmbda": 1.0, **given} if sampled else given
 
     @model_validator(mode="after")
-    def _fits(self) -> "Distillation":
+    def _fits(self) -> "DistillationSection":
         if self.divergence != "jsd" and "beta" in self.model_fields_set:
             raise ValueError(
                 f"beta has no meaning for the divergence {self.divergence}; leave it out, or "
                 "take jsd"
             )
-        if self.divergence != SAMPLED:
+        if not self.is_sampled:
             return self
         if self.lmbda < 1:
             raise ValueError(

@@ -61,7 +61,7 @@ class LossSection(Section):
         return self
 
 
-OwnFunction = FunctionSection | None
+CustomFunction = FunctionSection | None
 PolicyTerm = Annotated[
     LossSection, BeforeValidator(lambda given: {"name": given} if isinstance(given, str) else given)
 ]

@@ -1,19 +1,27 @@
 """Algorithms of preferences: keys, names and defaults are TRL's where it has them."""
 
-from typing import Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 
-from dovetail.recipe.types import Updates, key
+from dovetail.recipe.algorithms import AlgorithmSection, RowKind
+from dovetail.recipe.types import key
+
+if TYPE_CHECKING:
+    from dovetail.recipe.schema import Recipe
 
 Smoothing = Annotated[float, Field(ge=0, lt=0.5)]
 
 
-class Preferences(Updates):
+class PreferenceSection(AlgorithmSection):
     """Keys of every algorithm of preferences."""
 
+    @property
+    def rows(self) -> RowKind:
+        return "pair"
+
     @model_validator(mode="after")
-    def _smoothed(self) -> "Preferences":
+    def _smoothed(self) -> "PreferenceSection":
         given = dict(self)
         if given.get("label_smoothing") and given.get("loss") in ("hinge", "ipo"):
             raise ValueError(
@@ -22,10 +30,10 @@ class Preferences(Updates):
         return self
 
 
-class DPO(Preferences):
+class DPOSection(PreferenceSection):
     """Direct preference optimization: log-probs against the reference's (reference.path), by pair."""
 
-    wants_reference: ClassVar[bool] = True
+    needs_reference: ClassVar[bool] = True
     name: Literal["dpo"] = "dpo"
     loss: Literal["sigmoid", "hinge", "ipo", "robust"] = key("sigmoid", "of a pair's margin")
     beta: PositiveFloat = key(
@@ -37,17 +45,28 @@ class DPO(Preferences):
     )
 
 
-class KTO(Preferences):
+class KTOSection(PreferenceSection):
     """Kahneman-Tversky optimization: completions that are marked as good or bad, without pairs."""
 
-    wants_reference: ClassVar[bool] = True
+    needs_reference: ClassVar[bool] = True
     name: Literal["kto"] = "kto"
     beta: PositiveFloat = key(0.1, "scale of implicit rewards")
     desirable_weight: NonNegativeFloat = key(1.0, "weight of good completions")
     undesirable_weight: NonNegativeFloat = key(1.0, "weight of bad completions")
 
+    @property
+    def rows(self) -> RowKind:
+        return "marked completion"
 
-class CPO(Preferences):
+    def check(self, recipe: "Recipe") -> None:
+        rows = recipe.trainer.prompts_per_step
+        if rows < 2 * self.num_mini_batches:
+            why = "kto compares the rows of an optimizer step with each other"
+            edit = "give 2 or more for each of algorithm.num_mini_batches"
+            raise ValueError(f"trainer.prompts_per_step is {rows}; {why}, so {edit}")
+
+
+class CPOSection(PreferenceSection):
     """Contrastive preference optimization: pairs without a reference."""
 
     name: Literal["cpo"] = "cpo"
@@ -59,7 +78,7 @@ class CPO(Preferences):
     )
 
 
-class SimPO(Preferences):
+class SimPOSection(PreferenceSection):
     """SimPO: mean log-probs of completions, with a target margin, without a reference."""
 
     name: Literal["simpo"] = "simpo"
@@ -75,20 +94,23 @@ class SimPO(Preferences):
         return "simpo"
 
 
-class ORPO(Preferences):
+class ORPOSection(PreferenceSection):
     """Odds-ratio preference optimization: supervised training of chosen rows with a penalty, without a reference."""
 
     name: Literal["orpo"] = "orpo"
     beta: PositiveFloat = key(0.1, "weight of the odds ratio's loss; lambda in the paper")
 
 
-class Reward(Preferences):
+class RewardTrainingSection(PreferenceSection):
     """A reward model by Bradley-Terry: a score at the last token, trained on pairs."""
 
+    trains_values: ClassVar[bool] = True
     name: Literal["reward"] = "reward"
     center_rewards_coefficient: NonNegativeFloat = key(
         0.0, "weight of the squared sum of a pair's scores"
     )
 
 
-AnyPreference = DPO | KTO | CPO | SimPO | ORPO | Reward
+AnyPreference = (
+    DPOSection | KTOSection | CPOSection | SimPOSection | ORPOSection | RewardTrainingSection
+)

@@ -17,24 +17,15 @@ from pydantic_core import ValidationError
 from dovetail.bounds import MAX_LAG, MAX_TOKENS
 from dovetail.errors import ConfigError
 from dovetail.launch.progress import Phase
-from dovetail.recipe.algorithms import (
-    GRPO,
-    RLOO,
-    SFT,
-    AnyRL,
-    CorrectionSection,
-    CriticFree,
-    PolicyGradient,
-    ReinforcePlusPlus,
-)
+from dovetail.recipe.algorithms import AnyRL, CorrectionSection, GRPOSection, SFTSection
 from dovetail.recipe.data import DataSection
-from dovetail.recipe.distillation import Distillation, TeacherSection
+from dovetail.recipe.distillation import DistillationSection, TeacherSection
 from dovetail.recipe.evaluation import EvalSection, EvalSetSection
 from dovetail.recipe.keys import RENAMED, Key, keys_of, rename_keys, renamed_note
 from dovetail.recipe.messages import explain, nearest
 from dovetail.recipe.names import all_meanings
 from dovetail.recipe.optim import OptimSection
-from dovetail.recipe.preferences import KTO, AnyPreference
+from dovetail.recipe.preferences import AnyPreference
 from dovetail.recipe.reward import Rewards, RewardSection
 from dovetail.recipe.rollout import EMBEDDED, RolloutSection
 from dovetail.recipe.tracking import Loggers, ProfileSection
@@ -154,7 +145,8 @@ class TrainerSection(Section):
     )
 
 
-AnyAlgorithm = SFT | AnyRL | AnyPreference | Distillation
+AnyAlgorithm = SFTSection | AnyRL | AnyPreference | DistillationSection
+SPELLINGS: Mapping[str, str] = {"reward_model": "reward", "distill": "distillation"}  # contract.md
 
 
 class Recipe(Section):
@@ -165,7 +157,7 @@ class Recipe(Section):
     critic: CriticSection = CriticSection()
     reference: ReferenceSection = ReferenceSection()
     teacher: TeacherSection = TeacherSection()
-    algorithm: Annotated[AnyAlgorithm, Field(discriminator="name")] = GRPO()
+    algorithm: Annotated[AnyAlgorithm, Field(discriminator="name")] = GRPOSection()
     data: DataSection
     rollout: RolloutSection = RolloutSection()
     reward: Rewards = RewardSection()
@@ -179,45 +171,33 @@ class Recipe(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _default_algorithm(cls, given: Any) -> Any:
-        algorithm = given.get("algorithm") if isinstance(given, Mapping) else None
-        return (
-            {**given, "algorithm": {"name": "grpo", **algorithm}}
-            if isinstance(algorithm, Mapping)
-            else given
-        )
+    def _name_algorithm(cls, given: Any) -> Any:
+        """Gives the algorithm its default name, and its first spelling where it has two."""
+        if not isinstance(given, Mapping) or not isinstance(given.get("algorithm"), Mapping):
+            return given
+        algorithm = {"name": "grpo", **given["algorithm"]}
+        name = algorithm["name"]
+        if isinstance(name, str):
+            algorithm["name"] = SPELLINGS.get(name, name)
+        return {**given, "algorithm": algorithm}
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        samples = self.rollout.samples_per_prompt
-        baseline = isinstance(self.algorithm, ReinforcePlusPlus) and self.algorithm.group_baseline
-        if (isinstance(self.algorithm, GRPO | RLOO) or baseline) and samples < 2:
-            why = f"{self.algorithm.name} compares a prompt's samples with each other"
-            raise ValueError(f"rollout.samples_per_prompt is {samples}; {why}, so give 2 or more")
-        longest = self.rollout.max_new_tokens
-        buffer = self.algorithm.overlong_buffer if isinstance(self.algorithm, PolicyGradient) else 0
-        if buffer > longest:
-            raise ValueError(
-                f"algorithm.overlong_buffer is {buffer}, more than rollout.max_new_tokens={longest}"
-            )
-        rows = self.trainer.prompts_per_step * (
-            samples if isinstance(self.algorithm, PolicyGradient) else 1
-        )
+        rows = self.trainer.prompts_per_step
+        if self.algorithm.rewarded:
+            rows *= self.rollout.samples_per_prompt
         if self.algorithm.num_mini_batches > rows:
             most = f"a step has only {rows} rows; lower it, or raise trainer.prompts_per_step"
             raise ValueError(
                 f"algorithm.num_mini_batches is {self.algorithm.num_mini_batches}, but {most}"
             )
-        if isinstance(self.algorithm, KTO) and rows < 2 * self.algorithm.num_mini_batches:
-            why = "kto compares the rows of an optimizer step with each other"
-            edit = "give 2 or more for each of algorithm.num_mini_batches"
-            raise ValueError(f"trainer.prompts_per_step is {rows}; {why}, so {edit}")
+        self.algorithm.check(self)
         if self.data.eval and any(each.name == "eval" for each in self.eval.sets):
             raise ValueError(
                 "data.eval is the set named eval; give another name to that of eval.sets, or "
                 "drop one"
             )
-        if not isinstance(self.algorithm, PolicyGradient):
+        if not self.algorithm.rewarded:
             for each in self.eval.sets:
                 if each != EvalSetSection(name=each.name, data=each.data):
                     raise ValueError(
@@ -226,11 +206,6 @@ class Recipe(Section):
                         f"{self.algorithm.name} samples nothing; it evaluates the loss of a "
                         "set's rows, so leave these keys out"
                     )
-        if isinstance(self.algorithm, Distillation) and self.teacher.path is None:
-            raise ValueError(
-                "teacher.path is missing: distillation learns from a teacher; give its path or "
-                "hub name"
-            )
         inside = self.rollout.inside
         rollout = self.rollout
         if rollout.router_replay == "rollout" and (
@@ -251,7 +226,7 @@ class Recipe(Section):
         if self.trainer.max_lag is None:
             return self
         name = f"trainer.max_lag is {self.trainer.max_lag}"
-        if not isinstance(self.algorithm, PolicyGradient):
+        if not self.algorithm.rewarded:
             raise ValueError(
                 f"{name}, which is of RL, not of algorithm {self.algorithm.name}; leave it out"
             )
@@ -288,30 +263,9 @@ class Recipe(Section):
 
     @property
     def correction(self) -> CorrectionSection | None:
-        """Returns the section with its default for backend and lag; None: no correction."""
-        if not isinstance(self.algorithm, PolicyGradient):
-            return None
-        other = self.rollout.backend not in EMBEDDED or bool(self.trainer.max_lag)
-        own = self.algorithm.correction or (CorrectionSection() if other else None)
-        return None if own is None or (own.ratio == "none" and own.old == "recomputed") else own
-
-    @property
-    def weighs_in_update(self) -> bool:
-        """The correction needs no pass for old log-probs: they are those of the one update, token by token."""
-        own = self.algorithm
-        correction = self.correction
-        if correction is None or not isinstance(own, PolicyGradient):
-            return False
-        by_token = (correction.ratio, correction.old) == (
-            "token",
-            "recomputed",
-        ) and correction.outside != "drop"
-        reads = own.loss.function is not None or (
-            isinstance(own, CriticFree) and own.advantage is not None
-        )
-        return by_token and not (
-            reads or own.needs_old_logprobs or self.rollout.router_replay == "trainer"
-        )
+        """The importance weights of samples, with the default of backend and lag."""
+        off_policy = self.rollout.backend not in EMBEDDED or bool(self.trainer.max_lag)
+        return self.algorithm.correction_of(by_default=off_policy)
 
     @property
     def notes(self) -> tuple[str, ...]:

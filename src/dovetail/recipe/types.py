@@ -2,7 +2,8 @@
 
 import os
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from dataclasses import fields
+from typing import Annotated, Any, Literal
 
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt
@@ -63,17 +64,10 @@ class Section(BaseModel):
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False, populate_by_name=True
     )
 
-
-class Updates(Section):
-    """Keys of every algorithm. samples: whether it trains on completions of its own."""
-
-    samples: ClassVar[bool] = False
-    epochs: PositiveInt = key(1, "passes over the rows of a step")
-    num_mini_batches: PositiveInt = key(1, "optimizer steps in one pass")
-
-    @property
-    def wants_reference(self) -> bool:
-        return False
+    def values_for(self, settings: type) -> dict[str, Any]:
+        """Returns the values whose keys are fields of the dataclass `settings`."""
+        names = {field.name for field in fields(settings)}
+        return {name: value for name, value in self if name in names}
 
 
 class LayoutSection(Section):

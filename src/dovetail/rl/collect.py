@@ -20,7 +20,7 @@ from dovetail.sampler.base import Sampler, SamplingParams, TokenPrompt, requests
 from dovetail.sampler.turn import GenerationRequest, Turn, generate_all
 
 if TYPE_CHECKING:
-    from dovetail.recipe.algorithms import AnyRL
+    from dovetail.recipe.algorithms import PolicyGradientSection
     from dovetail.recipe.schema import Recipe
 
 MAX_UNREWARDED_STEPS = 3  # in a row
@@ -113,18 +113,15 @@ class SampleCollector:
         Resampling (DAPO) takes the rows of steps after the run's last.
         """
         recipe = self.recipe
-        algorithm = cast("AnyRL", recipe.algorithm)
+        algorithm = cast("PolicyGradientSection", recipe.algorithm)
         wanted = recipe.trainer.prompts_per_step
-        drops = algorithm.name == "grpo" and algorithm.drop_zero_std_groups
         drawn = list[Sample]()
         kept = list[Sample]()
         failed = dict[str, Any]()
         rewarded = False
         self.dropped = []
         self.rewards.progress = self._training_progress(step)
-        for batch in range(
-            algorithm.max_num_gen_batches if algorithm.name == "grpo" and drops else 1
-        ):
+        for batch in range(algorithm.max_generations):
             if batch:
                 self.progress.phase("wait")
                 if stopping():
@@ -151,7 +148,7 @@ class SampleCollector:
             rewarded = rewarded or bool(found.samples)
             samples = self.rollout_end(found.samples)
             drawn += samples
-            kept += without_zero_std_groups(samples) if drops else samples
+            kept += without_zero_std_groups(samples) if algorithm.drops_groups else samples
             groups = [*dict.fromkeys(sample.group for sample in kept)]
             if len(groups) >= wanted:
                 chosen = set(groups[:wanted])
@@ -164,7 +161,7 @@ class SampleCollector:
             kept = with_overlong_penalty(kept, *limits)
         self.samples = drawn
         self._count_unrewarded(step, rewarded=rewarded)
-        metrics = sample_metrics(drawn, compared=algorithm.name != "ppo")
+        metrics = sample_metrics(drawn, compared=algorithm.compares_samples)
         metrics |= self.rewards.take_metrics()
         return kept, {**metrics, **self.sampler_metrics(), **failed}
 

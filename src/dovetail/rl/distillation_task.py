@@ -4,7 +4,7 @@ import random
 import zlib
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 
@@ -13,25 +13,27 @@ from dovetail.batch.packed import PackedBatch, Sequence
 from dovetail.data.examples import Prompt
 from dovetail.engine.native import Engine
 from dovetail.engine.teacher import Teacher, evaluate
+from dovetail.launch.progress import Phase
+from dovetail.rl.algorithms.distillation import Distillation
 from dovetail.rl.collect import requests_for
-from dovetail.rl.distillation import DistillationLoss, SampledReverseKL
 from dovetail.rl.experience import pack_samples, score_old
 from dovetail.rl.samples import Sample, sample_row
 from dovetail.rl.step_metrics import Row, sample_metrics, update_metrics
-from dovetail.rl.tasks import RowsTask, inner_batches, lengths_of, weighted
+from dovetail.rl.tasks import RowsTask, inner_batches, lengths_of, update_work, weighted
 from dovetail.sampler.base import Sampler, SamplingParams
 from dovetail.sampler.turn import generate_all
-
-if TYPE_CHECKING:
-    from dovetail.recipe.distillation import Distillation
 
 Rows = Seq[Sequence | Prompt]
 
 
 @dataclass(kw_only=True)
 class DistillationTask(RowsTask):
-    """teacher: of sampled_reverse_kl an engine that scores. sampler: if lmbda > 0."""
+    """Trains a student on a teacher's distributions.
 
+    teacher: an engine where it scores sampled tokens alone. sampler: where the student samples.
+    """
+
+    algorithm: Distillation
     teacher: Teacher | Engine
     sampler: Sampler | None = None
     sampling: SamplingParams = field(default_factory=SamplingParams)
@@ -40,10 +42,6 @@ class DistillationTask(RowsTask):
 
     def sample_rows(self) -> list[dict[str, Any]]:
         return [sample_row(sample) for sample in self.samples]
-
-    @property
-    def algorithm(self) -> "Distillation":
-        return cast("Distillation", self.recipe.algorithm)
 
     def step(self, step: int, stopping: Callable[[], bool] = bool) -> Row | None:
         rows = self.rows_of(step)
@@ -57,7 +55,7 @@ class DistillationTask(RowsTask):
                 return None
         batch = self._packed(self.samples or rows)
         self.progress.phase("score", step + 1)
-        taught, loss = self._taught(batch)
+        taught, loss = self.taught(batch)
         self.progress.phase("update", step + 1)
         reports = [
             self.policy.train_step(part, loss) for part in inner_batches(taught, self.recipe, step)
@@ -66,37 +64,41 @@ class DistillationTask(RowsTask):
         work = {}
         if self.samples:
             metrics = sample_metrics(self.samples, compared=False)
-            lengths = {
-                name: value for name, value in metrics.items() if not name.startswith("reward")
-            }
-            work["rollout"] = (
-                sum(len(sample.completion.ids) for sample in self.samples),
-                len(self.samples),
-            )
-        work["score"] = len(batch), batch.num_sequences
-        work["update"] = (
-            len(batch) * self.algorithm.epochs,
-            batch.num_sequences * self.algorithm.epochs,
-        )
+            lengths = {name: x for name, x in metrics.items() if not name.startswith("reward")}
+            tokens = sum(len(sample.completion.ids) for sample in self.samples)
+            work["rollout"] = (tokens, len(self.samples))
+        work["score"] = (len(batch), batch.num_sequences)
+        work["update"] = update_work(batch, self.recipe)
         row = {"tokens": len(batch), "on_policy": float(on_policy), **lengths, "work": work}
         return {**update_metrics(reports), **row}
 
     def measure(self, name: str, rows: Rows) -> Row:
-        """The loss and its metrics; with lmbda 1 on samples, of the same noise at every step."""
+        """Returns the loss and its metrics; with lmbda 1 on samples of the same noise every time."""
         given: Seq[Sequence | Prompt | Sample] = rows
-        if self.algorithm.lmbda == 1:
+        if self.algorithm.section.lmbda == 1:
             seed = zlib.crc32(f"{self.sampling.seed}/eval/{name}".encode())
             given = self._sampled(rows, replace(self.sampling, samples=1, seed=seed), "eval")
-        report = evaluate(self.policy, *self._taught(self._packed(given)))
+        report = evaluate(self.policy, *self.taught(self._packed(given)))
         return {"loss": report.loss, **report.metrics}
 
     def is_on_policy(self, step: int) -> bool:
-        return (
-            random.Random(f"{self.recipe.trainer.seed}/{step}/on_policy").random()
-            < self.algorithm.lmbda
-        )
+        drawn = random.Random(f"{self.recipe.trainer.seed}/{step}/on_policy").random()
+        return drawn < self.algorithm.section.lmbda
 
-    def _sampled(self, rows: Rows, params: SamplingParams, phase: Any = "rollout") -> list[Sample]:
+    def taught(self, batch: PackedBatch) -> tuple[PackedBatch, LossFn]:
+        """Returns the batch with the teacher's fields, and the loss that reads them."""
+        if isinstance(self.teacher, Teacher):
+            batch, states = self.teacher.read(batch)
+            return batch, self.algorithm.divergence_loss(states)
+        if self.algorithm.fields.old_logprob == "policy":
+            batch = score_old(self.policy, batch, "none")
+        batch = batch.with_routing(None)
+        scored = self.teacher.score(batch).logprob
+        return batch.with_fields(teacher_logprob=scored), self.algorithm.sampled_loss()
+
+    def _sampled(
+        self, rows: Rows, params: SamplingParams, phase: Phase = "rollout"
+    ) -> list[Sample]:
         assert self.sampler is not None
         self.sampler.refill(self.policy.weights(self.sampler.dtype))
         self.progress.phase(phase)
@@ -105,30 +107,21 @@ class DistillationTask(RowsTask):
         return [Sample(prompts[turn.row], turn, self.decode(turn.ids), 0.0) for turn in turns]
 
     def _packed(self, rows: Seq[Sequence | Prompt | Sample]) -> PackedBatch:
-        sampled_kl = self.algorithm.divergence == "sampled_reverse_kl"
-        temperature = self.recipe.rollout.temperature if sampled_kl else self.algorithm.temperature
+        section = self.algorithm.section
+        temperature = section.temperature
+        if section.is_sampled:
+            temperature = self.recipe.rollout.temperature
         if isinstance(rows[0], Sample):
-            return weighted(pack_samples(cast("list[Sample]", rows), temperature), self.recipe)
+            batch = pack_samples(cast("list[Sample]", rows), temperature)
+            return weighted(batch, self.recipe)
         batch = PackedBatch.pack(cast("Seq[Sequence]", rows))
         if temperature != 1:
             batch = batch.with_fields(temperature=torch.full((len(batch),), temperature))
         return weighted(batch, self.recipe)
 
-    def _taught(self, batch: PackedBatch) -> tuple[PackedBatch, LossFn]:
-        algorithm = self.algorithm
-        if isinstance(self.teacher, Teacher):
-            batch, states = self.teacher.read(batch)
-            keys: dict[str, Any] = {name: vars(algorithm)[name] for name in ("divergence", "beta")}
-            keys |= {"top_k": algorithm.loss_top_k, "tail": algorithm.loss_add_tail}
-            return batch, DistillationLoss(teacher=states, **keys)
-        if algorithm.epochs * algorithm.num_mini_batches > 1:
-            batch = score_old(self.policy, batch, "none")
-        scored = self.teacher.score(batch.with_routing(None)).logprob
-        return batch.with_routing(None).with_fields(teacher_logprob=scored), SampledReverseKL()
-
 
 def prompt_of(number: int, row: Sequence | Prompt) -> Prompt:
-    """The tokens before the first trained one, at least one."""
+    """Returns the tokens before the first trained one, at least one."""
     if isinstance(row, Prompt):
         return row
     mask = [True] if row.mask is None else [bool(kept) for kept in row.mask]

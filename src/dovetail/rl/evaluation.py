@@ -85,7 +85,7 @@ BUILT_IN: Mapping[str, Callable[[Seq[Sample], int], float]] = {
 
 
 @dataclass
-class OwnMetric:
+class CustomMetric:
     """A user's function, in the first rank's worker process. Failures are reported and survived. Collective."""
 
     name: str
@@ -134,14 +134,14 @@ class OwnMetric:
 
 @dataclass(frozen=True, kw_only=True)
 class EvalSet:
-    """metrics: avg@K, pass@K, maj@K, or a key of `own`."""
+    """metrics: avg@K, pass@K, maj@K, or a key of `custom`."""
 
     name: str
     prompts: Seq[Prompt]
     samples: int = 1
     temperature: float = 0.0
     metrics: Seq[str] = ()
-    own: Mapping[str, OwnMetric] = field(default_factory=dict)
+    custom: Mapping[str, CustomMetric] = field(default_factory=dict)
 
     def measure(self, samples: Seq[Sample]) -> dict[str, float]:
         """Over prompts with K rewarded samples; NaN without any."""
@@ -151,8 +151,8 @@ class EvalSet:
         row = {}
         for metric in self.metrics:
             kind, _, k = metric.partition("@")
-            if metric in self.own:
-                row[self.own[metric].name] = self.own[metric](samples)
+            if metric in self.custom:
+                row[self.custom[metric].name] = self.custom[metric](samples)
             else:
                 row[metric] = mean(
                     [BUILT_IN[kind](g, int(k)) for g in groups.values() if len(g) >= int(k)]

@@ -1,31 +1,17 @@
 """Samples to a batch with the fields of a loss."""
 
 import random
-from collections.abc import Callable, Mapping, Sequence as Seq
-from typing import TYPE_CHECKING, Any, Literal
-
-import torch
-from torch import Tensor
+from collections.abc import Mapping, Sequence as Seq
+from typing import Literal
 
 from dovetail.batch.balancing import split_units
 from dovetail.batch.packed import PackedBatch, Sequence
-from dovetail.batch.packing import kind_of
 from dovetail.engine.native import Engine
-from dovetail.errors import ConfigError, DataError
-from dovetail.kernels.reference import sum_rows, widened
-from dovetail.rl.advantages import gae, group_relative, leave_one_out, terminal_rewards, whiten
+from dovetail.errors import DataError
 from dovetail.rl.correction import mismatch
-from dovetail.rl.losses import kl_estimate
 from dovetail.rl.samples import Sample
 from dovetail.sampler.turn import Turn
 
-if TYPE_CHECKING:
-    from dovetail.recipe.algorithms import AnyRL
-
-
-OwnAdvantage = Callable[
-    [Tensor, Tensor, PackedBatch], Any
-]  # of rewards [S] and groups [S]; returns [S] or [T]
 # Routes of the update: new ones, those of the scoring pass (R2), those of the sampler (R3).
 Replay = Literal["none", "trainer", "rollout"]
 
@@ -62,56 +48,6 @@ def lags(turn: Turn, version: int) -> list[float]:
             raise DataError(f"versions {turn.versions} are not those of {tokens}")
         found[start:end] = [float(version - own)] * (end - start)
     return found
-
-
-def with_advantages(
-    batch: PackedBatch, samples: Seq[Sample], algorithm: "AnyRL", own: OwnAdvantage | None = None
-) -> PackedBatch:
-    """Add `advantage` [T], and for PPO `return` [T]. REINFORCE++: Hu et al. 2025, eqs. 6 to 9."""
-    scores = torch.tensor([sample.reward for sample in samples], dtype=torch.float64)
-    owner = batch.sequence_ids
-    rewards = terminal_rewards(scores, batch.mask, owner)
-    if algorithm.kl_in == "reward" and algorithm.kl_coef:
-        fields = batch.fields
-        kl = kl_estimate(fields["old_logprob"], fields["reference_logprob"], algorithm.kl_estimator)
-        rewards = rewards - algorithm.kl_coef * torch.where(batch.mask, kl, 0.0)
-    returns: dict[str, Tensor] = {}
-    totals = sum_rows(rewards, owner, batch.num_sequences)
-    groups = torch.tensor([sample.group for sample in samples])
-    if own is not None:
-        advantage = own_advantages(own, totals, groups, batch)
-    elif algorithm.name == "ppo":
-        values = batch.fields["old_value"]
-        advantage, target = gae(
-            rewards, values, batch.mask, owner, gamma=algorithm.gamma, lam=algorithm.lam
-        )
-        returns["return"] = target.to(torch.float32)
-    elif algorithm.name == "reinforce_plus_plus" and not algorithm.group_baseline:
-        advantage, _ = gae(
-            rewards, torch.zeros_like(rewards), batch.mask, owner, gamma=algorithm.gamma
-        )
-    elif algorithm.name == "rloo":
-        advantage = torch.where(batch.mask, leave_one_out(totals, groups)[owner], 0.0)
-    else:
-        scale = algorithm.name == "grpo" and algorithm.scale_by_std
-        advantage = torch.where(
-            batch.mask, group_relative(totals, groups, divide_by_std=scale)[owner], 0.0
-        )
-    if algorithm.normalize_advantage:
-        advantage = whiten(advantage, batch.mask)
-    return batch.with_fields(advantage=advantage.to(torch.float32), **returns)
-
-
-def own_advantages(
-    own: OwnAdvantage, rewards: Tensor, groups: Tensor, batch: PackedBatch
-) -> Tensor:
-    result = own(rewards, groups, batch)
-    if isinstance(result, Tensor) and result.shape == rewards.shape:
-        result = result[batch.sequence_ids]
-    if not isinstance(result, Tensor) or result.shape != batch.mask.shape:
-        wanted = f"a number for each response, [{len(rewards)}], or token, [{len(batch)}]"
-        raise ConfigError(f"the advantage is {kind_of(result)}; expected {wanted}")
-    return torch.where(batch.mask, widened(result.detach()), 0.0)
 
 
 def minibatches(batch: PackedBatch, count: int, seed: str) -> list[PackedBatch]:

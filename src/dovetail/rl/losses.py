@@ -1,28 +1,24 @@
-"""Losses of SFT and RL."""
+"""The policy-gradient loss, and how losses of tokens are aggregated."""
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any, ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from dovetail.batch.loss import Loss, Sum, TokenStats
 from dovetail.batch.packed import PackedBatch
-from dovetail.batch.packing import kind_of
 from dovetail.errors import ConfigError
 from dovetail.kernels.reference import count_rows, sum_rows, widened
 from dovetail.nn.heads import is_separable
+from dovetail.rl.custom import CustomLoss, custom_losses
 
 Aggregation = Literal["token", "sequence", "sequence_sum"]
 KLEstimator = Literal["k1", "k2", "k3"]
 Term = Literal["ppo", "cispo", "gmpo", "sapo"]
 
 LOG_RATIO_LIMIT = 20.0  # nats
-OwnLoss = Callable[
-    [TokenStats, PackedBatch], Any
-]  # -> token losses [T], or (losses, {metric: [T]})
 
 
 def weight_fields(
@@ -49,25 +45,6 @@ def weight_fields(
     return {"weight": ones * share, "count": first.to(dtype)}
 
 
-@dataclass(frozen=True)
-class SFTLoss:
-    """Negative log-likelihood, or `own`."""
-
-    own: OwnLoss | None = None
-
-    @property
-    def separable(self) -> bool:
-        return self.own is None or is_separable(self.own)
-
-    def __call__(self, stats: TokenStats, batch: PackedBatch, /) -> Loss:
-        loss, metrics = (
-            (-widened(stats.logprob), {})
-            if self.own is None
-            else token_losses(self.own, stats, batch)
-        )
-        return Loss(*aggregate(loss, batch), {**metrics, "entropy_mean": Sum.of(stats.entropy)})
-
-
 @dataclass(frozen=True, kw_only=True)
 class PolicyLoss:
     """l = w term + kl_coef KL(policy, reference) - entropy_coef H.
@@ -83,7 +60,7 @@ class PolicyLoss:
     """
 
     term: Term = "ppo"
-    own: OwnLoss | None = None  # in place of the term
+    custom: CustomLoss | None = None  # in place of the term
     clip_low: float = 0.2
     clip_high: float = 0.2
     dual_clip: float | None = None
@@ -109,15 +86,16 @@ class PolicyLoss:
 
     @property
     def separable(self) -> bool:
-        if self.own is not None:
-            return is_separable(self.own)
+        if self.custom is not None:
+            return is_separable(self.custom)
         return self.ratio == "token" and self.term != "gmpo"
 
     def __call__(self, stats: TokenStats, batch: PackedBatch, /) -> Loss:
         logprob = widened(stats.logprob)
-        loss, metrics = (
-            token_losses(self.own, stats, batch) if self.own else self._term(logprob, batch)
-        )
+        if self.custom is not None:
+            loss, metrics = custom_losses(self.custom, stats, batch)
+        else:
+            loss, metrics = self._term(logprob, batch)
         if self.sampler_bounds is not None:
             weight, more = self._weight(logprob.detach(), batch, self.sampler_bounds)
             loss = weight * loss
@@ -198,54 +176,6 @@ class PolicyLoss:
             "ratio_deviation": Sum.of((ratio - 1).abs()),
             **extra,
         }
-
-
-@dataclass(frozen=True)
-class ValueLoss:
-    """coef max((v - R)^2, (clip(v, v_old - clip, v_old + clip) - R)^2) / 2, as in OpenAI baselines' PPO2.
-
-    R: `fields["return"]`. v_old: `fields["old_value"]`. clip None: no clipping.
-    """
-
-    clip: float | None = 0.2
-    coef: float = 1.0
-    separable: ClassVar[bool] = True
-
-    def __call__(self, values: Tensor, batch: PackedBatch, /) -> Loss:
-        values = widened(values)
-        target = batch.fields["return"]
-        loss = (values - target) ** 2
-        metrics = {
-            "value_error": Sum.of(loss),
-            "value_mean": Sum.of(values),
-            "return_mean": Sum.of(target),
-        }
-        if self.clip is not None:
-            old = batch.fields["old_value"]
-            moved = values - old
-            # `old + moved` of small moves would count as clipped by its rounding
-            near = torch.where(
-                moved.abs() > self.clip, old + moved.clamp(-self.clip, self.clip), values
-            )
-            clipped = (near - target) ** 2
-            metrics["value_clip_fraction"] = Sum.of(clipped > loss)
-            loss = torch.maximum(loss, clipped)
-        return Loss(*aggregate(loss * (self.coef / 2), batch), metrics)
-
-
-def token_losses(
-    function: OwnLoss, stats: TokenStats, batch: PackedBatch
-) -> tuple[Tensor, dict[str, Sum]]:
-    """Losses [T] and metrics."""
-    result = function(stats, batch)
-    losses, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
-    if not isinstance(metrics, Mapping):
-        raise ConfigError(f"metrics are {kind_of(metrics)}; expected a mapping of names to tensors")
-    for name, value in {"the loss": losses, **metrics}.items():
-        if not isinstance(value, Tensor) or value.shape != stats.logprob.shape:
-            wanted = f"one number for each counted token, {list(stats.logprob.shape)}"
-            raise ConfigError(f"{name} is {kind_of(value)}; expected {wanted}")
-    return widened(losses), {name: Sum.of(value) for name, value in metrics.items()}
 
 
 def kl_estimate(logprob: Tensor, reference: Tensor, kind: KLEstimator) -> Tensor:

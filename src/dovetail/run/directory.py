@@ -27,7 +27,7 @@ from dovetail.parallel.collectives import stack_over
 from dovetail.parallel.consensus import agreed, of_all, of_first
 from dovetail.parallel.mesh import Mesh
 from dovetail.recipe.schema import Recipe
-from dovetail.run.callbacks import Callbacks, TrainerState
+from dovetail.run.callbacks import Callbacks, TrainerCallback, TrainerState
 from dovetail.run.checkpoints import RunCheckpoints, check_space
 from dovetail.run.console import Console, log_path, note_failure, rank_log
 from dovetail.run.learning import LearningNotes
@@ -101,7 +101,7 @@ class RunDirectory:
         self._quiet = progress is not None and progress.is_watched
         self._rank_log = log_path(self.path, mesh["world"].rank)
         self.callbacks = Callbacks(TrainerState(recipe, self.lead), mesh)
-        self.after_save: Callable[[int], None] | None = None  # takes the oldest kept step
+        self.after_save: Callable[[int], None] | None = None
         self._records = Records(self.say)
         self._lock = RunLock(self.path)
         self._notes = LearningNotes(recipe)
@@ -144,9 +144,18 @@ class RunDirectory:
             if self.lead:
                 check_space(self.path, exports if saves else exports[:1], saves=saves)
 
-    def open(self, contents: Contents) -> None:
-        """Begins to write. Collective."""
+    def open(
+        self,
+        contents: Contents,
+        callbacks: Seq[TrainerCallback] = (),
+        after_save: Callable[[int], None] | None = None,
+    ) -> None:
+        """Begins to write. Collective. after_save: takes the oldest kept step."""
         self.contents = contents
+        self.after_save = after_save
+        self.callbacks.callbacks = callbacks
+        self.callbacks.state.engine = contents.engines[POLICY]
+        self.callbacks.state.critic = contents.engines.get(CRITIC)
         resumed = self.resumed
         self.run_id = of_first(uuid.uuid4().hex, self.mesh)
         step = 0

@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping
 from statistics import fmean
 from typing import Any
 
-from dovetail.recipe.algorithms import PolicyGradient
 from dovetail.recipe.schema import Recipe
 
 APART = 20  # steps between two of the same note
@@ -34,7 +33,7 @@ class LearningNotes:
 
     def of(self, row: Mapping[str, Any]) -> list[str]:
         """Call for every step, in order."""
-        if not isinstance(self.recipe.algorithm, PolicyGradient):
+        if not self.recipe.algorithm.rewarded:
             return []
         row = {
             name: value for name, value in row.items() if value is not None

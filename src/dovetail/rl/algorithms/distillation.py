@@ -1,7 +1,7 @@
-"""Losses of distillation."""
+"""Distillation: on given rows or on-policy (GKD: Agarwal et al. 2024)."""
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
 import torch
 from torch import Tensor
@@ -13,7 +13,13 @@ from dovetail.kernels.divergence import Divergence, Kind
 from dovetail.kernels.reference import widened
 from dovetail.nn.distillation import DistillStats, TeacherStates, TopK, distilled_loss
 from dovetail.nn.heads import VocabShard
+from dovetail.rl.algorithms.fields import BatchFields
+from dovetail.rl.custom import Custom
 from dovetail.rl.losses import PolicyLoss, aggregate
+
+if TYPE_CHECKING:
+    from dovetail.recipe.distillation import DistillationSection
+    from dovetail.recipe.schema import Recipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,3 +84,30 @@ class SampledReverseKL:
         advantage = batch.fields["teacher_logprob"] - sampled
         total, count, metrics = self.policy(stats, batch.with_fields(advantage=advantage))
         return Loss(total, count, {**metrics, "sampled_reverse_kl": Sum.of(-advantage)})
+
+
+@dataclass(frozen=True)
+class Distillation:
+    """Learns from a teacher's whole distributions, or from its log-probs of sampled tokens."""
+
+    section: "DistillationSection"
+    fields: BatchFields
+
+    @classmethod
+    def make(cls, recipe: "Recipe", _: Custom) -> Self:
+        section = cast("DistillationSection", recipe.algorithm)
+        scored = section.is_sampled and section.updates > 1
+        return cls(section, BatchFields(old_logprob="policy" if scored else None))
+
+    def divergence_loss(self, teacher: TeacherStates) -> DistillationLoss:
+        section = self.section
+        return DistillationLoss(
+            teacher=teacher,
+            divergence=cast("Kind", section.divergence),
+            beta=section.beta,
+            top_k=section.loss_top_k,
+            tail=section.loss_add_tail,
+        )
+
+    def sampled_loss(self) -> SampledReverseKL:
+        return SampledReverseKL()

@@ -4,119 +4,75 @@ import importlib
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import replace
 from functools import partial, update_wrapper, wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from dovetail.batch.loss import LossFn, TokenStats
 from dovetail.batch.packed import PackedBatch, Sequence
 from dovetail.errors import ConfigError, UserError, users_line
-from dovetail.recipe.algorithms import PPO, SFT, PolicyGradient
-from dovetail.recipe.functions import FunctionSection, LossSection, OwnFunction
-from dovetail.recipe.preferences import CPO, DPO, KTO, ORPO, AnyPreference, SimPO
+from dovetail.recipe.algorithms import AggregatedSection
+from dovetail.recipe.functions import FunctionSection, LossSection
 from dovetail.recipe.schema import Recipe
 from dovetail.rewards.custom_modules import look_in
-from dovetail.rl.experience import OwnAdvantage, own_advantages
-from dovetail.rl.losses import PolicyLoss, SFTLoss, weight_fields
-from dovetail.rl.preference_losses import CPOLoss, DPOLoss, KTOLoss, ORPOLoss, RewardLoss
+from dovetail.rl.algorithms.policy_gradient import RLAlgorithm
+from dovetail.rl.algorithms.sft import SFT
+from dovetail.rl.algorithms.table import AnyAlgorithm, make_algorithm
+from dovetail.rl.custom import Custom, CustomAdvantage, CustomLoss, custom_advantages
+from dovetail.rl.losses import Aggregation, weight_fields
 from dovetail.rl.step_metrics import EMPTY_UPDATE, sample_metrics
 
+LOSS = "algorithm.loss"
+ADVANTAGE = "algorithm.advantage"
 LENGTHS = (5, 4, 6, 3)
 PROMPT = 1  # tokens of two responses to each of two prompts
+REWARDS = (0.0, 1.0, 0.5, 0.5)
+GROUPS = (0, 0, 1, 1)
 STEP_NAMES = ("step", "timestamp", "skipped", "fault", "flops", "work", "mfu", "peak_memory_gib")
 STEP_PREFIXES = ("eval", "reward", "seconds/", "step_", "tokens")
 
 
-class OwnFunctionError(ConfigError):
+class CustomFunctionError(ConfigError):
     def __init__(self, function: str, cause: str) -> None:
         super().__init__(f"{function}: {cause}")
         self.cause = cause
 
 
-def sft_loss(algorithm: SFT, folder: Path) -> SFTLoss:
-    if algorithm.loss is None:
-        return SFTLoss()
-    loss = SFTLoss(own=load_function(algorithm.loss, folder, "algorithm.loss"))
-    try_loss(loss, _trial(algorithm.aggregation, ()), algorithm.loss)
-    return loss
+def load_algorithm(recipe: Recipe, folder: Path) -> AnyAlgorithm:
+    """Returns the algorithm of a recipe, whose imported functions were tried on a small batch.
 
-
-def policy_loss(
-    algorithm: PolicyGradient, folder: Path, given: Collection[str] = (), **keys: Any
-) -> PolicyLoss:
-    """given: fields of the run's batches. keys: fields of `PolicyLoss`."""
-    section = algorithm.loss
-    if section.function is None:
-        return PolicyLoss(**keys, term=section.name or "ppo", **section.options)
-    loss = PolicyLoss(**keys, own=load_function(section, folder, "algorithm.loss"))
-    try_loss(loss, _trial(algorithm.aggregation, given), section)
-    return loss
-
-
-def preference_loss(algorithm: AnyPreference) -> LossFn:
-    if isinstance(algorithm, DPO):
-        return DPOLoss(kind=algorithm.loss, **same_keys(algorithm, DPOLoss))
-    if isinstance(algorithm, KTO):
-        return KTOLoss(**same_keys(algorithm, KTOLoss))
-    if isinstance(algorithm, CPO | SimPO):
-        margin = {"gamma": algorithm.simpo_gamma} if isinstance(algorithm, SimPO) else {}
-        return CPOLoss(kind=algorithm.loss, **same_keys(algorithm, CPOLoss), **margin)
-    if isinstance(algorithm, ORPO):
-        return ORPOLoss(beta=algorithm.beta)
-    return RewardLoss(center=algorithm.center_rewards_coefficient)
-
-
-def same_keys(section: Iterable[tuple[str, Any]], settings: type) -> dict[str, Any]:
-    """Values whose keys are fields of `settings`."""
-    names = {field.name for field in fields(settings)}
-    return {name: value for name, value in section if name in names}
-
-
-def fields_of(recipe: Recipe, algorithm: PolicyGradient) -> list[str]:
-    """Fields of a step's batch before advantages."""
-    recomputed = algorithm.needs_old_logprobs or recipe.rollout.router_replay == "trainer"
-    weighed = (
-        recipe.correction is not None
-        and recipe.correction.old == "recomputed"
-        and not recipe.weighs_in_update
-    )
-    has = {
-        "rollout_logprob": True,
-        "temperature": recipe.rollout.temperature != 1.0,
-        "old_logprob": recomputed
-        or (recipe.correction is not None and not recipe.weighs_in_update),
-        "lag": not recipe.rollout.inside,
-        "rollout_weight": weighed,
-        "reference_logprob": algorithm.wants_reference or recipe.reference.path is not None,
-        "old_value": isinstance(algorithm, PPO),
-    }
-    return [name for name, is_there in has.items() if is_there]
-
-
-def advantage(
-    section: OwnFunction, folder: Path, given: Collection[str] = ()
-) -> OwnAdvantage | None:
-    if section is None:
-        return None
-    own = load_function(section, folder, "algorithm.advantage")
-    batch = _trial("token", given)
-    rewards = torch.tensor([0.0, 1.0, 0.5, 0.5], dtype=torch.float64)
-    groups = torch.tensor([0, 0, 1, 1])
-    with _tried("algorithm.advantage", section.function):
-        if not own_advantages(own, rewards, groups, batch).isfinite().all():
-            raise ValueError(
-                "an advantage is not finite for rewards [0, 1, 0.5, 0.5] of groups [0, 0, 1, 1]"
-            )
-    return own
+    folder: where their modules are looked up first. ConfigError where they cannot be used.
+    """
+    section = recipe.algorithm
+    custom = Custom()
+    if section.custom_loss is not None:
+        custom = replace(custom, loss=load_function(section.custom_loss, folder, LOSS))
+    if section.custom_advantage is not None:
+        function = load_function(section.custom_advantage, folder, ADVANTAGE)
+        custom = replace(custom, advantage=function)
+    algorithm = make_algorithm(recipe, custom)
+    fields = list[str]()
+    if isinstance(algorithm, RLAlgorithm):
+        fields = algorithm.fields.names
+    if custom.loss is not None and section.custom_loss is not None:
+        assert isinstance(algorithm, SFT | RLAlgorithm)
+        aggregation = cast("AggregatedSection", section).aggregation
+        given = ["advantage", *fields] if fields else []
+        batch = _trial_batch(aggregation, given)
+        try_loss(algorithm.loss, custom.loss, batch, section.custom_loss)
+    if custom.advantage is not None and section.custom_advantage is not None:
+        batch = _trial_batch("token", fields)
+        try_advantage(custom.advantage, batch, section.custom_advantage)
+    return algorithm
 
 
 def load_function(
     section: FunctionSection | LossSection, folder: Path, key: str
 ) -> Callable[..., Any]:
-    """Files of `folder` come before installed modules."""
+    """Returns a function with the section's options. Files of `folder` come before installed modules."""
     assert section.function is not None
     function = imported(section.function, folder, key)
     name = section.function.partition(":")[2]
@@ -128,16 +84,17 @@ def load_function(
             takes = f"{name}({', '.join(accepted)}) does not take"
             raise TypeError(f"{key}.options has {', '.join(unknown)}, which {takes}")
 
+    where = f"{key} {section.function}"
+
     @wraps(function)
     def called(*given: Any, **options: Any) -> Any:
         try:
             return function(*given, **options)
         except Exception as error:
-            raise OwnFunctionError(f"{key} {section.function}", _cause(error, given[-1])) from error
+            raise CustomFunctionError(where, _cause(error, given[-1])) from error
 
-    return update_wrapper(
-        partial(called, **section.options), function
-    )  # with its attribute `separable`
+    with_options = partial(called, **section.options)
+    return update_wrapper(with_options, function)  # which has its attribute `separable`
 
 
 def imported(function: str, folder: Path, key: str) -> Callable[..., Any]:
@@ -152,13 +109,15 @@ def imported(function: str, folder: Path, key: str) -> Callable[..., Any]:
 
 
 def try_loss(
-    loss: PolicyLoss | SFTLoss, batch: PackedBatch, section: FunctionSection | LossSection
+    loss: LossFn, custom: CustomLoss, batch: PackedBatch, section: FunctionSection | LossSection
 ) -> None:
+    """loss: the algorithm's, which calls `custom`."""
     logprob = torch.linspace(-3, -1, len(batch)).requires_grad_()
     stats = TokenStats(logprob, torch.linspace(0.5, 2, len(batch)).requires_grad_())
-    with _tried("algorithm.loss", section.function):
+    with _tried(LOSS, section.function):
         total, _, _ = loss(stats, batch)
-        if loss.own is not None and isinstance(returned := loss.own(stats, batch), tuple):
+        returned = custom(stats, batch)
+        if isinstance(returned, tuple):
             _check_names(returned[1])
         if not total.requires_grad:
             raise ValueError(
@@ -170,11 +129,22 @@ def try_loss(
             raise ValueError("its value or gradient is not finite for log-probs between -3 and -1")
 
 
+def try_advantage(
+    custom: CustomAdvantage, batch: PackedBatch, section: FunctionSection | LossSection
+) -> None:
+    rewards = torch.tensor(REWARDS, dtype=torch.float64)
+    with _tried(ADVANTAGE, section.function):
+        found = custom_advantages(custom, rewards, torch.tensor(GROUPS), batch)
+        if not found.isfinite().all():
+            raise ValueError(
+                "an advantage is not finite for rewards [0, 1, 0.5, 0.5] of groups [0, 0, 1, 1]"
+            )
+
+
 def _check_names(names: Iterable[Any]) -> None:
-    """ValueError if a metric has the name of a metric of every step."""
-    taken = {*EMPTY_UPDATE, *sample_metrics([], compared=True), *STEP_NAMES} - {
-        "clip_fraction"
-    }  # of the term
+    """Raises ValueError if a metric has the name of a metric of every step."""
+    taken = {*EMPTY_UPDATE, *sample_metrics([], compared=True), *STEP_NAMES}
+    taken.remove("clip_fraction")  # the built-in term's
     for name in names:
         if not isinstance(name, str) or name in taken or name.startswith(STEP_PREFIXES):
             raise ValueError(
@@ -188,7 +158,7 @@ def _tried(key: str, function: str | None) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        cause = error.cause if isinstance(error, OwnFunctionError) else _cause(error)
+        cause = error.cause if isinstance(error, CustomFunctionError) else _cause(error)
         raise ConfigError(f"{key} {function} was tried before the run: {cause}") from error
 
 
@@ -203,7 +173,8 @@ def _cause(error: Exception, batch: PackedBatch | None = None) -> str:
     return f"{said} ({place})" if place else said
 
 
-def _trial(aggregation: Any, given: Collection[str]) -> PackedBatch:
+def _trial_batch(aggregation: Aggregation, given: Collection[str]) -> PackedBatch:
+    """Returns counted tokens with the fields `given`, and those of the aggregation."""
     masks = [[False] * PROMPT + [True] * (n - PROMPT) for n in LENGTHS]
     rows = [
         Sequence(list(range(1, len(mask) + 1)), mask=mask, group=i // 2)
