@@ -34,7 +34,7 @@ from dovetail.nn.layers import GradAccumulator, WgradQueue
 from dovetail.nn.tiling import tile_mlps
 from dovetail.parallel import collectives
 from dovetail.parallel.axes import Axis, ContextAxes
-from dovetail.parallel.mesh import ContextAxes, Mesh
+from dovetail.parallel.mesh import Mesh
 from dovetail.rl.algorithms.ppo import ValueLoss
 from dovetail.rl.algorithms.sft import SFTLoss
 from dovetail.rl.losses import PolicyLoss, weight_fields

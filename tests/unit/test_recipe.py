@@ -59,6 +59,15 @@ def test_yaml_round_trip(tmp_path: Path) -> None:
     assert recipe.reward.name is None
 
 
+@pytest.mark.parametrize(
+    ("spelling", "name"),
+    [("reward_model", "reward"), ("distill", "distillation"), ("reward", "reward")],
+)
+def test_an_algorithm_has_the_spellings_of_the_contract(spelling: str, name: str) -> None:
+    given = {**SMALLEST, "teacher": {"path": "t"}, "algorithm": {"name": spelling}}
+    assert make_recipe(given).algorithm.name == name
+
+
 def test_precedence_and_spellings(tmp_path: Path) -> None:
     path = write(
         tmp_path, yaml.safe_dump({**SMALLEST, "layout": {"tp": 4, "dp": 2}, "optim": {"lr": 1.0}})

@@ -50,9 +50,13 @@ class RLAlgorithm(ABC):
         return cls(
             section=section,
             fields=fields,
-            loss=policy_loss(recipe, fields, custom),
+            loss=cls.make_loss(recipe, fields, custom),
             custom_advantage=custom.advantage,
         )
+
+    @classmethod
+    def make_loss(cls, recipe: "Recipe", fields: BatchFields, custom: Custom) -> LossFn:
+        return policy_loss(recipe, fields, custom)
 
     @property
     def value_loss(self) -> LossFn | None:
