@@ -315,7 +315,7 @@ def test_a_benchmark_for_gpus_says_that_there_are_none(
     with pytest.raises(SystemExit) as ended:
         run_main(importlib.import_module(f"bench.{module}").main)
     assert ended.value.code == 2
-    assert f"torch {torch.__version__} sees " in capsys.readouterr().err
+    assert " sees " in capsys.readouterr().err
 
 
 def test_every_kernel_of_block_sizes_is_called_as_it_is_now() -> None:
