@@ -94,6 +94,8 @@ def run_as(role: str, isolation: str, folder: Path, programs: Mapping[str, str])
 @pytest.mark.parametrize("role", KINDS)
 def test_a_program_of_each_kind_gets_nothing(role: str, folder: Path) -> None:
     programs = {f"{kind}: {name}": PROGRAMS[kind][name] for kind, name in ONE_OF_EACH.items()}
+    if KINDS[role] == "namespaces" and Path(sys.prefix).is_relative_to("/tmp"):
+        pytest.skip("programs have a /tmp of their own, which hides a Python in /tmp")
     found = run_as(role, "required", folder, programs)
     assert found.pop("isolation") == KINDS[role]
     assert {name: gained for name, gained in found.items() if gained} == {}
