@@ -1,5 +1,7 @@
 """A base and an adapter as one source of weights: `dovetail merge` and `--adapter`."""
 
+import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from dovetail.checkpoint.conversion import convert_to_hf
 from dovetail.checkpoint.reader import open_checkpoint
-from dovetail.errors import CheckpointError
+from dovetail.errors import CheckpointError, ConfigError
 from dovetail.factory.engine import EngineOptions, from_pretrained, make_engine, make_mesh
 from dovetail.nn.adapter_options import AdapterOptions, ExpertAdapters
 from dovetail.optim.optimizer import OptimSettings
@@ -22,7 +24,7 @@ from dovetail.weights.merged import MergedSource
 from dovetail.weights.peft import read_options
 from tests.helpers.checkpoints import tensors_of
 from tests.helpers.harness import run
-from tests.helpers.parity_configs import moe_configs, tiny_model
+from tests.helpers.parity_configs import moe_configs, tiny_configs, tiny_model
 from tests.helpers.parity_reference import make_batch, objective
 from tests.helpers.peft_reference import lora_config, write_peft
 from tests.helpers.tolerances import worst_error
@@ -88,3 +90,54 @@ def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
     base = open_checkpoint(tmp_path / "other", Mesh.solo())
     with pytest.raises(CheckpointError, match=r"extra: base_model.*mlp\.down_proj"):
         MergedSource(base, tmp_path / "adapter")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("r", "4"),
+        ("r", 0),
+        ("r", 5),
+        ("r", None),
+        ("lora_alpha", [16]),
+        ("target_modules", ".*_proj"),
+        ("target_modules", [1]),
+        ("rank_pattern", ["q_proj"]),
+        ("rank_pattern", {"q_proj": 2.5}),
+        ("bias", "all"),
+        ("use_dora", True),
+    ],
+)
+def test_an_ill_typed_adapter_is_refused(key: str, value: object, tmp_path: Path) -> None:
+    write_peft("qwen3", tmp_path, lora_config(), torch.float32)
+    file = tmp_path / "adapter" / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), key: value}))
+    base = open_checkpoint(tmp_path / "model", Mesh.solo())
+    with pytest.raises(CheckpointError, match=re.escape(str(tmp_path / "adapter"))):
+        MergedSource(base, tmp_path / "adapter").read("model.layers.0.mlp.down_proj.weight")
+
+
+def test_an_adapter_of_a_larger_model_is_refused(tmp_path: Path) -> None:
+    write_peft("qwen3", tmp_path, lora_config(), torch.float32)
+    config = tiny_configs()["qwen3"]
+    config.intermediate_size *= 2
+    tiny_model(config).save_pretrained(tmp_path / "larger")
+    base = open_checkpoint(tmp_path / "larger", Mesh.solo())
+    merged = MergedSource(base, tmp_path / "adapter")
+    with pytest.raises(CheckpointError, match="is it an adapter of this model"):
+        merged.read("model.layers.0.mlp.down_proj.weight")
+
+
+def test_an_adapter_needs_a_layer_and_a_rank(tmp_path: Path) -> None:
+    tiny_model(tiny_configs()["qwen3"]).save_pretrained(tmp_path / "model")
+    with pytest.raises(ConfigError, match="rank 0"):
+        AdapterOptions(rank=0)
+    (message,) = run(1, refused, tmp_path / "model")
+    assert "no layer of the model is adapted; its targets are query" in message
+
+
+def refused(folder: Path) -> str:
+    adapter = AdapterOptions(targets=("query",))
+    with pytest.raises(ConfigError) as error:
+        from_pretrained(folder, device="cpu", options=EngineOptions(adapter=adapter))
+    return str(error.value)

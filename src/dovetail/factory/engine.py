@@ -35,7 +35,7 @@ from dovetail.nn.tiling import tile_mlps
 from dovetail.optim.optimizer import OptimSettings, shards_of
 from dovetail.optim.rules import check_rule
 from dovetail.parallel.axes import TIMEOUT
-from dovetail.parallel.consensus import agreed
+from dovetail.parallel.consensus import agreed, of_all
 from dovetail.parallel.layout import Layout
 from dovetail.parallel.mesh import Mesh
 from dovetail.parallel.placement import as_index
@@ -238,7 +238,10 @@ def make_engine(
     held = master if options.adapter is None else dtype
     model = make_model(source, mesh, held, reader, found.kind, options.recompute)
     if options.adapter is not None:
-        add_adapters(model, mesh, options.adapter, master)
+        adapted = add_adapters(model, mesh, options.adapter, master)
+        if not any(of_all(bool(adapted), mesh)):
+            targets = ", ".join(options.adapter.targets)
+            raise ConfigError(f"no layer of the model is adapted; its targets are {targets}")
     _spare_memory(model, mesh, options)
     shard_over_data(model, mesh, dtype)
     model.materialize(mesh.device)

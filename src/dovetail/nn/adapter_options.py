@@ -7,6 +7,8 @@ from math import sqrt
 from pathlib import Path
 from typing import Literal, TypeVar
 
+from dovetail.errors import ConfigError
+
 T = TypeVar("T")
 ExpertAdapters = Literal["per_expert", "stacked"]
 # The leaf names that `all-linear` adapts: attention with its latents, and feed-forward layers.
@@ -50,6 +52,11 @@ class AdapterOptions:
     experts: ExpertAdapters = "per_expert"
     seed: int = 0
     path: Path | None = None
+
+    def __post_init__(self) -> None:
+        for rank in (self.rank, *self.rank_pattern.values()):
+            if rank < 1:
+                raise ConfigError(f"an adapter of rank {rank}; expected 1 or more")
 
     def includes(self, module: str) -> bool:
         targets: list[str] = []

@@ -80,7 +80,9 @@ class MergedSource(TensorSource):
         index = as_index(whole(shape) if slices is None else slices)
         merged = weight.to(wide(weight.dtype))
         if len(shape) == 2:
-            merged += self._delta(name)[index]
+            delta = self._delta(name)
+            self._check(name, delta, shape)
+            merged += delta[index]
             return merged.to(weight.dtype)
         experts, *matrix = index
         stem, tensor = _groups(STACKED, name)
@@ -88,6 +90,7 @@ class MergedSource(TensorSource):
             delta = self._expert_delta(stem, expert, tensor)
             if delta.shape != shape[1:]:  # the base holds [E, in, out]
                 delta = delta.T
+            self._check(name, delta, shape[1:])
             merged[number] += delta[tuple(matrix)]
         return merged.to(weight.dtype)
 
@@ -113,16 +116,35 @@ class MergedSource(TensorSource):
         down = from_stacked(DOWN, down, count)[expert]
         up = from_stacked(UP, up, count)[expert]
         delta = self._product(f"{stem}.{tensor}", down, up)
-        return delta.chunk(2)[HALVES[matrix]] if matrix in HALVES else delta
+        if matrix not in HALVES:
+            return delta
+        halves = delta.chunk(2)
+        return halves[HALVES[matrix]]
+
+    def _check(self, name: str, delta: Tensor, shape: tuple[int, ...]) -> None:
+        if delta.shape != shape:
+            sizes = f"the adapter of {name} makes {list(delta.shape)}, the base holds {list(shape)}"
+            raise CheckpointError(
+                f"{self.adapter.path} does not fit {self.path}: {sizes}; is it an adapter of this "
+                "model?"
+            )
 
     def _factors(self, stem: str) -> tuple[Tensor, Tensor]:
-        down = self._read_adapter(f"{stem}{DOWN}.weight")
-        up = self._read_adapter(f"{stem}{UP}.weight")
+        names = (f"{stem}{DOWN}.weight", f"{stem}{UP}.weight")
+        for name in names:
+            if name not in self.adapter.names:
+                raise CheckpointError(f"{self.adapter.path} lacks {name}")
+        down, up = map(self._read_adapter, names)
         return down, up
 
     def _product(self, module: str, down: Tensor, up: Tensor) -> Tensor:
+        rank = self.options.rank_of(module)
+        if not down.shape[0] == up.shape[-1] == rank:
+            found = f"A {list(down.shape)} and B {list(up.shape)} of {module}"
+            raise CheckpointError(f"{self.adapter.path}: {found}, but its config says rank {rank}")
         dtype = wide(up.dtype)
-        return self.options.scale_of(module) * (up.to(dtype) @ down.to(dtype))
+        product = up.to(dtype) @ down.to(dtype)
+        return product * self.options.scale_of(module)
 
     def _adapters_of(self, name: str) -> list[str]:
         """Return the stems of the adapter's tensors that change a tensor of the base."""

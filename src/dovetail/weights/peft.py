@@ -1,9 +1,9 @@
 """PEFT's directories of adapters: `adapter_config.json` and `adapter_model.safetensors`."""
 
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from dovetail.weights.safe_paths import (
 from dovetail.weights.safetensors import TensorFile, TensorFileWriter, TensorSpec, dump_json
 from dovetail.weights.shards import LocalParam, adapter_params
 
+T = TypeVar("T")
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 OF_THE_MODEL = ("config.json", "generation_config.json")
@@ -168,19 +169,45 @@ def read_options(path: Path) -> AdapterOptions:
         if config.get(key, value) not in (value, None, []):
             found = json.dumps(config[key])
             raise CheckpointError(f"{file}: {key} is {found}; read are adapters with {value!r}")
-    modules = config.get("target_modules") or ()
-    modules = (modules,) if isinstance(modules, str) else tuple(modules)
-    parameters = tuple(config.get("target_parameters") or ())
+    parameters = _names(config, "target_parameters", file)
     return AdapterOptions(
-        rank=config["r"],
-        alpha=config["lora_alpha"],
-        targets=(*modules, *parameters),
-        exclude=tuple(config.get("exclude_modules") or ()),
-        rslora=config.get("use_rslora", False),
-        rank_pattern=config.get("rank_pattern") or {},
-        alpha_pattern=config.get("alpha_pattern") or {},
+        rank=_rank(config.get("r"), "r", file),
+        alpha=_number(config.get("lora_alpha"), "lora_alpha", file),
+        targets=(*_names(config, "target_modules", file), *parameters),
+        exclude=_names(config, "exclude_modules", file),
+        rslora=config.get("use_rslora") is True,
+        rank_pattern=_by_module(config, "rank_pattern", _rank, file),
+        alpha_pattern=_by_module(config, "alpha_pattern", _number, file),
         experts="stacked" if parameters else "per_expert",
     )
+
+
+def _number(value: Any, key: str, file: Path) -> float:
+    if type(value) not in (int, float) or not value > 0:
+        raise CheckpointError(f"{file}: {key} is {json.dumps(value)}; expected a positive number")
+    return float(value)
+
+
+def _rank(value: Any, key: str, file: Path) -> int:
+    if type(value) is not int or value < 1:
+        raise CheckpointError(f"{file}: {key} is {json.dumps(value)}; expected a whole number")
+    return value
+
+
+def _by_module(
+    config: Mapping[str, Any], key: str, read: Callable[[Any, str, Path], T], file: Path
+) -> dict[str, T]:
+    values = config.get(key) or {}
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{file}: {key} is {json.dumps(values)}; expected names with numbers")
+    return {name: read(value, f"{key}[{name}]", file) for name, value in values.items()}
+
+
+def _names(config: Mapping[str, Any], key: str, file: Path) -> tuple[str, ...]:
+    values = config.get(key) or []
+    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+        raise CheckpointError(f"{file}: {key} is {json.dumps(values)}; expected a list of names")
+    return tuple(values)
 
 
 def load_adapter(model: StagedModel, path: Path, mesh: Mesh) -> None:
