@@ -6,9 +6,11 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import time
 import zlib
 from collections import defaultdict
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -147,3 +149,15 @@ def _record_soak(reporter: Any) -> None:
     row = [f"{datetime.now(UTC):%Y-%m-%d}", commit, piece, *map(str, counts), f"{minutes:.0f}"]
     with SOAK_RESULTS.open("a") as file:
         file.write(f"| {' | '.join(row)} |\n")
+
+
+@pytest.fixture(autouse=True)
+def drop_modules_of_the_test(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Modules that a test imports from a temporary folder: the next `mine.py` is another file."""
+    before = set(sys.modules)
+    yield
+    temporary = str(tmp_path_factory.getbasetemp())
+    for name in set(sys.modules) - before:
+        file = getattr(sys.modules[name], "__file__", None)
+        if isinstance(file, str) and file.startswith(temporary):
+            del sys.modules[name]
